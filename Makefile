@@ -1,0 +1,37 @@
+# Every target makes the environment that it needs; PYTHON and VENV can be set on the command line.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: demo test check format docs help
+
+demo: $(VENV)/.installed-run  ## Train the tiny recipe on this machine, in a few minutes
+	$(BIN)/trainctl launch recipe=tiny
+
+test: $(VENV)/.installed-test  ## Run the quick tests
+	$(BIN)/python -m pytest -m "not slow and not cluster and not slurm and not gpu"
+
+check: $(VENV)/.installed-dev  ## Lint, check the format and the types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev  ## Rewrite the sources in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.installed-run  ## Write docs/reference.md anew from the schema
+	$(BIN)/python scripts/generate_reference.py
+
+help:  ## Show this list
+	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# A stamp for each set of extras: installing again only when the requirements changed.
+EXTRAS_run :=
+EXTRAS_test := [test]
+EXTRAS_dev := [dev]
+$(VENV)/.installed-%: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.$(EXTRAS_$*)'
+	@touch $@

@@ -1,0 +1,105 @@
+"""Write docs/reference.md from the schema and the shipped options; `--check` only compares."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from trainctl.config.catalog import options
+from trainctl.config.codec import to_plain
+from trainctl.config.schema import GROUPS, RunConfig
+
+TARGET = Path(__file__).parents[1] / "docs" / "reference.md"
+INTRODUCTION = """\
+# Configuration reference
+Written by `make docs` from `trainctl/config/schema.py` and `conf/`; do not edit it by hand.
+
+A key is set as `group.key=value` on the command line or in a recipe; an option of a group is chosen
+as `group=option`. A default of `null` means that the value is derived: `trainctl config why KEY`
+gives the value and the reason.
+"""
+
+
+def reference() -> str:
+    """The whole page, as Markdown."""
+    parts = [INTRODUCTION]
+    hints = get_type_hints(RunConfig)
+    sections = [item for item in fields(RunConfig) if is_dataclass(hints[item.name])]
+    for item in sections:
+        parts.append("\n".join(_section(item.name, hints[item.name])) + "\n")
+    top = [item for item in fields(RunConfig) if item not in sections]
+    parts.append("\n".join(["## Top level", "", *_table(top, hints, "")]) + "\n")
+    return "\n".join(parts)
+
+
+def _section(name: str, cls: type) -> Iterator[str]:
+    yield f"## {name}"
+    yield (cls.__doc__ or "").strip()
+    if name in GROUPS:
+        yield ""
+        yield "| option | what it is |"
+        yield "|---|---|"
+        for info in options(name):
+            if not info.is_users:
+                yield f"| `{name}={info.name}` | {_cell(info.summary)} |"
+    yield ""
+    yield from _table(list(fields(cls)), get_type_hints(cls), f"{name}.")
+
+
+def _table(items: list[Field[Any]], hints: dict[str, Any], prefix: str) -> Iterator[str]:
+    yield "| key | values | default | meaning |"
+    yield "|---|---|---|---|"
+    for item in items:
+        values = _cell(_values(hints[item.name], item))
+        default = to_plain(item.default if item.default is not MISSING else item.default_factory())
+        meaning = _cell(item.metadata["doc"])
+        yield f"| `{prefix}{item.name}` | {values} | `{_literal(default)}` | {meaning} |"
+
+
+def _values(hint: Any, item: Field[Any]) -> str:
+    """Type, range and unit, such as ``integer, at least 1, tokens``."""
+    inner = next((each for each in get_args(hint) if each is not type(None)), hint)
+    if isinstance(inner, type) and issubclass(inner, Enum):
+        return ", ".join(f"`{member.value}`" for member in inner)
+    names = {int: "integer", float: "number", bool: "true, false", str: "text"}
+    origin = getattr(hint, "__origin__", None)
+    kind = {list: "list", dict: "mapping"}.get(origin) or names[inner]
+    limits = {"minimum": "at least", "above": "above", "maximum": "at most"}
+    bounds = [
+        f"{words} {item.metadata[name]}"
+        for name, words in limits.items()
+        if item.metadata[name] is not None
+    ]
+    return ", ".join([kind, *bounds, *([item.metadata["unit"]] if item.metadata["unit"] else [])])
+
+
+def _literal(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or with `--check` say whether it is up to date."""
+    page = reference()
+    if "--check" not in arguments:
+        TARGET.write_text(page, encoding="utf-8")
+        return 0
+    if TARGET.is_file() and TARGET.read_text(encoding="utf-8") == page:
+        return 0
+    print("docs/reference.md is out of date: run `make docs`", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,127 @@
+"""The error boundary: what a user sees, on which stream, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainctl import __version__
+from trainctl.cli.main import run
+from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
+
+
+def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
+    """Run `validate` with a composition that raises."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("trainctl.cli.planning.compose", fail)
+    return run(["validate"])
+
+
+def test_every_finding_is_shown_with_key_source_and_hint(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings = [
+        Finding(
+            rule="TC001",
+            key="optimizer.lr",
+            message="must be above 0, not -1 [sic]",
+            hint="3e-4",
+            source="override optimizer.lr=-1",
+        ),
+        Finding(rule="TC002", message="odd", severity=Severity.warning),
+    ]
+    error = TrainctlError.from_findings(findings)
+    assert raising(monkeypatch, error) == ExitCode.bad_input
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "error[TC001]: optimizer.lr: must be above 0, not -1 [sic]",
+        "  set by: override optimizer.lr=-1",
+        "  hint: 3e-4",
+        "warning[TC002]: odd",
+        "error: 1 problem in this configuration",
+    ]
+
+
+@pytest.mark.parametrize("code", [ExitCode.does_not_fit, ExitCode.environment, ExitCode.run_state])
+def test_the_exit_code_is_the_errors(
+    code: ExitCode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert raising(monkeypatch, TrainctlError("no", hint="do so", exit_code=code)) == code
+    assert capsys.readouterr().err == "error: no\nhint: do so\n"
+
+
+def test_an_interrupt_has_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert raising(monkeypatch, KeyboardInterrupt()) == 130
+
+
+def test_a_bug_asks_for_a_report_and_shows_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert raising(monkeypatch, ZeroDivisionError("oh")) == ExitCode.internal_error
+    text = capsys.readouterr().err
+    assert "Traceback" in text
+    assert "ZeroDivisionError: oh" in text
+    assert "please report it" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (["lauch"], "No such command 'lauch'.", "did you mean 'launch'?"),
+        (["config", "shwo"], "No such command 'shwo'.", "did you mean 'show'?"),
+        (["launch", "--model=x"], "No such option: --model", "without dashes: model=VALUE"),
+        (["config", "why"], "Missing argument", "trainctl config why --help"),
+        (["config"], "Missing command", "trainctl config --help"),
+        (["launch", "--resume", "maybe"], "Invalid value for '--resume'", "--help"),
+    ],
+)
+def test_usage_errors_exit_with_2_and_a_hint(
+    arguments: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == ExitCode.bad_input
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    error, _, after = captured.err.partition("\nhint: ")
+    assert error.startswith("error: ")
+    assert message in error
+    assert hint in after
+
+
+def test_the_version_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr() == (f"trainctl {__version__}\n", "")
+
+
+def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    assert "estimate-memory" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m trainctl config show recipe=tiny | head -n 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_json_reports_the_findings_of_a_config_that_does_not_compose(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise TrainctlError.from_findings([Finding(rule="TC003", key="a.b", message="no such key")])
+
+    monkeypatch.setattr("trainctl.cli.planning.compose", fail)
+    assert run(["validate", "--json"]) == ExitCode.bad_input
+    report = json.loads(capsys.readouterr().out)
+    assert report["valid"] is False
+    assert [(each["rule"], each["key"]) for each in report["findings"]] == [("TC003", "a.b")]

@@ -1,0 +1,116 @@
+"""What a launch shows for each record, in a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from trainctl.cli.progress import Progress, clock, event_lines, step_line
+
+
+def step(number: int, time: float = 0.0, **more: Any) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "attempt": 1,
+        "time": time,
+        "event": "step",
+        "step": number,
+        "loss": 2.81234,
+        "learning_rate": 9.1e-4,
+        "grad_norm": 0.8123,
+        "tokens": number * 4096,
+        "tokens_per_second": 12345.4,
+        "samples": [0, 16],
+    } | more
+
+
+def test_a_step_line_has_every_number() -> None:
+    assert step_line(step(20), stop_step=200, seconds_left=12.2) == (
+        "step 20/200 loss 2.8123 lr 9.1e-04 grad_norm 0.81 12,345 tokens/s eta 00:12"
+    )
+
+
+def test_a_step_without_clipping_has_no_norm() -> None:
+    assert "grad_norm" not in step_line(step(1, grad_norm=None), stop_step=2, seconds_left=None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "--:--"), (0, "00:00"), (59.6, "01:00"), (3600, "1:00:00"), (90061, "25:01:01")],
+)
+def test_clock(seconds: float | None, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def test_evaluation_has_the_entropy_beside_it() -> None:
+    event = {"event": "evaluation", "step": 5, "loss": 1.5, "unigram_entropy": 3.25}
+    (line,) = event_lines(event)
+    assert line == (
+        "evaluation at step 5: held-out loss 1.5000 (byte-unigram entropy of the corpus: 3.2500)"
+    )
+
+
+def test_a_sample_keeps_its_lines() -> None:
+    assert event_lines({"event": "sample", "text": "def f():\n    x"}) == [
+        "sampled text:",
+        "  def f():",
+        "      x",
+    ]
+
+
+def test_plain_lines_come_at_the_interval_and_at_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Progress(stop_step=7, every_steps=3) as progress:
+        for number in range(1, 8):
+            progress(step(number, time=float(number)))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["3/7", "6/7", "7/7"]
+    assert lines[0].endswith("eta 00:04")
+
+
+def test_an_evaluation_between_steps_lengthens_the_eta(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(stop_step=10, every_steps=1) as progress:
+        for number, time in ((1, 0.0), (2, 1.0), (3, 12.0)):
+            progress(step(number, time=time))
+    # 1 s, then 0.9 x 1 s + 0.1 x 11 s = 2 s a step.
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == [
+        "--:--",
+        "00:08",
+        "00:14",
+    ]
+
+
+def test_json_lines_carry_the_records_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
+    events = [step(1, loss=1 / 3), {"event": "end", "step": 1, "reason": "done"}]
+    with Progress(stop_step=1, every_steps=10, as_json=True) as progress:
+        for event in events:
+            progress(event)
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == events
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_reader_that_goes_away_does_not_stop_the_run(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", ClosedPipe())
+    with Progress(stop_step=2, every_steps=1, as_json=as_json) as progress:
+        progress(step(1))
+        progress(step(2))
+
+
+def test_a_sample_cannot_steer_the_terminal() -> None:
+    assert event_lines({"event": "sample", "text": "a\x1b[2Jb"})[1] == "  a\ufffd[2Jb"
+
+
+def test_a_loss_that_is_no_number_is_shown() -> None:
+    assert "loss nan" in step_line(step(1, loss="NaN"), stop_step=2, seconds_left=None)

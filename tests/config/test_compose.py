@@ -1,0 +1,494 @@
+"""Composition: values, provenance, the user's own folders, and every problem at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from trainctl.config.catalog import recipes, shipped_root
+from trainctl.config.codec import to_plain
+from trainctl.config.compose import Composed, compose, recompose
+from trainctl.config.schema import OffloadDevice, OptimizerKind, ScheduleKind
+from trainctl.errors import ExitCode, Finding, TrainctlError
+
+RECIPES = [info.name for info in recipes()]
+Write = Callable[[str, str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Write a file of the user's, in a current folder whose name has a comma and spaces."""
+    here = tmp_path / "a folder, mine='x'"
+    here.mkdir()
+    monkeypatch.chdir(here)
+
+    def write_file(name: str, text: str) -> Path:
+        path = here / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write_file
+
+
+def problems(*overrides: str, config_dir: Path | None = None) -> list[Finding]:
+    with pytest.raises(TrainctlError) as caught:
+        compose(overrides, config_dir=config_dir)
+    assert caught.value.exit_code is ExitCode.bad_input
+    return [finding for finding in caught.value.findings if finding.is_error]
+
+
+def value(composed: Composed, key: str) -> object:
+    node = to_plain(composed.config)
+    for name in key.split("."):
+        node = node[name]
+    return node
+
+
+# ------------------------------------------------------------------------------ values
+
+
+def test_the_base_configuration_composes_without_overrides() -> None:
+    config = compose([]).config
+    assert config.recipe is None
+    assert config.model.name == "tiny-llama"
+    assert config.zero_stage.stage == 1
+
+
+def test_a_recipe_and_overrides_of_groups_and_keys() -> None:
+    composed = compose(["recipe=7b-zero2", "zero_stage=3", "optimizer.lr=1e-4", "offload=cpu"])
+    config = composed.config
+    assert config.recipe == "7b-zero2"
+    assert config.zero_stage.stage == 3
+    assert config.optimizer.lr == 1e-4
+    assert config.offload.optimizer is OffloadDevice.cpu
+    assert composed.overrides[1] == "zero_stage=3"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_zero_stage_works_as_typed(stage: int) -> None:
+    assert compose([f"zero_stage={stage}"]).config.zero_stage.stage == stage
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "devices"),
+    [
+        ([], 1, 8),
+        (["hardware=cpu"], 1, 1),
+        (["hardware=2xcpu"], 1, 2),
+        (["hardware=h100-80g"], 1, 1),
+        (["hardware=8xh100-80g"], 1, 8),
+        (["hardware=4x8xh100-80g"], 4, 8),
+        (["hardware.nodes=3", "hardware=4x8xh100-80g"], 3, 8),
+        (["hardware=auto"], 1, None),
+        (["hardware.nodes=2"], 2, 8),
+    ],
+)
+def test_hardware_on_the_command_line_replaces_the_counts_of_a_recipe(
+    overrides: list[str], nodes: int, devices: int | None
+) -> None:
+    hardware = compose(["recipe=7b-zero3", *overrides]).config.hardware
+    assert (hardware.nodes, hardware.devices_per_node) == (nodes, devices)
+
+
+def test_an_option_on_the_command_line_replaces_what_the_recipe_set_in_its_section() -> None:
+    assert compose(["recipe=7b-zero2"]).config.schedule.warmup_steps == 2000
+    config = compose(["recipe=7b-zero2", "schedule=linear", "optimizer=lion"]).config
+    assert config.schedule.warmup_steps is None
+    assert config.optimizer.lr == 1e-4
+    assert config.optimizer.kind is OptimizerKind.lion
+
+
+def test_a_key_wins_over_an_option_wherever_it_stands() -> None:
+    config = compose(["optimizer.lr=0.5", "optimizer=lion"]).config
+    assert config.optimizer.lr == 0.5
+
+
+def test_free_form_mappings_need_no_plus() -> None:
+    config = compose(
+        [
+            "deepspeed.zero_optimization.stage3_max_live_parameters=1",
+            "+deepspeed.zero_optimization.x=[1,a]",
+            "++deepspeed.y=2.5",
+            "deepspeed={z: {w: true}}",
+            "launcher.environment.NUMBER=007",
+            "launcher.environment={OTHER: 8}",
+        ]
+    ).config
+    assert config.deepspeed == {
+        "zero_optimization": {"stage3_max_live_parameters": 1, "x": [1, "a"]},
+        "y": 2.5,
+        "z": {"w": True},
+    }
+    assert config.launcher.environment == {"NUMBER": "007", "OTHER": "8"}
+
+
+def test_values_take_the_type_of_their_key() -> None:
+    config = compose(
+        [
+            "zero_stage.reduce_bucket_size=5e8",
+            "optimizer.lr=1",
+            "model.name=007",
+            "training.sample_prompt='a, b = 1'",
+            "training.steps=null",
+            "training.tokens=1_000",
+            "zero_stage.overlap_comm=yes",
+            "data.paths=[/a b/*.txt,c]",
+        ]
+    ).config
+    assert config.zero_stage.reduce_bucket_size == 500_000_000
+    assert isinstance(config.zero_stage.reduce_bucket_size, int)
+    assert isinstance(config.optimizer.lr, float)
+    assert config.model.name == "007"
+    assert config.training.sample_prompt == "a, b = 1"
+    assert config.training.steps is None
+    assert config.training.tokens == 1000
+    assert config.zero_stage.overlap_comm is True
+    assert config.data.paths == ["/a b/*.txt", "c"]
+
+
+def test_references_are_resolved_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINCTL_TEST_SEED", "7")
+    composed = compose(
+        [
+            "training.steps=30",
+            "training.seed=${oc.env:TRAINCTL_TEST_SEED}",
+            "training.stop_after_steps=${training.steps}",
+            "deepspeed.a=${training.stop_after_steps}",
+        ]
+    )
+    assert composed.config.training.seed == 7
+    assert composed.config.training.stop_after_steps == 30
+    assert composed.config.deepspeed == {"a": 30}
+    (found,) = problems("training.seed=${model.name}")
+    assert (found.rule, found.key) == ("TC102", "training.seed")
+    (found,) = problems("training.seed=${nothing}")
+    assert "nothing" in found.message
+
+
+# -------------------------------------------------------------------------- provenance
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("overrides", [[], ["offload=cpu", "hardware=2xcpu", "training.seed=3"]])
+def test_each_layer_names_the_line_that_set_it_and_the_last_one_won(
+    recipe: str, overrides: list[str]
+) -> None:
+    composed = compose([f"recipe={recipe}", *overrides])
+    for key, layers in composed.layers.items():
+        assert value(composed, key) == layers[-1].value, key
+        for layer in layers:
+            place = layer.source.split(" ")[0]
+            if ".yaml:" in place:
+                name, line = place.split(":")
+                text = (shipped_root() / name).read_text().splitlines()[int(line) - 1]
+                assert text.strip().startswith(key.rpartition(".")[2] + ":"), (key, layer)
+
+
+def test_layers_stand_in_order_of_application() -> None:
+    composed = compose(["recipe=7b-zero2", "optimizer.lr=1e-4"])
+    sources = [layer.source for layer in composed.layers["optimizer.lr"]]
+    assert [source.partition(":")[0] for source in sources] == [
+        "conf/optimizer/adamw.yaml",
+        "recipes/7b-zero2.yaml",
+        "optimizer.lr=1e-4",
+    ]
+    assert composed.source_of("optimizer.lr") == "optimizer.lr=1e-4"
+    assert composed.source_of("optimizer.decay_embeddings") == ""
+
+
+def test_an_option_of_the_command_line_is_named_with_its_file() -> None:
+    composed = compose(["recipe=7b-zero3", "offload=cpu", "hardware=cpu", "deepspeed.a.b=1"])
+    assert composed.source_of("offload.optimizer").startswith("conf/offload/cpu.yaml:")
+    assert composed.source_of("offload.optimizer").endswith("(chosen by offload=cpu)")
+    devices = [layer.source for layer in composed.layers["hardware.devices_per_node"]]
+    assert devices[0].startswith("recipes/7b-zero2.yaml:")
+    assert devices[-1].endswith("(chosen by hardware=cpu)")
+    assert composed.source_of("deepspeed") == "deepspeed.a.b=1"
+
+
+@pytest.mark.parametrize("recipe", ["base", *RECIPES])
+def test_the_files_merge_as_hydra_merges_them(recipe: str) -> None:
+    """Reference: Hydra's own `compose` of the same files."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    root = shipped_root()
+    node = {"defaults": [recipe, "_self_"], "hydra": {"searchpath": [f"file://{root}/recipes"]}}
+    ConfigStore.instance().store(name="reference", node=node)
+    with initialize_config_dir(str(root / "conf"), version_base="1.3"):
+        expected = OmegaConf.to_container(hydra_compose("reference"))
+    composed = to_plain(compose([f"recipe={recipe}"] if recipe != "base" else []).config)
+    assert isinstance(expected, dict)
+    for section, keys in expected.items():
+        assert {key: composed[section][key] for key in keys} == keys
+
+
+def test_two_compositions_do_not_meet(write: Write) -> None:
+    write("conf/model/mine.yaml", "hidden_size: 64\n")
+    assert compose(["model=mine"]).config.model.hidden_size == 64
+    assert not GlobalHydra.instance().is_initialized()
+    first = compose(["recipe=tiny", "training.seed=1"])
+    assert compose(["recipe=tiny"]).config.training.seed == 1234
+    assert first.config.training.seed == 1
+
+
+# ------------------------------------------------------------------- the user's folders
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_folder_of_ones_own_by_config_dir(write: Write, nested: bool) -> None:
+    conf, recipes_folder = ("own/conf/", "own/recipes/") if nested else ("own/", "own/")
+    write(f"{conf}optimizer/mine.yaml", "# Mine.\ndefaults: [adamw, _self_]\nlr: 0.25\n")
+    path = write(
+        f"{recipes_folder}mine.yaml",
+        "# My own.\ndefaults:\n- tiny\n- override /optimizer: mine\n- _self_\ntraining:\n"
+        "  steps: 9\n",
+    )
+    root = path.parents[1] if nested else path.parent
+    composed = compose(["recipe=mine"], config_dir=root)
+    assert composed.config.training.steps == 9
+    assert composed.config.training.sequence_length == 256
+    assert composed.config.optimizer.beta2 == 0.95
+    assert composed.source_of("training.steps") == f"{path}:7"
+    assert composed.findings == ()
+    chosen = compose(["recipe=tiny", "optimizer=mine"], config_dir=root)
+    values = [layer.value for layer in chosen.layers["optimizer.lr"]]
+    assert values == [3e-3, 3e-4, 3e-4, 0.25]  # recipe, its reset, adamw, mine
+    assert chosen.config.optimizer.weight_decay == 0.1
+
+
+def test_the_current_folder_is_searched(write: Write) -> None:
+    write("conf/schedule/mine.yaml", "kind: linear\n")
+    write("recipes/mine.yaml", "defaults: [base, {override /schedule: mine}, _self_]\n")
+    composed = compose(["recipe=mine"])
+    assert composed.config.schedule.kind is ScheduleKind.linear
+    assert composed.source_of("schedule.kind") == "conf/schedule/mine.yaml:1"
+
+
+def test_shadowing_is_a_warning_when_it_matters(write: Write) -> None:
+    write("conf/optimizer/adamw.yaml", "lr: 0.125\n")
+    write("recipes/tiny.yaml", "defaults: [base, _self_]\ntraining: {steps: 3}\n")
+    write("conf/optimizer/late.yml", "lr: 1\n")
+    composed = compose(["recipe=tiny"])
+    assert composed.config.optimizer.lr == 0.125
+    messages = {finding.rule: finding.message for finding in composed.findings}
+    assert "hides the shipped conf/optimizer/adamw.yaml" in " ".join(
+        finding.message for finding in composed.findings
+    )
+    assert [finding.rule for finding in composed.findings].count("TC106") == 2
+    assert "late.yml is not read" in messages["TC107"]
+    quiet = compose(["recipe=125m", "optimizer=sgd"])
+    assert [finding.rule for finding in quiet.findings] == ["TC107"]
+
+
+def test_an_identical_copy_is_no_shadow(write: Write) -> None:
+    write("conf/optimizer/adamw.yaml", (shipped_root() / "conf/optimizer/adamw.yaml").read_text())
+    assert compose([]).findings == ()
+
+
+def test_a_config_dir_must_be_a_folder_with_something_in_it(tmp_path: Path) -> None:
+    for folder, words in [(tmp_path / "none", "not a folder"), (tmp_path, "neither options")]:
+        with pytest.raises(TrainctlError, match=words):
+            compose([], config_dir=folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("defaults: [base, _self_]\noptimizer:\n  lrr: 1\n", 3, "optimizer.lr"),
+        ("defaults: [base, _self_]\n\ntraining: {steps: many}\n", 3, "whole number"),
+        ("defaults: [base, _self_]\ntraining:\n  steps: -1\n", 3, "nearest legal value: 0"),
+        ("defaults: [base, _self_]\ntraining:\n  steps: 1\n  steps: 2\n", 4, "set twice"),
+        ("defaults: [base, _self_]\nmodel: {_target_: os.system}\n", 2, "_target_"),
+        ("defaults: [base, _self_]\nmodel: {name: '${hydra:job.name}'}\n", 2, "hydra"),
+        ("defaults: [base, _self_]\nhydra: {searchpath: [/]}\n", 2, "hydra.searchpath"),
+        ("defaults:\n- base\n- override /zero_stage: 3\n- _self_\n", 3, 'zero_stage: "3"'),
+        ("defaults:\n- base\n- override /model: llama7b\n", 3, "model=llama-7b"),
+        ("defaults:\n- base\n- override /modle: llama-7b\n", 3, "did you mean model"),
+        ("defaults:\n- 7b-zero4\n", 2, "recipe=7b-zero3"),
+        ("defaults:\n- ../conf/base\n", 2, "no recipe"),
+        ("defaults:\n- mine\n", 2, "circle"),
+        ("defaults:\n- [a, b]\n", 2, "defaults list"),
+        ("training: {steps: 1}\n", None, "base"),
+        ("a: [1\nb: 2\n", 2, "not valid YAML"),
+        ("- 1\n", 1, "key: value"),
+        ("\tx: 1\n", 1, "not valid YAML"),
+        ("defaults: [base]\nx: !!python/object:os.system {}\n", 2, "not valid YAML"),
+        ("a: &a [*a]\n", None, "mine.yaml"),
+        ("a: 1\n---\nb: 2\n", 2, "not valid YAML"),
+    ],
+)
+def test_a_broken_recipe_is_told_with_its_line(
+    write: Write, text: str, line: int | None, words: str
+) -> None:
+    write("recipes/mine.yaml", text)
+    found = problems("recipe=mine")
+    assert all(finding.source.startswith("recipes/mine.yaml") for finding in found), found
+    assert any(words in f"{finding.message} {finding.hint}" for finding in found), found
+    if line is not None:
+        assert f"recipes/mine.yaml:{line}" in {finding.source for finding in found}
+
+
+def test_an_unreadable_option_is_told(write: Write) -> None:
+    write("conf/model/mine.yaml", "x").write_bytes(b"name: \xff\xfe")
+    (found,) = problems("model=mine")
+    assert "conf/model/mine.yaml is not UTF-8 text" in found.message
+
+
+def test_two_recipes_in_a_circle(write: Write) -> None:
+    write("recipes/one.yaml", "defaults: [two]\n")
+    write("recipes/two.yaml", "defaults: [one]\n")
+    (found,) = problems("recipe=one")
+    assert "one -> two -> one" in found.message
+
+
+# ------------------------------------------------------------------- everything at once
+
+
+def test_all_problems_of_a_command_line_and_of_its_files_are_told_together(write: Write) -> None:
+    write("recipes/mine.yaml", "defaults: [tiny, _self_]\ntraining: {stepps: 1}\ndata: {kind: x}\n")
+    found = problems(
+        "recipe=mine",
+        "model=llama7b",
+        "lr=1e-3",
+        "training.steps=1.5",
+        "zero_stage.stage=7",
+        "+zero_stage.foo=1",
+        "~optimizer.lr",
+        "optimizer.lr=1,2",
+        "training.sample_prompt=def f(",
+    )
+    assert [finding.source for finding in found] == [
+        "model=llama7b",
+        "lr=1e-3",
+        "training.steps=1.5",
+        "zero_stage.stage=7",
+        "+zero_stage.foo=1",
+        "~optimizer.lr",
+        "optimizer.lr=1,2",
+        "training.sample_prompt=def f(",
+        "recipes/mine.yaml:2",
+        "recipes/mine.yaml:3",
+    ]
+    assert all(finding.message and finding.rule for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("override", "rule", "hint"),
+    [
+        ("recipe=7b-zero4", "TC109", "recipe=7b-zero3"),
+        ("model=llama7b", "TC108", "model=llama-7b"),
+        ("model=../base", "TC108", "options of model"),
+        ("model=null", "TC108", "options of model"),
+        ("model=[llama-7b]", "TC108", "model=llama-7b"),
+        ("hardware=8xh100", "TC108", "hardware=8xh100-80g"),
+        ("hardware=0xcpu", "TC103", "nearest legal value: 1"),
+        ("modle=llama-7b", "TC101", "did you mean model"),
+        ("gradient_clipping=1", "TC101", "optimizer.gradient_clipping"),
+        ("learning_rate=1", "TC101", "optimizer.lr"),
+        ("batch_size=1", "TC101", "training.global_batch_size"),
+        ("trainer.max_steps=1", "TC101", "training.steps"),
+        ("zero_optimization.stage=3", "TC101", "deepspeed.zero_optimization.stage"),
+        ("optimizer.lrr=1", "TC101", "did you mean optimizer.lr"),
+        ("optimizer.lr.x=1", "TC101", "set optimizer.lr"),
+        ("training=3", "TC101", "training.seed"),
+        ("hydra.verbose=true", "TC101", ""),
+        ("hydra/launcher=x", "TC104", "GROUP=OPTION"),
+        ("model@x=llama-7b", "TC104", "GROUP=OPTION"),
+        ("schedule.kind=cosin", "TC102", "did you mean cosine"),
+        ("optimizer.lr=abc", "TC102", "1e-4"),
+        ("optimizer.lr=nan", "TC102", "1e-4"),
+        ("optimizer.lr=null", "TC102", "its default is 0.0003"),
+        ("optimizer.lr=0", "TC103", "more than 0"),
+        ("optimizer.lr=???", "TC102", "number"),
+        ("training.steps=1.5", "TC102", "write 2"),
+        ("training.steps=true", "TC102", "write 1"),
+        ("training.steps=1e300", "TC102", "at most"),
+        ("model.mup=1", "TC102", "write true"),
+        ("model.name=[a]", "TC102", "quote"),
+        ("data.paths=x", "TC102", "[x]"),
+        ("deepspeed=3", "TC102", "{key: value}"),
+        ("deepspeed.a=inf", "TC102", ""),
+        ("deepspeed._target_=os.system", "TC104", "option"),
+        ("deepspeed.a=${hydra:job.name}", "TC104", "oc.env"),
+        ("training.seed=choice(1,2)", "TC104", "one value"),
+        ("optimizer.lr=interval(0,1)", "TC104", "one value"),
+        ("tiny", "TC110", "recipe=tiny"),
+        ("", "TC110", "KEY=VALUE"),
+        ("=", "TC110", "KEY=VALUE"),
+        ("a b=1", "TC110", ""),
+    ],
+)
+def test_a_wrong_override_is_told_with_the_nearest_right_one(
+    override: str, rule: str, hint: str
+) -> None:
+    (found,) = problems(override)
+    assert found.rule == rule
+    assert hint in found.hint
+    assert found.source == override
+
+
+def test_an_override_that_is_overridden_is_a_warning() -> None:
+    composed = compose(["training.seed=1", "training.seed=2", "model=gpt2-124m", "model=llama-7b"])
+    assert composed.config.training.seed == 2
+    assert composed.config.model.name == "llama-7b"
+    sources = [finding.source for finding in composed.findings]
+    assert sources == ["training.seed=2", "model=llama-7b"]
+
+
+# --------------------------------------------------------------------------- recompose
+
+
+def test_recompose_changes_only_what_is_asked() -> None:
+    saved = compose(["recipe=7b-zero2", "training.seed=5"]).config
+    same = recompose(saved, [])
+    assert same.config == saved
+    assert same.layers["training.seed"][0].source == "config.yaml of the run"
+    changed = recompose(saved, ["zero_stage=3", "hardware=2xcpu", "training.steps=9"])
+    assert changed.config.zero_stage.stage == 3
+    assert changed.config.zero_stage.overlap_comm is True
+    assert changed.config.hardware.devices_per_node == 2
+    assert changed.config.training.seed == 5
+    assert changed.config.model == saved.model
+    assert changed.source_of("zero_stage.stage").endswith("(chosen by zero_stage=3)")
+    assert saved.zero_stage.stage == 2
+
+
+def test_recompose_of_an_option_equals_composing_with_it() -> None:
+    saved = compose(["recipe=7b-zero2"]).config
+    choices = ["schedule=wsd", "optimizer=muon", "offload=cpu-all", "hardware=8x8xb200-192g"]
+    assert recompose(saved, choices).config == compose(["recipe=7b-zero2", *choices]).config
+
+
+def test_recompose_tells_every_problem() -> None:
+    with pytest.raises(TrainctlError) as caught:
+        recompose(compose([]).config, ["recipe=tiny", "model=x", "lr=1", "training.steps=-1"])
+    assert [finding.source for finding in caught.value.findings] == [
+        "model=x",
+        "lr=1",
+        "training.steps=-1",
+        "recipe=tiny",
+    ]
+
+
+# ------------------------------------------------------------------------------ imports
+
+
+def test_importing_the_room_loads_no_hydra() -> None:
+    code = (
+        "import sys, trainctl.config.compose, trainctl.config.store, trainctl.config.catalog\n"
+        "heavy = {'hydra', 'omegaconf', 'torch', 'deepspeed'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "from trainctl.config.schema import RunConfig\n"
+        "trainctl.config.compose.recompose(RunConfig(), [])\n"
+        "assert 'hydra' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

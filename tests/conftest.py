@@ -1,0 +1,29 @@
+"""What all tests share: CI turns a skip of a marked test into a failure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+MUST_RUN_MARKS = ("slow", "cluster", "slurm")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With TRAINCTL_TESTS_MUST_RUN set, a marked test must not skip (one marked `gpu` may)."""
+    report = yield
+    marked = any(item.get_closest_marker(mark) for mark in MUST_RUN_MARKS)
+    may_skip = item.get_closest_marker("gpu") or not os.environ.get("TRAINCTL_TESTS_MUST_RUN")
+    if report.skipped and marked and not may_skip and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"must not skip here, but did: {_reason(report.longrepr)}"
+    return report
+
+
+def _reason(longrepr: Any) -> str:
+    return str(longrepr[2]) if isinstance(longrepr, tuple) else str(longrepr)

@@ -1,0 +1,70 @@
+"""A rank for the tests of supervision: `stand_in.py BEHAVIOUR`, several joined by commas.
+
+forever     write a step record every 50 ms, without end
+steps       ten steps, then end well
+torch       import torch first, as a real rank does
+gloo        join a gloo group and all-reduce at each step
+child       fork a child in a session of its own that would never end
+worker      fork a child in the same session that ignores SIGTERM
+stubborn    ignore SIGTERM
+raise       rank 1 raises at the third step
+segfault    rank 1 crashes in native code at the third step
+slow_exit   handle SIGTERM by ending a second later
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from trainctl.runs.processes import RunTag
+from trainctl.runs.records import EventWriter
+
+behaviour = set(sys.argv[1].split(","))
+rank = int(os.environ["RANK"])
+tag = RunTag.from_environment(os.environ)
+
+
+def fork_child(*, own_session: bool) -> None:
+    if os.fork() == 0:
+        if own_session:
+            os.setsid()
+        else:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(60)
+
+
+if "child" in behaviour:
+    fork_child(own_session=True)
+if "worker" in behaviour:
+    fork_child(own_session=False)
+if "stubborn" in behaviour:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "slow_exit" in behaviour:
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), os._exit(0)))
+if behaviour & {"torch", "gloo"}:
+    import torch
+    import torch.distributed as dist
+if "gloo" in behaviour:
+    dist.init_process_group("gloo")
+
+print(f"rank {rank} of {os.environ['WORLD_SIZE']} is up", flush=True)
+last = 10 if "steps" in behaviour else sys.maxsize
+with EventWriter(Path(os.environ["TRAINCTL_RUN_DIR"], "events.jsonl"), tag.attempt) as events:
+    if rank == 0:
+        events.write("start", world_size=int(os.environ["WORLD_SIZE"]))
+    for step in range(1, last + 1):
+        if "gloo" in behaviour:
+            dist.all_reduce(torch.ones(1))
+        if rank == 1 and step == 3 and "raise" in behaviour:
+            raise ValueError("the loss went through the roof")
+        if rank == 1 and step == 3 and "segfault" in behaviour:
+            ctypes.string_at(0)
+        if rank == 0:
+            events.write("step", step=step, loss=1.0 / step)
+        time.sleep(0.05)
+    if rank == 0:
+        events.write("end", step=last, reason="complete")

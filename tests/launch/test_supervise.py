@@ -1,0 +1,238 @@
+"""Real processes and real signals, once the ranks are training."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+
+import pytest
+from supervised import Launches, carriers
+
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.lock import holder
+from trainctl.runs.status import State
+
+
+def test_a_run_that_ends_well_leaves_nothing_and_exits_0(launches: Launches) -> None:
+    launch = launches.start("steps,child")  # the ranks end well and leave children behind
+    code, talk = launch.end()
+    assert code == 0, talk
+    assert not carriers(launch.identity)
+    assert launch.status().state is State.finished
+    assert [event["step"] for event in launch.events("step")] == list(range(1, 11))
+    assert [event["ranks"] for event in launch.events("launch")] == [2]
+    for rank in (0, 1):
+        log = launch.run.attempt(1).rank_log(rank).read_text()
+        assert log == f"rank {rank} of 2 is up\n"
+
+
+def test_a_killed_rank_is_named_and_its_peers_and_children_end(launches: Launches) -> None:
+    launch = launches.start("forever,gloo,child")
+    launch.wait_for_step()
+    rank = launch.rank(1)
+    assert rank is not None
+    os.kill(rank, signal.SIGKILL)
+    killed = time.monotonic()
+    code, talk = launch.end()
+    assert time.monotonic() - killed < 4.0  # 0.3 on a quiet machine
+    launch.seconds_to_clean(killed)
+    assert code == 137
+    assert f"process {rank}) was killed by SIGKILL" in talk
+    assert "rank 1 (node 0" in talk and "out of memory" in talk
+    (failure,) = launch.events("failure")
+    assert (failure["rank"], failure["signal"], failure["exit_code"]) == (1, "SIGKILL", None)
+    assert failure["log_tail"] == ["rank 1 of 2 is up"]
+    status = launch.status()
+    assert (status.state, status.exit_code) == (State.failed, 137)
+    assert status.message in talk
+
+
+def test_a_rank_that_raises_is_the_one_reported_although_its_peer_fails_too(
+    launches: Launches,
+) -> None:
+    launch = launches.start("forever,gloo,raise")
+    code, talk = launch.end(40)
+    assert code == 6
+    (failure,) = launch.events("failure")
+    assert failure["rank"] == 1
+    assert "ended with exit code 1: ValueError: the loss went through the roof" in talk
+    assert "[rank1]: ValueError: the loss went through the roof" in failure["log_tail"]
+
+
+def test_a_crash_in_native_code_leaves_its_stack_in_the_log(launches: Launches) -> None:
+    launch = launches.start("forever,segfault")
+    code, talk = launch.end(40)
+    assert code == 128 + signal.SIGSEGV
+    assert "was killed by SIGSEGV" in talk
+    assert "Fatal Python error: Segmentation fault" in talk
+
+
+def test_ranks_that_ignore_sigterm_share_one_grace(launches: Launches) -> None:
+    launch = launches.start("forever,stubborn,worker", ranks=4, grace_seconds=1.0)
+    launch.wait_for_step()
+    rank = launch.rank(3)
+    assert rank is not None
+    os.kill(rank, signal.SIGKILL)
+    killed = time.monotonic()
+    assert 1.0 <= launch.seconds_to_clean(killed) < 3.0  # not four graces
+    assert launch.end()[0] == 137
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_stops_every_rank(launches: Launches, number: int) -> None:
+    launch = launches.start("forever,torch,child")
+    launch.wait_for_step()
+    # As a terminal does it: the whole foreground process group gets the signal.
+    os.killpg(launch.process.pid, number)
+    signalled = time.monotonic()
+    launch.seconds_to_clean(signalled)
+    code, talk = launch.end()
+    assert code == 128 + number
+    assert f"stopped by {signal.Signals(number).name}" in talk
+    status = launch.status()
+    assert (status.state, status.exit_code) == (State.stopped, 128 + number)
+    assert not launch.events("failure"), "a rank that was stopped has not failed"
+
+
+def test_ranks_may_use_the_grace(launches: Launches) -> None:
+    launch = launches.start("forever,slow_exit")
+    launch.wait_for_step()
+    os.kill(launch.process.pid, signal.SIGTERM)
+    signalled = time.monotonic()
+    assert launch.seconds_to_clean(signalled) >= 1.0
+    assert launch.end()[0] == 143
+
+
+def test_a_second_signal_does_not_wait_for_the_grace(launches: Launches) -> None:
+    launch = launches.start("forever,stubborn,worker", grace_seconds=60.0)
+    launch.wait_for_step()
+    os.kill(launch.process.pid, signal.SIGINT)
+    time.sleep(0.5)
+    assert launch.process.poll() is None
+    os.kill(launch.process.pid, signal.SIGINT)
+    launch.seconds_to_clean(time.monotonic())
+    assert launch.end()[0] == 130
+
+
+def test_a_killed_agent_takes_its_ranks_along(launches: Launches) -> None:
+    launch = launches.start("forever,torch,child,worker")
+    launch.wait_for_step()
+    agent = launch.agent()
+    assert agent is not None
+    os.kill(agent, signal.SIGKILL)
+    launch.seconds_to_clean(time.monotonic())
+    code, talk = launch.end()
+    assert code == 137
+    assert f"the agent (node 0, process {agent}) was killed by SIGKILL" in talk
+    (failure,) = launch.events("failure")
+    assert failure["rank"] is None
+
+
+def test_a_killed_launcher_is_reported_by_its_agent_and_frees_the_run(launches: Launches) -> None:
+    launch = launches.start("forever,torch,child")
+    launch.wait_for_step()
+    os.kill(launch.process.pid, signal.SIGKILL)
+    launch.seconds_to_clean(time.monotonic())
+    assert holder(launch.run) is None
+    status = launch.status()
+    assert status.state is State.failed
+    assert status.message == (
+        f"the launcher (process {launch.process.pid}) ended without stopping this attempt"
+    )
+
+
+def test_a_stopped_agent_is_killed_after_the_grace(launches: Launches) -> None:
+    launch = launches.start("forever", grace_seconds=0.5)
+    launch.wait_for_step()
+    agent = launch.agent()
+    assert agent is not None
+    os.kill(agent, signal.SIGSTOP)
+    os.kill(launch.process.pid, signal.SIGTERM)
+    launch.seconds_to_clean(time.monotonic())
+    assert launch.end()[0] == 143
+
+
+def test_a_second_launch_is_refused_and_names_the_first(launches: Launches) -> None:
+    first = launches.start("forever")
+    first.wait_for_step()
+    second = launches.start("forever", run=first.run)
+    code, talk = second.end()
+    assert code == 5
+    assert f"in use by another launch: process {first.process.pid} on " in talk
+    assert first.process.poll() is None and len(carriers(first.identity)) == 3
+
+
+def test_a_resume_waits_until_the_agent_of_a_killed_launcher_has_cleaned_up(
+    launches: Launches,
+) -> None:
+    first = launches.start("forever,worker", grace_seconds=2.0)  # the workers ignore SIGTERM
+    first.wait_for_step()
+    old = set(carriers(first.identity))
+    os.kill(first.process.pid, signal.SIGKILL)
+    second = launches.start("steps", run=first.run)
+    assert second.end(20)[0] == 0
+    assert not old & set(carriers(first.identity))
+    starts = [event["time"] for event in second.events("launch")]
+    orphaned = [event["time"] for event in second.events("failure")]
+    assert starts[0] < orphaned[0] < starts[1], "the second began while the first was still there"
+
+
+def test_launcher_and_agent_killed_at_once_and_the_next_launch_sweeps_the_rest(
+    launches: Launches,
+) -> None:
+    first = launches.start("forever,child")
+    first.wait_for_step()
+    agent, ranks = first.agent(), [first.rank(0), first.rank(1)]
+    assert agent is not None and None not in ranks
+    os.kill(first.process.pid, signal.SIGSTOP)
+    os.kill(agent, signal.SIGKILL)
+    os.kill(first.process.pid, signal.SIGKILL)
+    time.sleep(0.5)
+    left = set(carriers(first.identity))
+    assert not left & set(ranks), "ranks die with the agent, by the kernel"
+    second = launches.start("steps", run=first.run)
+    assert second.end(20)[0] == 0
+    assert not left & set(carriers(first.identity))
+
+
+def test_two_runs_do_not_touch_each_other_even_if_one_is_a_copy(launches: Launches) -> None:
+    original = launches.make_run()
+    copy = RunPaths(original.root.with_name("copy"))
+    shutil.copytree(original.root, copy.root)
+    first, second = launches.start("forever", run=original), launches.start("forever", run=copy)
+    first.wait_for_step()
+    second.wait_for_step()
+    os.kill(first.process.pid, signal.SIGTERM)
+    assert first.end()[0] == 143
+    seen = len(second.events("step"))
+    second.wait_for_step(seen + 5)
+    os.kill(second.process.pid, signal.SIGTERM)
+    assert second.end()[0] == 143
+    assert not carriers(first.identity)
+
+
+def test_a_taken_port_is_said_before_ranks_start(launches: Launches) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        launch = launches.start("steps", port=port)
+        code, talk = launch.end()
+    assert code == 4
+    assert f"launcher.port={port} on 127.0.0.1: Address already in use" in talk
+    assert not list(launch.run.attempt(1).logs.glob("rank-*"))
+
+
+def test_a_command_that_cannot_be_started_is_an_error_of_the_rank(launches: Launches) -> None:
+    launch = launches.start("steps")
+    path = launch.run.attempt(1).command
+    launch.wait_for(path.is_file)
+    command = json.loads(path.read_text())
+    path.write_text(json.dumps({**command, "rank_command": ["/no/such/program"]}))
+    code, talk = launch.end()
+    assert code == 6
+    assert "cannot start /no/such/program: No such file or directory" in talk

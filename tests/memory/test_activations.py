@@ -1,0 +1,113 @@
+"""Bytes that a block keeps, against a trace of transformers' own block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trainctl.config.schema import AttentionKind, ModelConfig, ModelFamily
+from trainctl.memory.activations import block_activations
+
+BATCH, SEQUENCE = 2, 128
+MODELS = {
+    family: ModelConfig(
+        family=ModelFamily(family),
+        hidden_size=256,
+        intermediate_size=704,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=None if family == "gpt2" else 32,
+    )
+    for family in ("llama", "mistral", "qwen3", "gpt2")
+}
+
+
+def traced_bytes_per_token(
+    model: ModelConfig, attention: str, dtype_name: str, *, autocast: bool = False
+) -> float:
+    """Bytes per token that autograd saves for one block, each storage counted once; under autocast
+    to bf16 without the casts of the weights."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    dtype = getattr(torch, dtype_name)
+    if model.family is ModelFamily.gpt2:
+        config = transformers.GPT2Config(
+            n_embd=256, n_inner=704, n_head=8, n_layer=1, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0
+        )
+    else:
+        config = transformers.AutoConfig.for_model(
+            model.family.value,
+            hidden_size=256,
+            intermediate_size=704,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_hidden_layers=1,
+            vocab_size=64,
+        )
+    config._attn_implementation = attention
+    whole = transformers.AutoModelForCausalLM.from_config(config).to(dtype).train()
+    hidden = torch.randn(BATCH, SEQUENCE, 256, dtype=dtype, requires_grad=True)
+    shared = list(whole.parameters())
+    arguments = {}
+    if model.family is ModelFamily.gpt2:
+        block = whole.transformer.h[0]
+    else:
+        block = whole.model.layers[0]
+        rotary = whole.model.rotary_emb(hidden, torch.arange(SEQUENCE)[None])
+        arguments["position_embeddings"] = rotary
+        shared += rotary
+    ignored = {tensor.untyped_storage().data_ptr() for tensor in shared}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in ignored:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        output = block(hidden, **arguments)
+    total = sum(storage.nbytes() for storage in saved.values())
+    if autocast:
+        total -= sum(2 * tensor.numel() for tensor in block.parameters() if tensor.dim() == 2)
+    del output
+    return total / (BATCH * SEQUENCE)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", MODELS)
+def test_closed_form_is_what_autograd_saves(family: str, attention: str, dtype: str) -> None:
+    model = replace(MODELS[family], attention=AttentionKind(attention))
+    ours = block_activations(
+        model, sequence_length=SEQUENCE, element=2 if dtype == "bfloat16" else 4
+    ).saved
+    assert ours == pytest.approx(traced_bytes_per_token(model, attention, dtype), rel=0.005)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_autocast_keeps_a_cast_for_each_product(family: str) -> None:
+    model = MODELS[family]
+    ours = block_activations(model, sequence_length=SEQUENCE, element=2, autocast=True).saved
+    traced = traced_bytes_per_token(model, "sdpa", "float32", autocast=True)
+    assert ours == pytest.approx(traced, rel=0.005)
+
+
+def test_tensor_ranks_share_heads_and_feed_forward_but_not_norms() -> None:
+    whole = block_activations(MODELS["llama"], sequence_length=SEQUENCE, element=2)
+    shard = block_activations(MODELS["llama"], sequence_length=SEQUENCE, element=2, tensor=2)
+    assert shard.norms == whole.norms
+    assert shard.attention == whole.attention / 2
+    assert shard.feed_forward == whole.feed_forward / 2
+
+
+def test_window_shorter_than_the_sequence_expands_keys() -> None:
+    model = ModelConfig(family=ModelFamily.mistral, num_key_value_heads=1, sliding_window=64)
+    masked = block_activations(model, sequence_length=128, element=2)
+    unmasked = block_activations(model, sequence_length=64, element=2)
+    assert masked.attention > unmasked.attention

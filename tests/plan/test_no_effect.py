@@ -1,0 +1,48 @@
+"""A setting that nobody reads in this plan is said so; the table knows every such key."""
+
+from __future__ import annotations
+
+import pytest
+from plan_cases import config_with, gpus, keys
+
+from trainctl.config.schema import RunConfig
+from trainctl.plan.resolve import resolve
+from trainctl.plan.rules.no_effect import NEEDS
+
+
+def warned_keys(**changes):
+    findings = resolve(config_with(**changes), gpus()).findings
+    return {finding.key for finding in findings if finding.rule == "TC099"}
+
+
+def test_the_table_names_keys_of_the_schema_once():
+    named = [key for names, _, _ in NEEDS for key in names]
+    assert set(named) <= keys(RunConfig())
+    assert len(named) == len(set(named))
+
+
+@pytest.mark.parametrize(
+    ("idle", "effective"),
+    [
+        ({"zero_stage__prefetch_bucket_size": 1}, {"zero_stage__stage": 3}),
+        ({"zero_stage__overlap_comm": True, "zero_stage__stage": 0}, {"zero_stage__stage": 1}),
+        ({"precision__loss_scale": 8.0}, {"precision__compute": "fp16"}),
+        ({"offload__nvme_path": "/n"}, {"offload__parameters": "nvme", "zero_stage__stage": 3}),
+        ({"model__sliding_window": 512}, {"model__family": "mistral"}),
+        ({"model__path": "/m"}, {"model__family": "hf"}),
+        ({"optimizer__matrix_lr": 0.1}, {"optimizer__kind": "muon"}),
+        ({"optimizer__momentum": 0.5}, {"optimizer__kind": "sgd"}),
+        ({"schedule__power": 2.0}, {"schedule__kind": "polynomial"}),
+        ({"schedule__decay_fraction": 0.5}, {"schedule__kind": "wsd"}),
+        ({"schedule__step_every": 5}, {"schedule__kind": "step"}),
+        ({"tokenizer__path": "/t"}, {"tokenizer__kind": "file"}),
+        ({"data__text_key": "body"}, {"data__kind": "files", "data__paths": ["a"]}),
+        ({"training__sample_prompt": "x"}, {"training__sample_tokens": 5}),
+        ({"stability__max_interventions": 1}, {"stability__on_bad_loss": "skip_step"}),
+        ({"training__tokens": 5000}, {"training__steps": None}),
+    ],
+)
+def test_a_setting_is_reported_exactly_while_it_does_nothing(idle, effective):
+    expected = next(iter(idle)).replace("__", ".")
+    assert expected in warned_keys(**idle)
+    assert expected not in warned_keys(**{**idle, **effective})

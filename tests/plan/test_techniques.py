@@ -1,0 +1,80 @@
+"""What launch refuses today is said in words that name the key."""
+
+from __future__ import annotations
+
+import pytest
+from plan_cases import config_with, gpus, keys
+
+from trainctl.config.schema import OffloadDevice, RunConfig
+from trainctl.plan.resolve import resolve
+from trainctl.plan.techniques import not_yet
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model__family": "gpt2"},
+        {"schedule__kind": "linear"},
+        {"zero_stage__stage": 3, "activation_checkpointing__mode": "full"},
+        {"precision__compute": "fp32"},
+        {"checkpoint__best_of": "loss"},
+    ],
+)
+def test_what_can_be_trained_today_is_not_refused(changes):
+    assert not_yet(config_with(**changes)) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"optimizer__kind": "lion"}, "optimizer.kind=lion"),
+        ({"schedule__kind": "wsd"}, "schedule.kind=wsd"),
+        ({"offload__optimizer": "cpu"}, "offload.optimizer=cpu"),
+        ({"offload__parameters": "nvme"}, "offload.parameters=nvme"),
+        ({"offload__zenflow": True}, "offload.zenflow=true"),
+        ({"offload__super_offload": True}, "offload.super_offload=true"),
+        ({"zero_stage__hpz_partition_size": 8}, "zero_stage.hpz_partition_size=8"),
+        ({"zero_stage__quantized_weights": True}, "zero_stage.quantized_weights=true"),
+        ({"zero_stage__quantized_gradients": True}, "zero_stage.quantized_gradients=true"),
+        ({"parallelism__tensor": 2}, "parallelism.tensor=2"),
+        ({"parallelism__pipeline": 2}, "parallelism.pipeline=2"),
+        ({"parallelism__sequence": 2}, "parallelism.sequence=2"),
+        ({"parallelism__expert": 2}, "parallelism.expert=2"),
+        ({"precision__compute": "fp16"}, "precision.compute=fp16"),
+        ({"precision__autocast": True}, "precision.autocast=true"),
+        ({"precision__master_weights": "bf16"}, "precision.master_weights=bf16"),
+        ({"precision__gradient_accumulation": "fp32"}, "precision.gradient_accumulation=fp32"),
+        ({"precision__communication": "fp32"}, "precision.communication=fp32"),
+        ({"precision__optimizer_states": "bf16"}, "precision.optimizer_states=bf16"),
+        ({"activation_checkpointing__mode": "selective"}, "activation_checkpointing.mode="),
+        ({"activation_checkpointing__every_kth_block": 2}, ".every_kth_block=2"),
+        ({"activation_checkpointing__offload_to_cpu": True}, ".offload_to_cpu=true"),
+        (
+            {"activation_checkpointing__partition_across_tensor_ranks": True},
+            ".partition_across_tensor_ranks=true",
+        ),
+        ({"checkpoint__asynchronous": True}, "checkpoint.asynchronous=true"),
+        ({"stability__on_bad_loss": "rewind"}, "stability.on_bad_loss=rewind"),
+        ({"stability__spike_factor": 2.0}, "stability.spike_factor=2.0"),
+        ({"stability__z_loss": 1e-4}, "stability.z_loss=0.0001"),
+        ({"logging__profile_steps": [3]}, "logging.profile_steps=[3]"),
+        ({"launcher__kind": "slurm"}, "launcher.kind=slurm"),
+        ({"hardware__nodes": 2}, "hardware.nodes=2"),
+        ({"model__mup": True}, "model.mup=true"),
+        ({"model__trust_remote_code": True}, "model.trust_remote_code=true"),
+    ],
+)
+def test_each_technique_to_come_is_named_with_its_key(changes, key):
+    (sentence,) = not_yet(config_with(**changes))
+    assert key in sentence
+    assert sentence.split("=")[0] in keys(RunConfig())
+    assert sentence.endswith("is not there yet")
+
+
+def test_an_untrainable_plan_is_still_a_plan():
+    config = config_with(zero_stage__stage=3, offload__optimizer="cpu")
+    assert config.offload.optimizer is OffloadDevice.cpu
+    plan = resolve(config, gpus()).plan
+    assert plan is not None
+    assert plan.not_yet == ("offload.optimizer=cpu: training with offload is not there yet",)

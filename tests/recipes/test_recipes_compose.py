@@ -1,0 +1,132 @@
+"""The shipped recipes: what they declare, and that they multiply out."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainctl.config.catalog import leading_comment, recipes
+from trainctl.config.compose import compose
+from trainctl.config.schema import DataType, RunConfig
+from trainctl.config.yaml_files import read_document
+
+RECIPES = {info.name: info for info in recipes()}
+PROMISED = (
+    "tiny 125m 1b-zero1 7b-zero2 7b-zero3 7b-zero3-offload 7b-zero3-nvme 13b-zero3 "
+    "70b-zero3-nodes 70b-3d 8b-long-context"
+)
+DEVICES = {
+    "tiny": 2,
+    "125m": 1,
+    "1b-zero1": 8,
+    "7b-zero2": 8,
+    "7b-zero3": 8,
+    "7b-zero3-offload": 1,
+    "7b-zero3-nvme": 1,
+    "13b-zero3": 8,
+    "70b-zero3-nodes": 64,
+    "70b-3d": 64,
+    "8b-long-context": 8,
+}
+
+
+def config_of(name: str, *overrides: str) -> RunConfig:
+    return compose([f"recipe={name}", *overrides]).config
+
+
+def data_parallel_size(config: RunConfig) -> int:
+    assert config.hardware.devices_per_node is not None
+    devices = config.hardware.nodes * config.hardware.devices_per_node
+    sizes = config.parallelism
+    others = sizes.tensor * sizes.pipeline * sizes.sequence
+    assert devices % others == 0
+    assert sizes.data in (None, devices // others)
+    return devices // others
+
+
+def test_the_promised_recipes_are_there() -> None:
+    assert set(RECIPES) == set(PROMISED.split())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_composes_without_a_warning(name: str) -> None:
+    composed = compose([f"recipe={name}"])
+    assert composed.findings == ()
+    assert composed.config.recipe == name
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_first_comment_tells_hardware_and_sources(name: str) -> None:
+    comment = leading_comment(RECIPES[name].path)
+    assert comment[0].endswith(".")
+    assert comment[1].startswith("Hardware: ")
+    assert any(line.startswith("Hyperparameters: ") for line in comment)
+    assert "arXiv:" in " ".join(comment)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_declares_its_hardware(name: str) -> None:
+    hardware = config_of(name).hardware
+    assert hardware.name != "auto"
+    assert hardware.devices_per_node is not None
+    assert hardware.nodes * hardware.devices_per_node == DEVICES[name]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "overrides", [[], ["model=tiny-llama", "hardware=cpu", "parallelism=data"]]
+)
+def test_the_batch_multiplies_out(name: str, overrides: list[str]) -> None:
+    config = config_of(name, *overrides)
+    training = config.training
+    assert training.global_batch_size and training.micro_batch_size
+    assert (
+        training.global_batch_size % (training.micro_batch_size * data_parallel_size(config)) == 0
+    )
+    assert training.steps or training.tokens
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_sequences_fit_the_model_and_warmup_fits_the_run(name: str) -> None:
+    config = config_of(name)
+    training = config.training
+    assert training.sequence_length <= config.model.max_position_embeddings
+    assert training.global_batch_size is not None
+    tokens_per_step = training.global_batch_size * training.sequence_length
+    steps = training.steps or -(-(training.tokens or 0) // tokens_per_step)
+    assert (config.schedule.warmup_steps or 0) < steps
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_sets_nothing_that_was_so_already(name: str) -> None:
+    """Deltas only: no line of a recipe repeats what it starts from."""
+    composed = compose([f"recipe={name}"])
+    lines = {setting.key for setting in read_document(RECIPES[name].path, name).settings}
+    for key in lines:
+        values = [layer.value for layer in composed.layers[key]]
+        assert len(values) == 1 or values[-1] != values[-2], key
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_shrinks_to_a_laptop(name: str) -> None:
+    config = config_of(
+        name,
+        "model=tiny-llama",
+        "hardware=2xcpu",
+        "parallelism=data",
+        "offload=none",
+        "precision=fp32",
+        "training.sequence_length=64",
+        "training.steps=3",
+    )
+    assert config.model.name == "tiny-llama"
+    assert config.hardware.devices_per_node == 2
+    assert data_parallel_size(config) == 2
+    assert config.precision.compute is DataType.fp32
+
+
+def test_the_demo_is_what_the_readme_says() -> None:
+    config = config_of("tiny")
+    assert config.zero_stage.stage == 2
+    assert config.training.sequence_length <= config.model.max_position_embeddings
+    assert config.model.vocab_size >= 257
+    assert config.training.sample_tokens > 0

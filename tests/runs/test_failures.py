@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from trainctl.runs import failures
+
+TRACEBACK = """Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    raise ValueError("no: good")
+ValueError: no: good
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        ("all is well\n", ""),
+        (TRACEBACK, "ValueError: no: good"),
+        (TRACEBACK + "later talk\n", "ValueError: no: good"),
+        (
+            TRACEBACK.replace("no: good", "first")
+            + "\nDuring handling of the above exception, another exception occurred:\n\n"
+            + TRACEBACK,
+            "ValueError: no: good",
+        ),
+        (
+            TRACEBACK + "Exception ignored in: <function f>\n" + TRACEBACK.replace("no", "late"),
+            "ValueError: no: good",
+        ),
+        (
+            "".join(f"[rank1]: {line}\n" for line in TRACEBACK.splitlines()),
+            "ValueError: no: good",
+        ),
+        ("Traceback (most recent call last):\n  cut off", ""),
+    ],
+)
+def test_the_line_that_names_the_exception(tmp_path: Path, log: str, error: str) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_text(log)
+    assert failures.error_line(path) == error
+
+
+def test_the_tail_of_a_log_is_short_whatever_is_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    assert failures.log_tail(path) == []
+    path.write_bytes(b"\xff\xfe\n" * 100_000 + b"x" * 10_000 + b"\nlast\n\n")
+    tail = failures.log_tail(path)
+    assert len(tail) == failures.TAIL_LINES
+    assert tail[-1] == "last" and tail[-2] == "x" * 500
+
+
+def test_how_a_rank_ended_in_words_and_as_an_exit_code(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_text(TRACEBACK)
+    killed = failures.describe(-9, path)
+    assert (killed["signal"], killed["exit_code"]) == ("SIGKILL", None)
+    assert "out of memory" in killed["hint"]
+    raised = failures.describe(1, path)
+    assert raised["message"] == "ended with exit code 1: ValueError: no: good"
+    event = {"rank": 3, "node": 0, "host": "h", "pid": 7, **killed}
+    assert failures.sentence(event) == "rank 3 (node 0, h, process 7) was killed by SIGKILL"
+    assert failures.sentence({"rank": None, "message": "the corpus is empty"}) == (
+        "the corpus is empty"
+    )
+    assert [failures.exit_code(code) for code in (-9, -15, 1, 77)] == [137, 143, 6, 6]
+    assert failures.signal_name(35) == "signal 35"
+
+
+def test_an_abort_after_an_error_is_that_error(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_text("terminate called\n")
+    assert failures.settle(-signal.SIGABRT, path) == -signal.SIGABRT
+    path.write_text(TRACEBACK + "terminate called\n")
+    assert failures.settle(-signal.SIGABRT, path) == 1
+    assert failures.settle(-signal.SIGKILL, path) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("error", "is_consequence"),
+    [
+        ("RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:9354.", True),
+        ("RuntimeError: [pair.cc:538] Read error [127.0.0.1]: Connection reset by peer", True),
+        ("torch.distributed.DistBackendError: NCCL error: remote process exited", True),
+        ("ValueError: the loss is not finite", False),
+        ("torch.OutOfMemoryError: CUDA out of memory.", False),
+    ],
+)
+def test_a_lost_peer_is_a_consequence(error: str, is_consequence: bool) -> None:
+    assert failures.is_lost_peer(error) is is_consequence

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.lock import hold, holder
+
+HOLD = """
+import subprocess, sys, time
+from pathlib import Path
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.lock import hold
+with hold(RunPaths(Path(sys.argv[1]))) as lock:
+    if sys.argv[2] == "with_child":
+        subprocess.Popen(["sleep", "1.5"], pass_fds=(lock,), stdout=subprocess.DEVNULL)
+    print(flush=True)
+    time.sleep(60)
+"""
+
+
+def start_holder(run: RunPaths, kind: str = "alone") -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run.root), kind], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def test_one_launch_at_a_time_and_the_other_names_it(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path)
+    assert holder(run) is None
+    other = start_holder(run)
+    try:
+        start = time.monotonic()
+        with pytest.raises(TrainctlError) as caught, hold(run):
+            pass
+        assert time.monotonic() - start < 1.0, "a live launch is not waited for"
+        assert caught.value.exit_code is ExitCode.run_state
+        assert f"process {other.pid} on {socket.gethostname()}" in caught.value.message
+        current = holder(run)
+        assert current is not None and current.pid == other.pid
+    finally:
+        other.kill()
+        other.communicate()
+    with hold(run):  # a killed holder holds nothing
+        current = holder(run)
+        assert current is not None and current.pid == os.getpid()
+    assert holder(run) is None
+
+
+def test_the_lock_is_reentrant_within_a_process(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path)
+    with hold(run) as outer:
+        with hold(run) as inner:
+            assert inner == outer
+        assert holder(run) is not None
+    assert holder(run) is None
+
+
+def test_the_agent_of_a_killed_launcher_keeps_the_lock_and_is_waited_for(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path)
+    launcher = start_holder(run, "with_child")
+    start = time.monotonic()
+    launcher.send_signal(signal.SIGKILL)
+    launcher.communicate()
+    with pytest.raises(TrainctlError, match="processes of an ended launch"):
+        with hold(run, patience_seconds=0.2):
+            pass
+    with hold(run):
+        assert 1.0 < time.monotonic() - start < 6.0
+
+
+def test_holding_survives_an_error_inside(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path)
+    with pytest.raises(RuntimeError), hold(run):
+        raise RuntimeError
+    with hold(run):
+        pass

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainctl.runs.records import EventFollower, EventWriter, number, read_events, step_curve
+
+
+def test_records_carry_the_contract_and_every_digit(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventWriter(path, 3) as writer:
+        written = writer.write("step", step=1, loss=1 / 3, samples=[0, 8])
+    (event,) = read_events(path)
+    assert event == written
+    assert (event["schema"], event["attempt"], event["event"]) == (1, 3, "step")
+    assert event["loss"] == 1 / 3 and "0.3333333333333333" in path.read_text()
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_any_float_is_written_as_json_and_read_back(tmp_path_factory, value: float) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path_factory.mktemp("records") / "events.jsonl"
+    with EventWriter(path, 1) as writer:
+        writer.write("step", step=1, loss=value, nested={"list": [value]})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    event = json.loads(path.read_text(), parse_constant=refuse)
+    for read in (number(event["loss"]), number(event["nested"]["list"][0])):
+        assert read == value or (math.isnan(read) and math.isnan(value))
+
+
+def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventWriter(path, 1) as writer:
+        writer.write("step", step=1)
+    whole = path.read_bytes()
+    for cut in range(1, len(whole)):  # a writer killed after any number of bytes of its second line
+        path.write_bytes(whole + whole[:cut])
+        follower = EventFollower(path, 2)
+        with EventWriter(path, 2) as writer:
+            writer.write("step", step=2)
+            writer.write("step", step=3)
+        steps = [event["step"] for event in read_events(path)]
+        # A line that lacks only its newline is whole.
+        assert steps == ([1, 1, 2, 3] if cut == len(whole) - 1 else [1, 2, 3])
+        assert [event["step"] for event in follower.poll()] == [2, 3]
+
+
+def test_a_follower_sees_whole_lines_of_its_attempt_once(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    follower = EventFollower(path, 2)
+    assert follower.poll() == []
+    with EventWriter(path, 1) as old, EventWriter(path, 2) as new:
+        old.write("step", step=1)
+        new.write("step", step=2)
+        assert [event["step"] for event in follower.poll()] == [2]
+        assert follower.poll() == []
+        line = b'{"schema": 1, "attempt": 2, "event": "step", "step": 3}\n'
+        for byte in line:
+            with path.open("ab") as stream:
+                stream.write(bytes([byte]))
+            seen = follower.poll()
+        assert [event["step"] for event in seen] == [3]
+
+
+def _append(path: Path, attempt: int, count: int) -> None:
+    with EventWriter(path, attempt) as writer:
+        for index in range(count):
+            writer.write("sample", index=index, text=str(attempt) * 3000)
+
+
+def test_lines_of_several_processes_never_mix(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_append, args=(path, number, 200)) for number in range(1, 5)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    events = read_events(path)
+    assert len(events) == 800
+    for attempt in range(1, 5):
+        mine = [event for event in events if event["attempt"] == attempt]
+        assert [event["index"] for event in mine] == list(range(200))
+        assert {event["text"] for event in mine} == {str(attempt) * 3000}
+
+
+def test_the_last_attempt_wins_from_its_first_step_on() -> None:
+    def steps(attempt: int, first: int, last: int) -> list[dict[str, object]]:
+        return [
+            {"event": "step", "attempt": attempt, "step": step} for step in range(first, last + 1)
+        ]
+
+    events = [*steps(1, 1, 30), {"event": "end", "attempt": 1}, *steps(2, 21, 25)]
+    curve = step_curve(events)
+    assert list(curve) == list(range(1, 26)), "26 to 30 belong to a history that was given up"
+    assert [event["attempt"] for event in curve.values()] == [1] * 20 + [2] * 5
+    assert step_curve(reversed(events[-5:])) == step_curve([events[-5]])
+    assert step_curve([]) == {}

@@ -1,0 +1,139 @@
+"""Rooms import only to the left, and what must start fast stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "trainctl"
+
+# Rooms that share a set do not import each other, except where ALSO says so.
+ORDER = [
+    {"errors"},
+    {"config"},
+    {"hardware"},
+    {"plan", "memory"},
+    {"planner"},
+    {"runs"},
+    {"launch", "agent", "train", "reports"},
+    {"cli"},
+    {"__main__"},
+]
+ALSO = {("memory", "plan"), ("agent", "train")}
+"""The budget reads the types of a plan; the agent prepares the corpus before ranks start."""
+
+HEAVY = ("torch", "deepspeed", "transformers")
+
+
+def _modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def _room(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def _imports(path: Path) -> set[str]:
+    """Dotted names of everything imported anywhere in the file, in functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _level(room: str) -> int:
+    return next(index for index, rooms in enumerate(ORDER) if room in rooms)
+
+
+@pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_room_imports_only_to_its_left(path: Path) -> None:
+    room = _room(path)
+    for name in _imports(path):
+        package, _, rest = name.partition(".")
+        if package != "trainctl" or rest == "__version__":
+            continue
+        other = rest.partition(".")[0]
+        allowed = other == room or _level(other) < _level(room) or (room, other) in ALSO
+        assert allowed, f"{room} imports {name}"
+
+
+def _users(package: str) -> set[str]:
+    """Files that import the package, relative to trainctl/."""
+    return {
+        path.relative_to(PACKAGE).as_posix()
+        for path in _modules()
+        if any(name.partition(".")[0] == package for name in _imports(path))
+    }
+
+
+@pytest.mark.parametrize("package", HEAVY)
+def test_only_the_torch_side_imports(package: str) -> None:
+    assert {name.partition("/")[0] for name in _users(package)} <= {"train", "agent"}
+
+
+def test_only_composition_imports_hydra() -> None:
+    hydra = _users("hydra") | _users("omegaconf")
+    assert hydra
+    assert {name.partition("/")[0] for name in hydra} == {"config"}
+
+
+@pytest.mark.parametrize("package", ["rich", "typer"])
+def test_only_the_command_line_imports(package: str) -> None:
+    assert {name.partition("/")[0] for name in _users(package)} == {"cli"}
+
+
+def _loaded(arguments: list[str]) -> set[str]:
+    """Top-level packages in sys.modules after the command line ran with the arguments."""
+    script = (
+        "import sys\n"
+        "from trainctl.cli.main import run\n"
+        f"code = run({arguments!r})\n"
+        "print(*{name.partition('.')[0] for name in sys.modules}, file=sys.stderr)\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.splitlines()[-1].split())
+
+
+def test_help_loads_nothing_heavy() -> None:
+    assert not _loaded(["--help"]) & {*HEAVY, "hydra", "omegaconf", "numpy", "yaml"}
+
+
+PLANNED = ["recipe=7b-zero3", "hardware=8xh100-80g"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["validate", *PLANNED],
+        ["estimate-memory", *PLANNED],
+        ["config", "show", *PLANNED],
+        ["config", "deepspeed", *PLANNED],
+        ["config", "why", "train_batch_size", *PLANNED],
+        ["config", "diff", "7b-zero2", "7b-zero3"],
+        ["recipes"],
+        ["launch", "recipe=tiny", "--dry-run"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_planning_loads_no_torch(arguments: list[str]) -> None:
+    assert not _loaded(arguments) & set(HEAVY)
+
+
+@pytest.mark.parametrize("module", ["trainctl.agent.__main__", "trainctl.train.__main__"])
+def test_what_runs_on_a_node_loads_no_hydra(module: str) -> None:
+    script = f"import sys, importlib; importlib.import_module({module!r}); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert not {name.partition(".")[0] for name in done.stdout.split()} & {"hydra", "omegaconf"}

@@ -1,0 +1,108 @@
+"""The README is true: its commands run as they are written, and print what it shows.
+
+Fenced `console` blocks are run in an empty folder, as the note in the HTML comment above says.
+None: the output under each command is compared (`TRAINCTL_UPDATE_GOLDEN=1` writes it anew);
+`output …`: the output is not compared; `slow`: it trains; `not run: …`: it is left out.
+`# exit 3` after a command says that it is meant to fail.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+BLOCK = re.compile(r"(?:<!-- (?P<note>[^\n]*) -->\n)?```console\n(?P<body>.*?)```", re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:|#)(?P<path>[^)#]+)")
+
+
+@dataclass(frozen=True)
+class Block:
+    note: str
+    body: str
+
+    @property
+    def commands(self) -> list[str]:
+        return [line[2:] for line in self.body.splitlines() if line.startswith("$ ")]
+
+
+def blocks(*notes: str) -> list[Block]:
+    """Blocks whose note starts with one of these; an empty string means no note."""
+    found = [Block(m["note"] or "", m["body"]) for m in BLOCK.finditer(README.read_text())]
+    return [
+        block
+        for block in found
+        if any(block.note.startswith(note) if note else not block.note for note in notes)
+    ]
+
+
+def run(commands: list[str], folder: Path) -> str:
+    """Run the commands and give a transcript in the README's form."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    transcript = ""
+    for command in commands:
+        expected = re.search(r"# exit (\d+)$", command)
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env={**os.environ, "PATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == int(expected[1] if expected else 0), done.stdout
+        transcript += f"$ {command}\n{done.stdout}"
+    return re.sub(r" +$", "", transcript, flags=re.MULTILINE)
+
+
+def first_command(block: Block) -> str:
+    return block.commands[0]
+
+
+@pytest.mark.parametrize("block", blocks(""), ids=first_command)
+def test_the_output_is_as_shown(block: Block, tmp_path: Path) -> None:
+    transcript = run(block.commands, tmp_path)
+    if os.environ.get("TRAINCTL_UPDATE_GOLDEN"):
+        README.write_text(README.read_text().replace(block.body, transcript))
+    else:
+        assert transcript == block.body
+
+
+@pytest.mark.parametrize("block", blocks("output"), ids=first_command)
+def test_commands_that_plan_run(block: Block, tmp_path: Path) -> None:
+    run(block.commands, tmp_path)
+
+
+def test_the_recipe_of_the_users_is_valid(tmp_path: Path) -> None:
+    match = re.search(r"```yaml\n# (recipes/(\w+)\.yaml)\n(.*?)```", README.read_text(), re.DOTALL)
+    assert match is not None
+    (tmp_path / match[1]).parent.mkdir()
+    (tmp_path / match[1]).write_text(match[3])
+    run([f"trainctl validate recipe={match[2]}"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", blocks("slow"), ids=first_command)
+def test_commands_that_train_run(block: Block, tmp_path: Path) -> None:
+    run(block.commands, tmp_path)
+
+
+def test_every_block_is_of_a_known_kind() -> None:
+    assert len(blocks("", "output", "slow", "not run: ")) == len(
+        list(BLOCK.finditer(README.read_text()))
+    )
+
+
+@pytest.mark.parametrize(
+    "page", [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")], ids=lambda page: page.name
+)
+def test_relative_links_exist(page: Path) -> None:
+    for match in LINK.finditer(page.read_text()):
+        assert (page.parent / match["path"]).exists(), match["path"]

@@ -1,0 +1,83 @@
+"""The built wheel: what is inside, and that it trains in an empty folder.
+
+The wheel is installed into an empty environment, which reads the dependencies from the environment
+of the tests through a .pth file: nothing is downloaded, and the checkout is not on its path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT]
+    subprocess.run(command, check=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment that has the wheel and no checkout."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder)
+    python = folder / "bin" / "python"
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+    ]
+    subprocess.run([*install, wheel], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder
+
+
+def test_configuration_is_inside(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder in ("conf", "recipes"):
+        for path in (ROOT / folder).rglob("*.yaml"):
+            assert f"trainctl/_shipped/{path.relative_to(ROOT).as_posix()}" in names
+    assert not [name for name in names if name.startswith(("tests/", "conf/", "recipes/"))]
+
+
+def test_it_trains_in_an_empty_folder(environment: Path, tmp_path: Path) -> None:
+    trainctl = environment / "bin" / "trainctl"
+    where = "import trainctl; print(trainctl.__file__)"
+    variables = {
+        name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ
+    }
+    variables["PATH"] = f"{environment / 'bin'}:/usr/bin:/bin"
+
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    imported = run(environment / "bin" / "python", "-c", where)
+    assert Path(imported.strip()).is_relative_to(environment)
+    output = run(trainctl, "launch", "recipe=tiny")
+    (run_directory,) = (tmp_path / "runs").iterdir()
+    assert run_directory.name in output
+    events = [json.loads(line) for line in (run_directory / "events.jsonl").open()]
+    evaluations = [event for event in events if event["event"] == "evaluation"]
+    assert evaluations[-1]["loss"] < evaluations[-1]["unigram_entropy"]

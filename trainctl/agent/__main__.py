@@ -1,0 +1,147 @@
+"""`python -m trainctl.agent RUN_DIR --attempt N --node K`: started by a launcher, once a node."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainctl.agent.guard import Guard, leave
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.command import read_command
+from trainctl.runs.directory import read_plan
+from trainctl.runs.failures import describe, error_line, exit_code, is_lost_peer, settle
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.processes import PARENT_VARIABLE, RunTag, die_with_parent, sweep
+from trainctl.runs.records import EventWriter
+from trainctl.runs.status import State, read_status, write_status
+
+
+def main() -> NoReturn:
+    """Supervise the node's ranks to their end; exits with the launch's exit code."""
+    # By SIGKILL: until the guard is up there is no process but this one to end, and the import of
+    # torch would keep any handler of ours waiting.
+    die_with_parent()
+    parser = argparse.ArgumentParser(prog="python -m trainctl.agent")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--node", type=int, required=True)
+    arguments = parser.parse_args()
+    Agent(RunPaths(arguments.run_dir), arguments.attempt, arguments.node).run()
+
+
+class Agent:
+    """One node of one attempt.
+
+    Args:
+        run: The run.
+        attempt: Number of the attempt.
+        node: Number of this node.
+    """
+
+    def __init__(self, run: RunPaths, attempt: int, node: int) -> None:
+        self._run = run
+        self._attempt = run.attempt(attempt)
+        self._node = node
+        self._tag = RunTag.from_environment(os.environ)
+        self._launcher_pid = int(os.environ[PARENT_VARIABLE])
+        self._grace_seconds = 0.0
+
+    def run(self) -> NoReturn:
+        """Prepare, run the ranks, leave nothing behind, end with the launch's exit code."""
+        try:
+            code = self._supervise()
+        except TrainctlError as error:
+            self._report(message=error.message, hint=error.hint, exit_code=int(error.exit_code))
+            code = int(error.exit_code)
+        except Exception as error:
+            traceback.print_exc()
+            message = f"the agent failed: {type(error).__name__}: {error}"
+            self._report(message=message, exit_code=int(ExitCode.internal_error))
+            code = int(ExitCode.internal_error)
+        sweep(self._tag, grace_seconds=self._grace_seconds)
+        leave(code)
+
+    def _supervise(self) -> int:
+        from trainctl.agent.elastic import RankExit, run_ranks
+
+        plan = read_plan(self._attempt.plan)
+        command = read_command(self._attempt)
+        self._grace_seconds = plan.config.launcher.grace_seconds
+        guard = Guard(
+            self._tag,
+            grace_seconds=self._grace_seconds,
+            launcher_pid=self._launcher_pid,
+            on_orphaned=self._report_orphaned,
+        )
+        guard.start()
+        if command.prepare:
+            from trainctl.train.prepare import prepare
+
+            prepare(plan, self._run)
+
+        code = 0
+
+        def on_failure(ended: RankExit) -> None:
+            nonlocal code
+            rank, return_code = ended.rank, ended.return_code
+            pid: int | None = ended.pid
+            culprit = self._rank_behind(ended.rank, command.ranks_per_node)
+            if culprit is not None:
+                rank, pid, return_code = culprit, None, 1
+            log = self._attempt.rank_log(rank)
+            return_code = settle(return_code, log)
+            code = exit_code(return_code)
+            self._report(rank=rank, pid=pid, **describe(return_code, log))
+
+        run_ranks(command, self._tag, guard, self._grace_seconds, on_failure)
+        return code
+
+    def _rank_behind(self, ended: int, ranks: int) -> int | None:
+        """The rank whose error a lost connection of the ended rank comes from, if its log tells.
+
+        A rank that raised may still be unloading its libraries when its peers are already gone.
+        """
+        if not is_lost_peer(error_line(self._attempt.rank_log(ended))):
+            return None
+        for rank in range(ranks):
+            error = error_line(self._attempt.rank_log(rank))
+            if error and not is_lost_peer(error):
+                return rank
+        return None
+
+    def _report(self, **fields: Any) -> None:
+        """Append a `failure` record; a full disk must not keep the agent from ending the ranks."""
+        record = {
+            "rank": None,
+            "node": self._node,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "exit_code": None,
+            "signal": None,
+            "hint": "",
+            "log": str(self._attempt.agent_log(self._node)),
+            "log_tail": [],
+            **fields,
+        }
+        try:
+            with EventWriter(self._run.events, self._attempt.number) as writer:
+                writer.write("failure", **record)
+        except OSError as error:
+            print(f"cannot record {record}: {error}", file=sys.stderr)
+
+    def _report_orphaned(self) -> None:
+        """What the launcher would have written, had it lived."""
+        message = f"the launcher (process {self._launcher_pid}) ended without stopping this attempt"
+        self._report(message=message, hint="continue with `trainctl resume`")
+        status = read_status(self._run)
+        if status is not None and status.attempt == self._attempt.number:
+            write_status(self._run, status.changed(State.failed, message=message))
+
+
+if __name__ == "__main__":
+    main()

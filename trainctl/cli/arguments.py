@@ -1,0 +1,50 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="OVERRIDES",
+        help="Configuration: recipe=NAME, GROUP=OPTION, KEY=VALUE.",
+        show_default=False,
+    ),
+]
+TargetAndOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE|RUN] OVERRIDES",
+        help="A recipe or a run directory, then GROUP=OPTION, KEY=VALUE.",
+        show_default=False,
+    ),
+]
+ConfigDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--config-dir",
+        metavar="DIR",
+        help="Your own folder of conf/ and recipes/; the current folder is always searched.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print plan, budget and commands; start nothing.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Start although the budget does not fit.")]
+
+
+def split_target(arguments: list[str] | None) -> tuple[str | None, list[str]]:
+    """A leading recipe or run, and the overrides after it.
+
+    An override always has a ``=`` or starts with ``~``, so anything else in front is a target.
+    """
+    first, *rest = arguments or [""]
+    if first and "=" not in first and not first.startswith("~"):
+        return first, rest
+    return None, list(arguments or [])

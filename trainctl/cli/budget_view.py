@@ -1,0 +1,103 @@
+"""The memory budget as a table with a bar for each component."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainctl.cli.console import out
+
+LABEL_WIDTH = 26
+BAR_WIDTH = 40
+PARTIAL_BLOCKS = " ▏▎▍▌▋▊▉"
+"""Eighths of a character cell."""
+
+
+def show_budget(budget: Mapping[str, Any], *, host_capacity_bytes: int | None) -> None:
+    """Print the table of `MemoryBudget.to_json()` on stdout.
+
+    Args:
+        budget: The budget's JSON form.
+        host_capacity_bytes: Memory of a machine; none if unknown.
+    """
+    console = out()
+    unicode_bars = console.encoding.lower().startswith("utf")
+    styles = {True: "green", False: "red", None: "yellow"}
+    for line in budget_lines(budget, host_capacity_bytes, unicode_bars=unicode_bars):
+        style = styles[budget["fits"]] if line.startswith("  peak") else None
+        console.print(line, style=style, soft_wrap=True)
+
+
+def budget_lines(
+    budget: Mapping[str, Any], host_capacity_bytes: int | None, *, unicode_bars: bool = True
+) -> list[str]:
+    """The table's lines: components of the worst pipeline stage at its peak, then the rest.
+
+    Bars share one scale, in which the full width is the device's capacity or, when the peak does
+    not fit, the peak.
+    """
+    capacity, peak = budget["device_capacity_bytes"], budget["device_peak_bytes"]
+    number = _number_format(peak)
+    scale = max(capacity, peak, 1)
+    title = "Memory of a device, GiB"
+    worst = max(budget["stages"], key=lambda stage: stage["peak_bytes"], default=None)
+    if worst and len(budget["stages"]) > 1:
+        title += (
+            f" (pipeline stage {worst['pipeline_stage']} of {len(budget['stages'])}, the worst)"
+        )
+    lines = [title]
+    for name, size in budget["components"].items():
+        if size:
+            bar = _bar(size / scale, unicode_bars)
+            lines.append(f"  {name:<{LABEL_WIDTH}}{number(size):>10}  {bar}".rstrip())
+    lines.append(_peak_line(budget, number))
+    phases = ", ".join(f"{name} {number(size)}" for name, size in budget["phases"].items())
+    lines.append(f"  {'by phase':<{LABEL_WIDTH}}{phases}")
+    if budget["device_reserved_bytes"]:
+        lines.append(_line("reserved by the allocator", number(budget["device_reserved_bytes"])))
+    lines += _host_lines(budget["host"], host_capacity_bytes)
+    if budget["nvme_bytes_per_node"]:
+        nvme = budget["nvme_bytes_per_node"]
+        lines.append(f"NVMe of a node: {_number_format(nvme)(nvme)} GiB")
+    one, kept = budget["checkpoint_bytes"], budget["checkpoints_kept_bytes"]
+    number = _number_format(one)
+    lines.append(f"Checkpoints on disk: {number(one)} GiB each, {number(kept)} GiB kept")
+    return lines + [f"note: {note}" for note in budget["notes"]]
+
+
+def _peak_line(budget: Mapping[str, Any], number: Any) -> str:
+    verdict = {True: "fits", False: "does not fit", None: "too close to tell"}[budget["fits"]]
+    low, high = budget["device_peak_low_bytes"], budget["device_peak_high_bytes"]
+    capacity = budget["device_capacity_bytes"]
+    result = f" of {number(capacity)}: {verdict}" if capacity else ", capacity unknown"
+    between = f"between {number(low)} and {number(high)}"
+    value = number(budget["device_peak_bytes"])
+    return _line(f"peak, at {budget['peak_phase']}", f"{value}{result} ({between})", value)
+
+
+def _host_lines(host: Mapping[str, Any], capacity: int | None) -> list[str]:
+    size = host["bytes_per_node"]
+    if not size:
+        return []
+    number = _number_format(size)
+    of = f" of {number(capacity)}" if capacity else ""
+    parts = ", ".join(f"{name} {number(part)}" for name, part in host["components"].items() if part)
+    return [f"Host memory of a node: {number(size)}{of} GiB ({parts})"]
+
+
+def _line(label: str, text: str, aligned: str = "") -> str:
+    """A row whose first number, `aligned` (or all of `text`), ends in the column of numbers."""
+    indent = 10 - len(aligned or text)
+    return f"  {label:<{LABEL_WIDTH}}{' ' * max(indent, 0)}{text}"
+
+
+def _number_format(largest: float) -> Any:
+    digits = 2 if largest >= 2**30 else 4
+    return lambda size: f"{size / 2**30:,.{digits}f}"
+
+
+def _bar(share: float, unicode_bars: bool) -> str:
+    eighths = round(share * BAR_WIDTH * 8)
+    if not unicode_bars:
+        return "#" * round(share * BAR_WIDTH)
+    return "█" * (eighths // 8) + PARTIAL_BLOCKS[eighths % 8].strip()

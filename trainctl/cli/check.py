@@ -1,0 +1,70 @@
+"""`trainctl validate` and `trainctl estimate-memory`: check a configuration, start nothing."""
+
+from __future__ import annotations
+
+import typer
+
+from trainctl.cli.arguments import ConfigDir, Json, Overrides
+from trainctl.errors import TrainctlError
+
+
+def validate(
+    overrides: Overrides = None, config_dir: ConfigDir = None, as_json: Json = False
+) -> None:
+    """Report every problem of a configuration at once.
+
+    Example: trainctl validate recipe=70b-zero3-nodes
+    """
+    from trainctl.cli.console import out, print_json, say
+    from trainctl.cli.findings import findings_to_json, show_findings
+    from trainctl.cli.planning import compose, plan
+
+    try:
+        planned = plan(compose(overrides, config_dir))
+        findings, made = planned.findings, planned.assessment.plan
+    except TrainctlError as error:
+        if not as_json:
+            raise
+        findings, made = error.findings, None
+    not_yet = made.not_yet if made else ()
+    errors = [finding for finding in findings if finding.is_error]
+    if as_json:
+        report = {"schema": 1, "valid": not errors, "findings": findings_to_json(findings)}
+        print_json(report | {"not_yet": list(not_yet)})
+        raise typer.Exit(errors[0].exit_code if errors else 0)
+    if errors or made is None:
+        raise TrainctlError.from_findings(findings)
+    show_findings(findings)
+    for technique in not_yet:
+        say(f"note: {technique}", style="yellow")
+    name = made.config.recipe or made.config.model.name
+    out().print(f"{name} is valid on {made.hardware.name}", soft_wrap=True)
+
+
+def estimate_memory(
+    overrides: Overrides = None, config_dir: ConfigDir = None, as_json: Json = False
+) -> None:
+    """Estimate memory on device, host, NVMe and disk.
+
+    Exits with 0 if it fits (or may fit), 3 if not.
+
+    Example: trainctl estimate-memory recipe=7b-zero3 hardware=8xa100-80g offload=cpu
+    """
+    from trainctl.cli.budget_view import show_budget
+    from trainctl.cli.console import print_json
+    from trainctl.cli.findings import show_findings
+    from trainctl.cli.planning import compose, plan, show_suggestions
+
+    planned = plan(compose(overrides, config_dir))
+    budget = planned.assessment.budget
+    if budget is None:
+        raise TrainctlError.from_findings(planned.findings)
+    if as_json:
+        print_json(budget.to_json())
+    else:
+        show_budget(budget.to_json(), host_capacity_bytes=planned.hardware.host_memory_bytes)
+    show_findings(planned.findings)
+    if not planned.errors_but_fit and planned.errors and not as_json:
+        show_suggestions(planned.composed.config, planned.hardware)
+    if planned.errors:
+        raise typer.Exit(planned.errors[0].exit_code)

@@ -1,0 +1,118 @@
+"""The `trainctl` command: its subcommands and the one error boundary."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from trainctl import __version__
+from trainctl.cli import check, config, launch, recipes
+from trainctl.errors import ExitCode, TrainctlError
+
+# The base class of every usage error, wherever the installed typer keeps it.
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="trainctl",
+    help="Plan, launch and resume the training of large models on DeepSpeed.",
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(rich_help_panel="Train")(launch.launch)
+app.command(rich_help_panel="Train")(launch.resume)
+app.command(rich_help_panel="Plan")(check.validate)
+app.command(rich_help_panel="Plan")(check.estimate_memory)
+app.add_typer(config.app, name="config", rich_help_panel="Plan")
+app.command(rich_help_panel="Plan")(recipes.recipes)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"trainctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def run(arguments: Sequence[str]) -> int:
+    """One command, from its arguments to its exit code; every error ends here."""
+    try:
+        command = typer.main.get_command(app)
+        with command.make_context("trainctl", list(arguments) or ["--help"]) as context:
+            command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
+    except KeyboardInterrupt:
+        return ExitCode.interrupted
+    except BrokenPipeError:
+        _abandon_output()
+        return ExitCode.success
+    except TrainctlError as error:
+        from trainctl.cli.findings import show_trainctl_error
+
+        show_trainctl_error(error)
+        return error.exit_code
+    except Exception as error:
+        if isinstance(error, USAGE_ERROR):
+            _show_usage_error(error)
+            return ExitCode.bad_input
+        _show_bug(error)
+        return ExitCode.internal_error
+    return ExitCode.success
+
+
+def entry_point() -> NoReturn:
+    """The console script."""
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _abandon_output()
+    sys.exit(code)
+
+
+def _abandon_output() -> None:
+    # The reader has gone (`| head`); without this Python complains at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _show_usage_error(error: Exception) -> None:
+    from trainctl.cli.findings import show_error
+
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    message, _, suggestion = message.partition(" Did you mean ")
+    hint = f"did you mean {suggestion}" if suggestion else ""
+    option = getattr(error, "option_name", "")
+    context = getattr(error, "ctx", None)
+    if option and not hint:
+        hint = f"configuration is written without dashes: {option.lstrip('-')}=VALUE"
+    elif not hint and context is not None:
+        hint = f"{context.command_path} --help"
+    show_error(message, hint)
+
+
+def _show_bug(error: Exception) -> None:
+    import traceback
+
+    from trainctl.cli.findings import show_error
+
+    traceback.print_exception(error)
+    show_error(
+        f"trainctl failed in an unexpected way: {type(error).__name__}: {error}",
+        "this is a bug; please report it with the traceback above and `trainctl --version`",
+    )

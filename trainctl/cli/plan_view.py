@@ -1,0 +1,66 @@
+"""The plan in a dozen lines: what will run, and the reason of each derived value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trainctl.cli.console import out, short_count
+
+if TYPE_CHECKING:
+    from trainctl.plan.types import RunPlan
+
+
+def show_plan(plan: RunPlan) -> None:
+    """Print the plan's summary on stdout."""
+    console = out()
+    for line in plan_lines(plan):
+        console.print(line, soft_wrap=True)
+
+
+def plan_lines(plan: RunPlan) -> list[str]:
+    """Model, mesh, batch, steps and parameters, then the derived values with their reasons.
+
+    Settings of DeepSpeed's JSON are left to `trainctl config deepspeed` and `config why`.
+    """
+    from trainctl.memory.shapes import count_parameters
+    from trainctl.plan.deepspeed import flatten
+
+    config, batch, mesh = plan.config, plan.batch, plan.mesh
+    parameters = count_parameters(config.model).total
+    axes = {name: getattr(mesh, name) for name in ("data", "tensor", "pipeline", "sequence")}
+    sizes = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1 or name == "data")
+    steps = f"{plan.total_steps:,} optimizer steps, {plan.warmup_steps:,} of them warmup"
+    if plan.stop_step != plan.total_steps:
+        steps += f"; this launch ends at step {plan.stop_step:,}"
+    tokens = plan.total_steps * batch.tokens_per_step
+    rows = [
+        ("model", f"{config.model.name}, {short_count(parameters)} parameters ({parameters:,})"),
+        ("hardware", plan.hardware.name),
+        ("mesh", f"{mesh.world_size} processes: {sizes}; ZeRO stage {config.zero_stage.stage}"),
+        (
+            "batch",
+            f"{batch.global_batch_size} sequences = micro {batch.micro_batch_size}"
+            f" x accumulation {batch.gradient_accumulation_steps} x data {mesh.data},"
+            f" of {batch.sequence_length:,} tokens: {batch.tokens_per_step:,} tokens a step",
+        ),
+        ("run", f"{steps}: {short_count(tokens)} tokens"),
+    ]
+    name = config.recipe or config.model.name
+    lines = [f"Plan of {name}", *(f"  {label:<10}{text}" for label, text in rows)]
+    settings = {key for key, _ in flatten(plan.deepspeed)}
+    derived = [item for item in plan.derived if item.key not in settings]
+    if derived:
+        lines.append("  derived")
+        lines += [f"    {item.key} = {item.value}: {item.reason}" for item in derived]
+    return lines
+
+
+def show_commands(commands: Sequence[Sequence[str]]) -> None:
+    """Print the command of each node, as a shell would take it."""
+    import shlex
+
+    console = out()
+    console.print("Commands")
+    for command in commands:
+        console.print(f"  {shlex.join(command)}", soft_wrap=True)

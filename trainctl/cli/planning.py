@@ -1,0 +1,116 @@
+"""From a command's arguments to a plan with its budget: what every command starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainctl.cli.console import say
+from trainctl.errors import ExitCode, Finding
+
+if TYPE_CHECKING:
+    from trainctl.config.compose import Composed
+    from trainctl.config.schema import RunConfig
+    from trainctl.hardware import Hardware
+    from trainctl.planner.assess import Assessment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A composed configuration and what it amounts to.
+
+    Attributes:
+        composed: The configuration and what set each key.
+        hardware: Declared or detected machines.
+        assessment: Plan, budget and findings; the plan is none when it cannot be made.
+        findings: Those of the composition and of the assessment, each naming what set its key.
+    """
+
+    composed: Composed
+    hardware: Hardware
+    assessment: Assessment
+    findings: tuple[Finding, ...]
+
+    @property
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.is_error]
+
+    @property
+    def errors_but_fit(self) -> list[Finding]:
+        """Errors that `--force` does not override."""
+        return [error for error in self.errors if error.exit_code is not ExitCode.does_not_fit]
+
+
+def compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Composed:
+    """Compose what the user asked for.
+
+    Raises:
+        TrainctlError: With every problem of the configuration.
+    """
+    from trainctl.config.compose import compose as compose_config
+
+    return compose_config(overrides or (), config_dir=config_dir)
+
+
+def plan(composed: Composed) -> Planned:
+    """Resolve, check and budget a composed configuration."""
+    from trainctl.hardware import resolve_hardware
+    from trainctl.planner.assess import assess
+
+    hardware = resolve_hardware(composed.config.hardware)
+    assessment = assess(composed.config, hardware)
+    return Planned(
+        composed=composed,
+        hardware=hardware,
+        assessment=assessment,
+        findings=(*composed.findings, *name_sources(composed, assessment.findings)),
+    )
+
+
+def name_sources(composed: Composed, findings: Sequence[Finding]) -> list[Finding]:
+    """The findings, each naming what set its key."""
+    return [
+        finding
+        if finding.source or not finding.key
+        else finding.set_by(composed.source_of(finding.key))
+        for finding in findings
+    ]
+
+
+def compose_target(
+    target: str | None, overrides: Sequence[str], config_dir: Path | None
+) -> Composed:
+    """Compose a recipe or a run's saved configuration, with overrides on top.
+
+    Args:
+        target: Name of a recipe, or path of a run directory; none composes the overrides alone.
+        overrides: As typed.
+        config_dir: The user's own folder.
+    """
+    if target is None:
+        return compose(overrides, config_dir)
+    from trainctl.runs.directory import is_run, open_run
+
+    path = Path(target)
+    if is_run(path) or "/" in target:
+        from trainctl.config.compose import recompose
+        from trainctl.config.store import load_config
+
+        return recompose(load_config(open_run(path).config), overrides, config_dir=config_dir)
+    return compose([f"recipe={target}", *overrides], config_dir)
+
+
+def show_suggestions(config: RunConfig, hardware: Hardware) -> None:
+    """On stderr: overrides with which the configuration would fit."""
+    from trainctl.cli.console import gib
+    from trainctl.planner.suggest import what_fits
+
+    suggestions = what_fits(config, hardware)
+    if not suggestions:
+        say("hint: nothing that trainctl tried makes it fit; use more or larger devices")
+        return
+    say("what would fit:")
+    for suggestion in suggestions:
+        say(f"  {' '.join(suggestion.overrides)}  (peak {gib(suggestion.peak_bytes)})")

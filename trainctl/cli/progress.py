@@ -1,0 +1,150 @@
+"""What a launch shows while it runs: a live line in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from trainctl.cli.console import out
+from trainctl.runs.records import number
+
+Event = Mapping[str, Any]
+
+
+class Progress:
+    """Receives the records of a run as they are written; see `trainctl.runs.records`.
+
+    A reader that goes away (`| head`, a closed terminal) ends the display, never the training.
+
+    Args:
+        stop_step: Step at which this launch ends.
+        every_steps: Interval of the plain lines (`logging.every_steps`).
+        as_json: Print each record as a line of JSON on stdout, and nothing else there.
+    """
+
+    def __init__(self, *, stop_step: int, every_steps: int, as_json: bool = False) -> None:
+        self._stop_step = stop_step
+        self._every_steps = every_steps
+        self._as_json = as_json
+        self._broken = False
+        self._console = out()
+        self._live: Any = None
+        if self._console.is_terminal and not as_json:
+            self._live = _live_line(self._console)
+            self._task = self._live.add_task("starting", total=stop_step)
+        self._seconds_per_step = 0.0
+        self._last_time: float | None = None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Show one record."""
+        if self._broken:
+            return
+        try:
+            self._show(event)
+        except OSError:
+            self._broken = True
+
+    def _show(self, event: Event) -> None:
+        if self._as_json:
+            sys.stdout.write(json.dumps(event, ensure_ascii=False) + "\n")
+            sys.stdout.flush()
+        elif event["event"] == "step":
+            self._show_step(event)
+        else:
+            for line in event_lines(event):
+                self._print(line)
+
+    def _show_step(self, event: Event) -> None:
+        step = event["step"]
+        line = step_line(event, stop_step=self._stop_step, seconds_left=self._seconds_left(event))
+        if self._live is not None:
+            self._live.update(self._task, completed=step, description=line)
+        elif step % self._every_steps == 0 or step == self._stop_step:
+            self._print(line)
+
+    def _seconds_left(self, event: Event) -> float | None:
+        """From a running mean of the time between records, in which evaluations count too."""
+        previous, now = self._last_time, float(event["time"])
+        self._last_time = now
+        if previous is None:
+            return None
+        seconds = max(now - previous, 0.0)
+        weight = 0.1 if self._seconds_per_step else 1.0
+        self._seconds_per_step += weight * (seconds - self._seconds_per_step)
+        return self._seconds_per_step * (self._stop_step - int(event["step"]))
+
+    def _print(self, line: str) -> None:
+        console = self._live.console if self._live is not None else self._console
+        console.print(line, soft_wrap=True)
+
+
+def _live_line(console: Any) -> Any:
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    return Bar(
+        BarColumn(bar_width=20), TextColumn("{task.description}", markup=False), console=console
+    )
+
+
+def step_line(event: Event, *, stop_step: int, seconds_left: float | None) -> str:
+    """One optimizer step, such as ``step 20/200 loss 2.8123 lr 9.1e-04 …``."""
+    norm = event.get("grad_norm")
+    return (
+        f"step {event['step']}/{stop_step} loss {number(event['loss']):.4f}"
+        f" lr {event['learning_rate']:.1e}"
+        + (f" grad_norm {number(norm):.2f}" if norm is not None else "")
+        + f" {event['tokens_per_second']:,.0f} tokens/s eta {clock(seconds_left)}"
+    )
+
+
+def event_lines(event: Event) -> list[str]:
+    """Lines for a record that is not a step; none for those that only a file needs."""
+    match event["event"]:
+        case "start":
+            origin = f"resumed from {event['resumed_from']}" if event["resumed_from"] else "start"
+            size = f"{event['world_size']} processes, {event['num_parameters']:,} parameters"
+            text = f"{event['train_tokens']:,} tokens, {event['held_out_tokens']:,} more held out"
+            return [f"{origin}: {size}, {text}"]
+        case "evaluation":
+            line = f"evaluation at step {event['step']}: held-out loss {number(event['loss']):.4f}"
+            entropy = event.get("unigram_entropy")
+            if entropy is not None:
+                line += f" (byte-unigram entropy of the corpus: {entropy:.4f})"
+            return [line]
+        case "checkpoint":
+            return [f"checkpoint at step {event['step']}: {event['path']}"]
+        case "sample":
+            return ["sampled text:", *(f"  {_safe(line)}" for line in event["text"].splitlines())]
+    return []
+
+
+def _safe(line: str) -> str:
+    """A model may write escape sequences that a terminal would obey."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in line)
+
+
+def clock(seconds: float | None) -> str:
+    """``01:02``, ``1:02:03`` or, when unknown, ``--:--``."""
+    if seconds is None:
+        return "--:--"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"

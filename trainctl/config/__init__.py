@@ -1,0 +1,1 @@
+"""Configuration: the typed schema (standard library only) and its composition by Hydra."""

@@ -1,0 +1,317 @@
+"""What there is to choose from: the folders searched, their recipes and options."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainctl.config.schema import GROUPS
+from trainctl.config.suggest import did_you_mean, nearest
+from trainctl.config.yaml_files import leading_comment, read_document
+from trainctl.errors import Finding, Severity, TrainctlError
+
+BASE = "base"
+SHADOWS, NOT_READ, UNKNOWN_OPTION, UNKNOWN_RECIPE = "TC106", "TC107", "TC108", "TC109"
+COUNTED = re.compile(r"(?:(\d{1,6})x)?(\d{1,6})x(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder that is searched for options (`GROUP/NAME.yaml`) and recipes (`NAME.yaml`).
+
+    Attributes:
+        path: The folder, absolute.
+        shown: How it is named to the user.
+        is_shipped: Whether it came with trainctl.
+        has_recipes: Whether YAML files straight inside are recipes.
+    """
+
+    path: Path
+    shown: str
+    is_shipped: bool
+    has_recipes: bool
+
+    def name_of(self, path: Path) -> str:
+        return f"{self.shown}/{path.relative_to(self.path).as_posix()}"
+
+
+@dataclass(frozen=True, slots=True)
+class OptionInfo:
+    """One option of a group.
+
+    Attributes:
+        group: Its group.
+        name: As typed: `GROUP=NAME`.
+        summary: First line of the file's comment.
+        path: The file.
+        is_users: Whether it lies in a folder of the user's.
+    """
+
+    group: str
+    name: str
+    summary: str
+    path: Path
+    is_users: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeInfo:
+    """One recipe.
+
+    Attributes:
+        name: As typed: `recipe=NAME`.
+        summary: First line of the file's comment: what it is.
+        description: The rest of that comment: hardware, and the source of the hyperparameters.
+        hardware: As typed, such as `8x8xh100-80g`; empty if the recipe leaves it open.
+        path: The file.
+        is_users: Whether it lies in a folder of the user's.
+    """
+
+    name: str
+    summary: str
+    description: str
+    hardware: str
+    path: Path
+    is_users: bool
+
+
+def shipped_root() -> Path:
+    """The folder that holds the shipped `conf/` and `recipes/`: in the package, else the repo."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "_shipped"
+    return inside if inside.is_dir() else package.parent
+
+
+def search_folders(config_dir: Path | None = None) -> list[Folder]:
+    """Folders in search order: `config_dir`, the current folder's own, then the shipped ones.
+
+    Raises:
+        TrainctlError: `config_dir` is no folder, or holds neither options nor recipes.
+    """
+    root = shipped_root()
+    shipped = [
+        Folder(root / "conf", "conf", True, False),
+        Folder(root / "recipes", "recipes", True, True),
+    ]
+    users = _config_dir(config_dir) if config_dir is not None else []
+    here = Path.cwd()
+    users += _pair(here, "")
+    taken = {folder.path for folder in shipped}
+    mine = []
+    for folder in users:
+        if folder.path not in taken:
+            mine.append(folder)
+            taken.add(folder.path)
+    return [*mine, *shipped]
+
+
+def recipes(config_dir: Path | None = None) -> list[RecipeInfo]:
+    """Every recipe, the user's first, then by name; of a shadowed one only what is in force."""
+    folders = search_folders(config_dir)
+    found: dict[str, RecipeInfo] = {}
+    for folder in folders:
+        for path in sorted(folder.path.glob("*.yaml")) if folder.has_recipes else []:
+            if path.stem != BASE:
+                found.setdefault(path.stem, _recipe(path, folder, folders))
+    return sorted(found.values(), key=lambda info: (not info.is_users, _natural(info.name)))
+
+
+def options(group: str, config_dir: Path | None = None) -> list[OptionInfo]:
+    """Every option of a group, by name; of a shadowed one only what is in force."""
+    return options_in(search_folders(config_dir), group)
+
+
+def options_in(folders: list[Folder], group: str) -> list[OptionInfo]:
+    """`options`, in folders already found."""
+    found: dict[str, OptionInfo] = {}
+    for folder in folders:
+        for path in (folder.path / group).glob("*.yaml"):
+            comment = leading_comment(path)
+            info = OptionInfo(
+                group, path.stem, comment[0] if comment else "", path, not folder.is_shipped
+            )
+            found.setdefault(path.stem, info)
+    return sorted(found.values(), key=lambda info: _natural(info.name))
+
+
+def find(folders: list[Folder], config_path: str) -> tuple[Folder, Path] | None:
+    """The file of a config path such as `model/llama-7b`: the first folder that has it wins."""
+    for folder in folders:
+        path = folder.path / f"{config_path}.yaml"
+        if path.is_file():
+            return folder, path
+    return None
+
+
+def option_names(folders: list[Folder], group: str) -> list[str]:
+    """Names of a group's options, without reading the files."""
+    names = {path.stem for folder in folders for path in (folder.path / group).glob("*.yaml")}
+    return sorted(names, key=_natural)
+
+
+def recipe_names(folders: list[Folder]) -> list[str]:
+    """Names of the recipes, without reading the files."""
+    kept = [folder for folder in folders if folder.has_recipes]
+    names = {path.stem for folder in kept for path in folder.path.glob("*.yaml")}
+    return sorted(names - {BASE}, key=_natural)
+
+
+def split_hardware(written: str) -> tuple[int | None, int | None, str]:
+    """`4x8xh100-80g` as (nodes, devices of each, option); none where no count is written."""
+    match = COUNTED.fullmatch(written)
+    if not match:
+        return None, None, written
+    nodes, devices, name = match.groups()
+    return int(nodes) if nodes else None, int(devices), name
+
+
+def unknown_option(
+    folders: list[Folder], group: str, option: str, source: str, count: str = ""
+) -> Finding:
+    """The finding for an option that its group lacks: the nearest ones, and all of them.
+
+    `count` stands before the option as typed: `8x` of `hardware=8xh100`.
+    """
+    names = option_names(folders, group)
+    hint = did_you_mean([f"{group}={count}{name}" for name in nearest(option, names)])
+    listed = f"options of {group}: {', '.join(names)}"
+    return Finding(
+        rule=UNKNOWN_OPTION,
+        key=group,
+        message=f"{group} has no option {option!r}",
+        hint=f"{hint} {listed}".strip(),
+        source=source,
+    )
+
+
+def unknown_recipe(folders: list[Folder], name: str, source: str) -> Finding:
+    """The finding for a recipe that does not exist: the nearest ones, and all of them."""
+    names = recipe_names(folders)
+    hint = did_you_mean([f"recipe={close}" for close in nearest(name, names)])
+    return Finding(
+        rule=UNKNOWN_RECIPE,
+        key="recipe",
+        message=f"there is no recipe {name!r}",
+        hint=f"{hint} recipes: {', '.join(names)}".strip(),
+        source=source,
+    )
+
+
+def shadows(folders: list[Folder], config_path: str) -> Finding | None:
+    """A warning when the user's file of this name hides another of a different content."""
+    holders = [
+        (folder, path)
+        for folder in folders
+        if (path := folder.path / f"{config_path}.yaml").is_file()
+    ]
+    if len(holders) < 2 or holders[0][1].read_bytes() == holders[1][1].read_bytes():
+        return None
+    (folder, path), (other, hidden) = holders[:2]
+    whose = "shipped " if other.is_shipped else ""
+    group = config_path.rpartition("/")[0]
+    return Finding(
+        rule=SHADOWS,
+        key=group or "recipe",
+        message=f"{path} hides the {whose}{other.name_of(hidden)}",
+        hint="rename your file if you mean both",
+        severity=Severity.warning,
+        source=f"{folder.name_of(path)}",
+    )
+
+
+def not_read(folders: list[Folder]) -> list[Finding]:
+    """A warning for each of the user's files that is not read for its ending `.yml`."""
+    found = []
+    for folder in folders:
+        places = [] if folder.is_shipped else ["", *(f"{group}/" for group in GROUPS)]
+        for path in [each for place in places for each in folder.path.glob(f"{place}*.yml")]:
+            found.append(
+                Finding(
+                    rule=NOT_READ,
+                    message=f"{folder.name_of(path)} is not read",
+                    hint=f"name it {path.stem}.yaml",
+                    severity=Severity.warning,
+                )
+            )
+    return found
+
+
+def _config_dir(given: Path) -> list[Folder]:
+    folder = given.expanduser().absolute()
+    if not folder.is_dir():
+        raise TrainctlError(
+            f"--config-dir {given} is not a folder", hint="give a folder of conf/ and recipes/"
+        )
+    nested = _pair(folder, str(given))
+    if nested:
+        return nested
+    has_options = any((folder / group).is_dir() for group in GROUPS)
+    if not has_options and not any(folder.glob("*.yaml")):
+        raise TrainctlError(
+            f"--config-dir {given} holds neither options nor recipes",
+            hint="put options into conf/GROUP/NAME.yaml and recipes into recipes/NAME.yaml there",
+        )
+    return [Folder(folder, str(given), False, True)]
+
+
+def _pair(root: Path, shown: str) -> list[Folder]:
+    prefix = f"{shown}/" if shown else ""
+    pair = [
+        Folder((root / "conf").resolve(), f"{prefix}conf", False, False),
+        Folder((root / "recipes").resolve(), f"{prefix}recipes", False, True),
+    ]
+    return [folder for folder in pair if folder.path.is_dir()]
+
+
+def _recipe(path: Path, folder: Folder, folders: list[Folder]) -> RecipeInfo:
+    comment = leading_comment(path)
+    return RecipeInfo(
+        name=path.stem,
+        summary=comment[0] if comment else "",
+        description=" ".join(comment[1:]),
+        hardware=_hardware(path.stem, folders, frozenset()),
+        path=path,
+        is_users=not folder.is_shipped,
+    )
+
+
+def _hardware(name: str, folders: list[Folder], seen: frozenset[str]) -> str:
+    """The hardware that a recipe, or the one it extends, is declared for."""
+    nodes, devices, option = _declared(name, folders, seen)
+    if not option:
+        return ""
+    parts = [str(nodes)] if nodes and nodes != 1 else []
+    parts += [str(devices)] if devices and (devices != 1 or parts) else []
+    return "x".join([*parts, option])
+
+
+def _declared(name: str, folders: list[Folder], seen: frozenset[str]) -> tuple[int, int, str]:
+    found = find(folders, name)
+    if found is None or name in seen or name == BASE:
+        return 0, 0, ""
+    document = read_document(found[1], name)
+    nodes, devices, option = 0, 0, ""
+    for default in document.defaults:
+        if not default.group and default.option != "_self_":
+            nodes, devices, option = _declared(str(default.option), folders, seen | {name})
+    for default in document.defaults:
+        if default.group.strip("/") == "hardware":
+            option = str(default.option)
+    counts = {setting.key: setting.value for setting in document.settings}
+    own_nodes = counts.get("hardware.nodes", nodes)
+    own_devices = counts.get("hardware.devices_per_node", devices)
+    return (
+        own_nodes if isinstance(own_nodes, int) else 0,
+        own_devices if isinstance(own_devices, int) else 0,
+        option,
+    )
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key that puts 7b before 13b."""
+    return [
+        (int(part), "") if re.fullmatch("[0-9]+", part) else (-1, part)
+        for part in re.split("([0-9]{1,9})", name)
+        if part
+    ]

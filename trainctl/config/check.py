@@ -1,0 +1,168 @@
+"""Checks of keys, types and ranges: the same for a file's line and for an override."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainctl.config.keys import ValueProblem, accept, leaf_of, leaves, range_problem, sections
+from trainctl.config.schema import GROUPS, RunConfig, walk
+from trainctl.config.suggest import DEEPSPEED_KEYS, did_you_mean, nearest_keys
+from trainctl.errors import Finding
+
+UNKNOWN_KEY, WRONG_VALUE, OUT_OF_RANGE, REFUSED = "TC101", "TC102", "TC103", "TC104"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key that a file or an override sets.
+
+    Attributes:
+        path: Components of the key.
+        value: Its value, as parsed.
+        source: The override, or `file:line`.
+        text: How a scalar was written; none for the rest.
+    """
+
+    path: tuple[str, ...]
+    value: Any
+    source: str
+    text: str | None = None
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+
+def check_ranges(config: RunConfig) -> list[Finding]:
+    """Every number of a config that lies outside its documented range."""
+    findings = []
+    for key, item, value in walk(config):
+        problem = range_problem(item.metadata, value)
+        if problem:
+            findings.append(
+                Finding(rule=OUT_OF_RANGE, key=key, message=problem.message, hint=problem.hint)
+            )
+    return findings
+
+
+def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
+    """What a setting sets, in its keys' types, or what is wrong with it.
+
+    A mapping under a free-form key gives one setting for each of its leaves. A value that refers to
+    another key (`${...}`) is checked after it is resolved.
+    """
+    refused = list(_refused(setting))
+    if refused:
+        return [], refused
+    leaf = leaf_of(setting.path)
+    if leaf is None:
+        return [], [unknown_key(setting)]
+    if has_reference(setting.value):
+        return [setting], []
+    prefix = tuple(leaf.key.split("."))
+    tree, text = setting.value, setting.text
+    for name in reversed(setting.path[len(prefix) :]):
+        tree, text = {name: text if leaf.is_text_mapping and text else tree}, None
+    try:
+        value = accept(leaf, tree, text)
+    except ValueProblem as problem:
+        return [], [_wrong_value(setting, problem)]
+    if not leaf.is_mapping:
+        return [replace(setting, value=value)], []
+    return [replace(setting, path=path, value=item) for path, item in _flat(value, prefix)], []
+
+
+def unknown_key(setting: Setting) -> Finding:
+    """The finding for a key that the schema lacks, with the keys that were perhaps meant."""
+    key = setting.key
+    if key in leaves():
+        message, hint = (
+            f"{key} is written with dots in a file",
+            "nest it, as `section: {key: value}`",
+        )
+        return Finding(rule=UNKNOWN_KEY, key=key, message=message, hint=hint, source=setting.source)
+    parent = next((name for name in _parents(setting.path) if name in leaves()), None)
+    if parent:
+        message, hint = f"{parent} is a single value and has no keys", f"set {parent}"
+    elif key in sections():
+        inside = [name for name in leaves() if name.startswith(f"{key}.")]
+        message, hint = f"{key} is a section", f"set a key of it, such as {', '.join(inside[:4])}"
+    else:
+        message = f"there is no key {key}"
+        hint = did_you_mean(nearest_keys(key, leaves(), GROUPS))
+        if setting.path[0] in DEEPSPEED_KEYS:
+            own = f"DeepSpeed's own keys are set as deepspeed.{key}"
+            hint = f"{hint} {own}" if hint else own
+    return Finding(rule=UNKNOWN_KEY, key=key, message=message, hint=hint, source=setting.source)
+
+
+def has_reference(value: Any) -> bool:
+    """Whether a value, or a part of it, refers to another key or to the environment."""
+    return any("${" in text for text in _texts(value))
+
+
+def _refused(setting: Setting) -> Iterator[Finding]:
+    """Constructs that are Hydra's but not ours."""
+    names = (*setting.path, *_names(setting.value))
+    if "_target_" in names:
+        yield Finding(
+            rule=REFUSED,
+            key=setting.key,
+            message="_target_ is refused: a configuration never names code to run",
+            hint="choose an option of a group instead",
+            source=setting.source,
+        )
+    if any("${hydra:" in text.replace(" ", "") for text in _texts(setting.value)):
+        yield Finding(
+            rule=REFUSED,
+            key=setting.key,
+            message="${hydra:...} has no value here: Hydra only composes the configuration",
+            hint="refer to a key, as ${training.steps}, or to ${oc.env:NAME}",
+            source=setting.source,
+        )
+
+
+def _wrong_value(setting: Setting, problem: ValueProblem) -> Finding:
+    return Finding(
+        rule=OUT_OF_RANGE if problem.out_of_range else WRONG_VALUE,
+        key=setting.key,
+        message=problem.message,
+        hint=problem.hint,
+        source=setting.source,
+    )
+
+
+def _parents(path: tuple[str, ...]) -> Iterator[str]:
+    for length in range(1, len(path)):
+        yield ".".join(path[:length])
+
+
+def _flat(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(tree, dict) and tree:
+        for name, value in tree.items():
+            yield from _flat(value, (*path, name))
+    else:
+        yield path, tree
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _names(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield str(name)
+            yield from _names(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _names(item)

@@ -1,0 +1,89 @@
+"""Dataclasses to plain data (JSON, YAML) and back, by their type hints. Standard library only.
+
+The run directory's `config.yaml` and an attempt's `plan.json` are read by processes that must not
+import Hydra, so reading is done here.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def to_plain(value: Any) -> Any:
+    """Nested dicts, lists, strings, numbers, booleans and None."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: to_plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def from_plain(cls: type[T], data: Any, key: str = "") -> T:
+    """An instance of the dataclass `cls` from what `to_plain` gave.
+
+    Keys that `data` lacks keep their defaults (an older file), so that a newer version reads it.
+
+    Raises:
+        ValueError: An unknown key, or a value of the wrong type; names the key.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"{key or cls.__name__} must be a mapping, not {type(data).__name__}")
+    hints = _hints(cast(Any, cls))
+    unknown = [str(name) for name in data if name not in hints]
+    if unknown:
+        raise ValueError(f"unknown key {_join(key, unknown[0])}")
+    return cls(**{name: _read(hints[name], data[name], _join(key, name)) for name in data})
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _read(hint: Any, value: Any, key: str) -> Any:
+    if hint is Any:
+        return value
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        (inner,) = [item for item in get_args(hint) if item is not type(None)]
+        return _read(inner, value, key)
+    if origin in (list, tuple) and not isinstance(value, (list, tuple)):
+        raise ValueError(f"{key}: expected a list, got {value!r}")
+    if origin is dict and not isinstance(value, dict):
+        raise ValueError(f"{key}: expected a mapping, got {value!r}")
+    if origin is list:
+        return [_read(get_args(hint)[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
+    if origin is tuple:
+        return tuple(_read(get_args(hint)[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+    if origin is dict:
+        return {
+            name: _read(get_args(hint)[1], item, _join(key, name)) for name, item in value.items()
+        }
+    if is_dataclass(hint):
+        return from_plain(cast(type, hint), value, key)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        try:
+            return hint(value)
+        except ValueError:
+            raise ValueError(f"{key}: {value!r} is none of {[m.value for m in hint]}") from None
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ValueError(f"{key}: expected {hint.__name__}, got {value!r}")
+    return value

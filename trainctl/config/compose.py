@@ -1,0 +1,265 @@
+"""From overrides to a checked `RunConfig`: the only user of Hydra's composition.
+
+Hydra decides which files are in play and in which order; they are read with the line of each key,
+checked, and laid over each other here, so that what is shown as a value's origin is what set it.
+An option chosen on the command line replaces its whole section, also what the recipe set there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.catalog import BASE, Folder, find, not_read, search_folders, shadows
+from trainctl.config.check import Setting, check_setting
+from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.extends import check_extends
+from trainctl.config.hf import FILLED, fill_from_directory
+from trainctl.config.layers import Layer, Stack
+from trainctl.config.overrides import Choice, Overrides, read_overrides
+from trainctl.config.schema import GROUPS, ModelFamily, RunConfig
+from trainctl.config.yaml_files import UNREADABLE, read_document
+from trainctl.errors import Finding, Severity, TrainctlError
+
+ROOT = "_trainctl_root"
+SAVED = "config.yaml of the run"
+NO_EFFECT = "TC112"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composed:
+    """A configuration and how it came about.
+
+    Attributes:
+        config: The configuration, typed and in range.
+        layers: For each key that anything set: every place that set it, in the order of
+            application; the last one won. Keys of free-form mappings have layers of their own.
+        findings: Warnings.
+        overrides: The overrides, as typed.
+    """
+
+    config: RunConfig
+    layers: Mapping[str, tuple[Layer, ...]]
+    findings: tuple[Finding, ...]
+    overrides: tuple[str, ...]
+
+    def source_of(self, key: str) -> str:
+        """What set a key, or the last of the keys inside it; empty for a schema default."""
+        if key in self.layers:
+            return self.layers[key][-1].source
+        inside = [layers for name, layers in self.layers.items() if name.startswith(f"{key}.")]
+        return inside[-1][-1].source if inside else ""
+
+
+def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Composed:
+    """Compose a recipe, or the base configuration, with overrides.
+
+    Args:
+        overrides: `recipe=NAME`, `GROUP=OPTION`, `KEY=VALUE`, in Hydra's grammar.
+        config_dir: A folder of the user's with `conf/` and `recipes/`, searched first.
+
+    Raises:
+        TrainctlError: With every problem found, in the overrides and in the files in play.
+    """
+    folders = search_folders(config_dir)
+    asked = read_overrides(overrides, folders)
+    findings = [*asked.findings, *not_read(folders)]
+    recipe = asked.recipe.option if asked.recipe else BASE
+    stack = Stack(to_plain(RunConfig()))
+    findings += check_extends(folders, recipe, _options(asked))
+    if not _has_error(findings):
+        defaults = [recipe, *({f"override /{g}": c.option} for g, c in asked.choices.items())]
+        findings += _lay_files(stack, folders, defaults, asked.choices)
+    if asked.recipe:
+        stack.apply([Setting(("recipe",), recipe, asked.recipe.source)])
+    return _finish(stack, asked, findings, overrides, fill_model=True)
+
+
+def recompose(
+    saved: RunConfig, overrides: Sequence[str], *, config_dir: Path | None = None
+) -> Composed:
+    """Change a saved configuration by overrides, as a resume does.
+
+    An option chosen for a group replaces that section; a recipe cannot be chosen again.
+
+    Raises:
+        TrainctlError: With every problem found.
+    """
+    stack = Stack(to_plain(saved), SAVED)
+    folders = search_folders(config_dir) if overrides else []
+    asked = read_overrides(overrides, folders)
+    findings = list(asked.findings)
+    if asked.recipe:
+        findings.append(_recipe_again(saved, asked.recipe))
+    findings += check_extends(folders, "", _options(asked))
+    if asked.choices and not _has_error(findings):
+        defaults = [{group: choice.option} for group, choice in asked.choices.items()]
+        findings += _lay_files(stack, folders, defaults, asked.choices)
+    named_model = "model" in asked.choices or any(s.key == "model.path" for s in asked.settings)
+    return _finish(stack, asked, findings, overrides, fill_model=named_model)
+
+
+def _finish(
+    stack: Stack,
+    asked: Overrides,
+    findings: list[Finding],
+    overrides: Sequence[str],
+    *,
+    fill_model: bool,
+) -> Composed:
+    """Apply the keys set on the command line, resolve references, read the model's directory."""
+    if not _has_error(findings):
+        stack.apply(asked.settings)
+        findings += stack.resolve()
+    if fill_model and not _has_error(findings):
+        findings += _fill_model(stack)
+    findings = list(dict.fromkeys(findings))  # a file that two others extend is read twice
+    if _has_error(findings):
+        raise TrainctlError.from_findings(findings)
+    return Composed(
+        config=from_plain(RunConfig, stack.plain),
+        layers={key: tuple(layers) for key, layers in stack.layers.items()},
+        findings=tuple(findings),
+        overrides=tuple(overrides),
+    )
+
+
+def _has_error(findings: Sequence[Finding]) -> bool:
+    return any(finding.is_error for finding in findings)
+
+
+def _options(asked: Overrides) -> dict[str, str]:
+    return {group: choice.option for group, choice in asked.choices.items()}
+
+
+def _lay_files(
+    stack: Stack, folders: list[Folder], defaults: Sequence[Any], choices: Mapping[str, Choice]
+) -> list[Finding]:
+    """Lay the files over the stack in Hydra's order, those of chosen options last."""
+    files = _files_in_order(folders, defaults)
+    if isinstance(files, Finding):
+        return [files]
+    findings: list[Finding] = []
+    chosen: dict[str, list[Setting]] = {group: [] for group in choices}
+    for config_path, package in files:
+        found = find(folders, config_path)
+        assert found is not None, config_path
+        folder, path = found
+        document = read_document(path, folder.name_of(path))
+        findings += document.findings
+        hides = None if folder.is_shipped else shadows(folders, config_path)
+        findings += [hides] if hides else []
+        prefix = tuple(package.split(".")) if package else ()
+        for setting in document.settings:
+            checked, problems = check_setting(replace(setting, path=(*prefix, *setting.path)))
+            findings += problems
+            if package in chosen:
+                chosen[package] += checked
+            else:
+                stack.apply(checked)
+    for group, settings in chosen.items():
+        note = f"(chosen by {choices[group].source})"
+        stack.reset(group, f"default {note}")
+        stack.apply(settings, note)
+    return findings
+
+
+def _files_in_order(
+    folders: list[Folder], defaults: Sequence[Any]
+) -> list[tuple[str, str]] | Finding:
+    """Hydra's defaults list: (config path, package) of each file, in the order of merging."""
+    import yaml
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf.errors import OmegaConfBaseException
+
+    # A list in the ConfigStore, unlike an override of hydra.searchpath, may hold any path.
+    first, *others = [f"file://{folder.path}" for folder in folders]
+    node = {"defaults": [*defaults, "_self_"], "hydra": {"searchpath": others}}
+    ConfigStore.instance().store(name=ROOT, node=node)
+    try:
+        with initialize_config_dir(first.removeprefix("file://"), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            listed = loader.compute_defaults_list(ROOT, [], RunMode.RUN).defaults
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
+        return Finding(
+            rule=UNREADABLE,
+            message=f"Hydra cannot compose these files: {str(error).splitlines()[0]}",
+            hint="look at the defaults lists of your own recipes and options",
+        )
+    return [
+        (item.config_path, (item.package or "").removeprefix("_global_").strip("."))
+        for item in listed
+        if item.config_path and item.config_path != ROOT and not _is_hydras(item.config_path)
+    ]
+
+
+def _is_hydras(config_path: str) -> bool:
+    return config_path.partition("/")[0] == "hydra"
+
+
+def _fill_model(stack: Stack) -> list[Finding]:
+    """Read the shape from `model.path`; keys that were set explicitly win, with a warning."""
+    model = from_plain(RunConfig, stack.plain).model
+    if model.family is not ModelFamily.hf:
+        return _path_without_effect(stack) if model.path else []
+    try:
+        filled = to_plain(fill_from_directory(model))
+    except TrainctlError as error:
+        source = _last_source(stack, "model.path")
+        return [finding.set_by(source) for finding in error.findings]
+    findings = []
+    source = f"{model.path}/config.json"
+    for name in FILLED:
+        key, value = f"model.{name}", filled[name]
+        if key in stack.layers and name not in ("name", "family"):
+            own = stack.value_of(key)
+            stack.layers[key].insert(0, Layer(source, value))
+            findings += [_differs(key, own, value, stack, source)] if own != value else []
+        elif value != stack.value_of(key):
+            stack.apply([Setting(("model", name), value, source)])
+    return findings
+
+
+def _last_source(stack: Stack, key: str) -> str:
+    return stack.layers[key][-1].source if key in stack.layers else ""
+
+
+def _differs(key: str, own: Any, read: Any, stack: Stack, source: str) -> Finding:
+    return Finding(
+        rule=NO_EFFECT,
+        key=key,
+        message=f"{own} replaces {read} of {source}",
+        hint=f"leave {key} out to keep the directory's value",
+        severity=Severity.warning,
+        source=_last_source(stack, key),
+    )
+
+
+def _path_without_effect(stack: Stack) -> list[Finding]:
+    source = _last_source(stack, "model.path")
+    return [
+        Finding(
+            rule=NO_EFFECT,
+            key="model.path",
+            message="the shape comes from another option of model, so this has no effect",
+            hint="choose model=hf, or set model.initial_weights to start from these weights",
+            severity=Severity.warning,
+            source=source,
+        )
+    ]
+
+
+def _recipe_again(saved: RunConfig, recipe: Choice) -> Finding:
+    return Finding(
+        rule=NO_EFFECT,
+        key="recipe",
+        message=f"a run keeps its recipe ({saved.recipe or 'none'})",
+        hint=f"change groups and keys ({', '.join(GROUPS[:3])}, ...), or launch a new run",
+        source=recipe.source,
+    )

@@ -1,0 +1,176 @@
+"""The files that a configuration starts from: that all they name exists, and all they set is legal.
+
+This reads what Hydra will read, before Hydra does, because Hydra stops at the first problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from trainctl.config.catalog import (
+    BASE,
+    UNKNOWN_RECIPE,
+    Folder,
+    find,
+    option_names,
+    recipe_names,
+    unknown_option,
+    unknown_recipe,
+)
+from trainctl.config.check import REFUSED, UNKNOWN_KEY, check_setting
+from trainctl.config.schema import GROUPS
+from trainctl.config.suggest import did_you_mean, nearest
+from trainctl.config.yaml_files import (
+    UNREADABLE,
+    Default,
+    Document,
+    leading_comment,
+    read_document,
+)
+from trainctl.errors import Finding
+
+
+def check_extends(folders: list[Folder], recipe: str, chosen: Mapping[str, str]) -> list[Finding]:
+    """Problems of a recipe, of the chosen options, and of all that they start from.
+
+    Args:
+        folders: Where to look.
+        recipe: The recipe, or `base`; empty checks no recipe.
+        chosen: Option chosen for a group on the command line; the recipe's is not read then.
+    """
+    walk = _Walk(folders, chosen)
+    findings = walk.recipe(recipe, ()) if recipe else []
+    for group, option in chosen.items():
+        findings += walk.users_option(group, option, ())
+    return findings
+
+
+class _Walk:
+    """One pass over the files that extend each other."""
+
+    def __init__(self, folders: list[Folder], chosen: Mapping[str, str]) -> None:
+        self.folders = folders
+        self.chosen = chosen
+        self.recipes = recipe_names(folders)
+
+    def recipe(self, name: str, chain: tuple[str, ...]) -> list[Finding]:
+        """Problems of a recipe or of base; `chain` holds the recipes that extend it."""
+        found = find(self.folders, name)
+        if found is None:
+            return [unknown_recipe(self.folders, name, "")]
+        folder, path = found
+        document = read_document(path, folder.name_of(path))
+        findings = [] if folder.is_shipped else _problems(document, ())
+        parents = [each for each in document.defaults if not each.group and each.option != "_self_"]
+        for default in document.defaults:
+            findings += self._option(default) if default.group else []
+        for parent in parents:
+            findings += self._extends(parent, (*chain, name))
+        if not parents and name != BASE and not document.findings:
+            findings.append(_starts_from_nothing(folder.name_of(path)))
+        return findings
+
+    def users_option(self, group: str, option: str, chain: tuple[str, ...]) -> list[Finding]:
+        """Problems of an option in a user's folder, and of those of its group that it extends."""
+        found = find(self.folders, f"{group}/{option}")
+        if found is None or found[0].is_shipped:
+            return []
+        folder, path = found
+        shown = folder.name_of(path)
+        document = read_document(path, shown)
+        findings = _problems(document, (group,))
+        if any(line.startswith("@package") for line in leading_comment(path)):
+            findings.append(_package(group, shown))
+        for default in document.defaults:
+            parent = str(default.option).removeprefix(f"/{group}/")
+            if default.group:
+                findings += self._option(default)
+            elif parent in (*chain, option):
+                findings.append(_circle(parent, (*chain, option), default.source))
+            elif parent in option_names(self.folders, group):
+                findings += self.users_option(group, parent, (*chain, option))
+            elif parent != "_self_":
+                findings.append(unknown_option(self.folders, group, parent, default.source))
+        return findings
+
+    def _extends(self, default: Default, chain: tuple[str, ...]) -> list[Finding]:
+        parent = str(default.option)
+        if parent in chain:
+            return [_circle(parent, chain, default.source)]
+        if parent != BASE and parent not in self.recipes:
+            return [unknown_recipe(self.folders, parent, default.source)]
+        return self.recipe(parent, chain)
+
+    def _option(self, default: Default) -> list[Finding]:
+        group, option = default.group.removeprefix("/"), default.option
+        if group not in GROUPS:
+            return [_unknown_group(default, group)]
+        if option is None or group in self.chosen:
+            return []
+        if not isinstance(option, str):
+            return [_not_text(default, group)]
+        if option not in option_names(self.folders, group):
+            return [unknown_option(self.folders, group, option, default.source)]
+        return self.users_option(group, option, ())
+
+
+def _problems(document: Document, prefix: tuple[str, ...]) -> list[Finding]:
+    findings = list(document.findings)
+    for setting in document.settings:
+        findings += check_setting(replace(setting, path=(*prefix, *setting.path)))[1]
+    return findings
+
+
+def _package(group: str, shown: str) -> Finding:
+    return Finding(
+        rule=REFUSED,
+        key=group,
+        message=f"{shown} has a @package line: an option sets keys of its own group only",
+        hint="leave that line out, or make the file a recipe",
+        source=f"{shown}:1",
+    )
+
+
+def _starts_from_nothing(shown: str) -> Finding:
+    return Finding(
+        rule=UNREADABLE,
+        key="defaults",
+        message=f"{shown} starts from no other configuration",
+        hint="begin it with `defaults: [base, _self_]`, or name a recipe instead of base",
+        source=shown,
+    )
+
+
+def _circle(parent: str, chain: tuple[str, ...], source: str) -> Finding:
+    circle = " -> ".join((*chain[chain.index(parent) :], parent))
+    return Finding(
+        rule=UNKNOWN_RECIPE,
+        key="defaults",
+        message=f"these extend each other in a circle: {circle}",
+        hint="let one of them start from base",
+        source=source,
+    )
+
+
+def _unknown_group(default: Default, group: str) -> Finding:
+    close = nearest(group, GROUPS)
+    return Finding(
+        rule=UNKNOWN_KEY,
+        key=group,
+        message=f"there is no group {group}",
+        hint=did_you_mean(close) or f"groups: {', '.join(GROUPS)}",
+        source=default.source,
+    )
+
+
+def _not_text(default: Default, group: str) -> Finding:
+    is_number = isinstance(default.option, (int, float))
+    hint = f'quote it: {group}: "{default.option}"' if is_number else "name one option"
+    return Finding(
+        rule=UNREADABLE,
+        key=group,
+        message=f"{default.option!r} is not the name of an option",
+        hint=hint,
+        source=default.source,
+    )

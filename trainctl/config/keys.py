@@ -1,0 +1,253 @@
+"""Every legal key with its type and default, as a table; and the values that each accepts."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from trainctl.config.codec import to_plain
+from trainctl.config.schema import RunConfig
+from trainctl.config.suggest import nearest
+
+LARGEST_INTEGER = 2**63 - 1
+SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One key of the schema.
+
+    Attributes:
+        key: Dotted key.
+        hint: Its type, resolved.
+        default: Its default, as plain data.
+        metadata: Doc, unit and range, from `schema.option`.
+    """
+
+    key: str
+    hint: Any
+    default: Any
+    metadata: Mapping[str, Any]
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether the key is a free-form mapping, such as `deepspeed`."""
+        return get_origin(self.hint) is dict
+
+    @property
+    def is_text_mapping(self) -> bool:
+        """Whether it is a mapping of texts, such as `launcher.environment`."""
+        return self.is_mapping and get_args(self.hint)[1] is str
+
+
+class ValueProblem(Exception):
+    """A value that its key does not accept.
+
+    Attributes:
+        message: What is wrong with the value.
+        hint: The nearest legal value, or the legal ones.
+        out_of_range: Whether only the range is wrong, not the type.
+    """
+
+    def __init__(self, message: str, hint: str = "", *, out_of_range: bool = False) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.out_of_range = out_of_range
+
+
+@cache
+def leaves() -> dict[str, Leaf]:
+    """Every key of the schema, by its dotted name, in the schema's order."""
+    table: dict[str, Leaf] = {}
+    _collect(RunConfig(), "", table)
+    return table
+
+
+@cache
+def sections() -> frozenset[str]:
+    """Names of the sections: the groups, and `training`."""
+    return frozenset(key.partition(".")[0] for key in leaves() if "." in key)
+
+
+def leaf_of(path: tuple[str, ...]) -> Leaf | None:
+    """The key that a path is, or the free-form mapping that it lies in; none if unknown."""
+    for length in range(len(path), 0, -1):
+        leaf = leaves().get(".".join(path[:length]))
+        if leaf is not None and leaf.key.count(".") == length - 1:
+            return leaf if length == len(path) or leaf.is_mapping else None
+    return None
+
+
+def accept(leaf: Leaf, value: Any, text: str | None = None) -> Any:
+    """The value as its key's type, as plain data.
+
+    Args:
+        leaf: The key.
+        value: As the YAML or override parser read it.
+        text: How it was written: a string key keeps `007` as it is.
+
+    Raises:
+        ValueProblem: The value is of another type, or out of range.
+    """
+    accepted = _accept(leaf.hint, value, text, leaf.default)
+    problem = range_problem(leaf.metadata, accepted)
+    if problem:
+        raise problem
+    return accepted
+
+
+def range_problem(metadata: Mapping[str, Any], value: Any) -> ValueProblem | None:
+    """What is wrong with a number's size, naming the nearest legal value."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    unit = f" {metadata['unit']}" if metadata.get("unit") else ""
+    least, most, above = metadata.get("minimum"), metadata.get("maximum"), metadata.get("above")
+    if least is not None and value < least:
+        return _outside(f"{value} is below the smallest legal value", f"{_number(least)}{unit}")
+    if most is not None and value > most:
+        return _outside(f"{value} is above the largest legal value", f"{_number(most)}{unit}")
+    if above is not None and value <= above:
+        return _outside(f"{value} must be above {_number(above)}", f"more than {_number(above)}")
+    return None
+
+
+def _outside(message: str, nearest_legal: str) -> ValueProblem:
+    return ValueProblem(message, f"nearest legal value: {nearest_legal}", out_of_range=True)
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else str(value)
+
+
+def _collect(config: Any, prefix: str, table: dict[str, Leaf]) -> None:
+    hints = get_type_hints(type(config))
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            _collect(value, f"{prefix}{item.name}.", table)
+        else:
+            key = f"{prefix}{item.name}"
+            table[key] = Leaf(key, hints[item.name], to_plain(value), item.metadata)
+
+
+def _accept(hint: Any, value: Any, text: str | None, default: Any) -> Any:
+    if value == "???":
+        raise ValueProblem("??? stands for a missing value", _expected(hint))
+    if hint is Any:
+        return _accept_any(value)
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = [item for item in get_args(hint) if item is not type(None)]
+        return _accept(hint, value, text, default)
+    if value is None:
+        shown = f"; its default is {default}" if default not in (None, [], {}) else ""
+        raise ValueProblem("this key cannot be null", f"{_expected(hint)}{shown}")
+    if origin is list:
+        return _accept_list(hint, value)
+    if origin is dict:
+        return _accept_mapping(hint, value)
+    if issubclass(hint, Enum):
+        return _accept_member(hint, value, text)
+    return _SCALARS[hint](value, text)
+
+
+def _accept_any(value: Any) -> Any:
+    """A value of DeepSpeed's JSON."""
+    if isinstance(value, dict):
+        return {str(name): _accept_any(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_accept_any(item) for item in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value if isinstance(value, int) else _accept_float(value, None)
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    raise ValueProblem(f"{type(value).__name__} has no form in JSON", "quote it as text")
+
+
+def _accept_list(hint: Any, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueProblem(f"expected a list, got {value!r}", f"write it as [{value}]")
+    return [_accept(get_args(hint)[0], item, None, None) for item in value]
+
+
+def _accept_mapping(hint: Any, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueProblem(f"expected a mapping, got {value!r}", "write it as {key: value}")
+    inner = get_args(hint)[1]
+    return {str(name): _accept(inner, item, None, None) for name, item in value.items()}
+
+
+def _accept_member(kind: type[Enum], value: Any, text: str | None) -> Any:
+    written = value if isinstance(value, str) else text if text is not None else str(value)
+    members = {str(member.value): member.value for member in kind}
+    if written in members:
+        return members[written]
+    close = nearest(written, members)
+    legal = f"one of {', '.join(members)}"
+    raise ValueProblem(
+        f"{written!r} is not a legal value",
+        f"did you mean {close[0]}? It is {legal}" if close else f"it is {legal}",
+    )
+
+
+def _accept_bool(value: Any, text: str | None) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in SWITCHES:
+        return SWITCHES[value.lower()]
+    hint = "write false" if value == 0 else "write true"
+    raise ValueProblem(f"expected true or false, got {_shown(value)}", hint)
+
+
+def _accept_int(value: Any, text: str | None) -> int:
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        close = f"write {round(value)}" if _is_finite(value) else ""
+        raise ValueProblem(f"expected a whole number, got {_shown(value)}", close)
+    if abs(value) > LARGEST_INTEGER:
+        raise ValueProblem("the number is too large", f"at most {LARGEST_INTEGER}")
+    return value
+
+
+def _accept_float(value: Any, text: str | None) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueProblem(f"expected a number, got {_shown(value)}", "such as 0.1 or 1e-4")
+    if not _is_finite(value):
+        raise ValueProblem("expected a finite number", "such as 0.1 or 1e-4")
+    return float(value)
+
+
+def _accept_str(value: Any, text: str | None) -> str:
+    if isinstance(value, (list, dict)):
+        raise ValueProblem(f"expected a single value, got {_shown(value)}", "quote the text")
+    return value if isinstance(value, str) else text if text is not None else str(value)
+
+
+_SCALARS = {bool: _accept_bool, int: _accept_int, float: _accept_float, str: _accept_str}
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and abs(value) <= LARGEST_INTEGER
+
+
+def _shown(value: Any) -> str:
+    is_huge = isinstance(value, int) and abs(value) > LARGEST_INTEGER
+    return "a very large number" if is_huge else repr(value)[:80]
+
+
+def _expected(hint: Any) -> str:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "one of " + ", ".join(str(member.value) for member in hint)
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return f"give {names.get(hint, 'a value')}"

@@ -1,0 +1,111 @@
+"""Settings laid over each other, remembering where each value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainctl.config.check import WRONG_VALUE, Setting, check_setting, has_reference
+from trainctl.config.keys import leaves
+from trainctl.config.yaml_files import read_scalar
+from trainctl.errors import Finding
+
+VALUE = "_value_"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One place that set a key, and the value that it gave."""
+
+    source: str
+    value: Any
+
+
+class Stack:
+    """A configuration as plain data, and the layers of each key that was set.
+
+    Args:
+        plain: Where to start from: the whole configuration as plain data.
+        source: What to call it; empty for the schema's defaults, which are no layer.
+    """
+
+    def __init__(self, plain: dict[str, Any], source: str = "") -> None:
+        self.plain = deepcopy(plain)
+        self.layers: dict[str, list[Layer]] = {}
+        self.references: dict[str, Setting] = {}
+        for leaf in leaves().values() if source else ():
+            value = self.value_of(leaf.key)
+            if value != leaf.default:
+                self.layers[leaf.key] = [Layer(source, value)]
+
+    def value_of(self, key: str) -> Any:
+        node: Any = self.plain
+        for name in key.split("."):
+            node = node[name]
+        return node
+
+    def apply(self, settings: Iterable[Setting], note: str = "") -> None:
+        """Set keys, the last one wins; `note` is added to the sources."""
+        for setting in settings:
+            source = f"{setting.source} {note}".rstrip()
+            self._place(setting)
+            self.layers.setdefault(setting.key, []).append(Layer(source, setting.value))
+
+    def reset(self, section: str, source: str) -> None:
+        """Give every key of a section that was set its default again."""
+        for key in [key for key in self.layers if key.startswith(f"{section}.")]:
+            leaf = leaves().get(key)
+            if leaf is not None:
+                self.apply([Setting(tuple(key.split(".")), deepcopy(leaf.default), source)])
+
+    def resolve(self) -> list[Finding]:
+        """Replace references (`${training.steps}`, `${oc.env:NAME}`) by what they refer to."""
+        if not self.references:
+            return []
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        findings: list[Finding] = []
+        for setting in list(self.references.values()):
+            try:
+                value = OmegaConf.create({**self.plain, VALUE: setting.value})[VALUE]
+                if OmegaConf.is_config(value):
+                    value = OmegaConf.to_container(value, resolve=True)
+            except (OmegaConfBaseException, RecursionError, ValueError) as error:
+                findings.append(_unresolved(setting, str(error).splitlines()[0]))
+                continue
+            text = value if isinstance(value, str) else None
+            value = value if text is None else read_scalar(text)  # the environment holds texts
+            checked, problems = check_setting(replace(setting, value=value, text=text))
+            findings += problems
+            for each in checked:
+                self._place(each)
+                self.layers.setdefault(each.key, []).append(Layer(each.source, each.value))
+        return findings
+
+    def _place(self, setting: Setting) -> None:
+        node = self.plain
+        for name in setting.path[:-1]:
+            if not isinstance(node.get(name), dict):
+                node[name] = {}
+            node = node[name]
+        name = setting.path[-1]
+        if setting.value == {} and isinstance(node.get(name), dict):
+            return  # an empty mapping adds nothing to one that is there
+        node[name] = deepcopy(setting.value)
+        if has_reference(setting.value):
+            self.references[setting.key] = setting
+        else:
+            self.references.pop(setting.key, None)
+
+
+def _unresolved(setting: Setting, why: str) -> Finding:
+    return Finding(
+        rule=WRONG_VALUE,
+        key=setting.key,
+        message=f"{setting.value!r} cannot be resolved: {why}",
+        hint="refer to a key by its full name, as ${training.steps}, or to ${oc.env:NAME}",
+        source=setting.source,
+    )

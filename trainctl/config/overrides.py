@@ -1,0 +1,157 @@
+"""Overrides as typed: the recipe, the chosen options, and the keys that are set.
+
+Each is checked here, before anything is composed, so that all problems of a command line are told
+at once (Hydra stops at the first). `zero_stage=3` and `hardware=4x8xh100-80g` are read here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainctl.config.catalog import (
+    Folder,
+    option_names,
+    recipe_names,
+    split_hardware,
+    unknown_option,
+    unknown_recipe,
+)
+from trainctl.config.check import REFUSED, Setting, check_setting
+from trainctl.config.schema import GROUPS
+from trainctl.errors import Finding, Severity
+
+SYNTAX, GIVEN_TWICE = "TC110", "TC111"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An option chosen for a group, and the override that chose it."""
+
+    option: str
+    source: str
+
+
+@dataclass(slots=True)
+class Overrides:
+    """What a command line asks for.
+
+    Attributes:
+        recipe: Name of the recipe and its override; none without one.
+        choices: Option chosen for each group.
+        settings: Keys set, in order, as their keys' types.
+        findings: Everything that is wrong; what is wrong is left out of the rest.
+    """
+
+    recipe: Choice | None = None
+    choices: dict[str, Choice] = field(default_factory=dict)
+    settings: list[Setting] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+
+def read_overrides(texts: Sequence[str], folders: list[Folder]) -> Overrides:
+    """Parse by Hydra's grammar and check each override."""
+    result = Overrides()
+    if not texts:
+        return result
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parser = OverridesParser.create()
+    given: dict[str, str] = {}
+    for text in texts:
+        parsed = _parse(parser, text, folders)
+        if isinstance(parsed, Finding):
+            result.findings.append(parsed)
+            continue
+        name = parsed.key_or_group
+        if name in given:
+            result.findings.append(_given_twice(name, given[name], text))
+        given[name] = text
+        _read(parsed, text, folders, result)
+    return result
+
+
+def _parse(parser: Any, text: str, folders: list[Folder]) -> Any:
+    """Hydra's parsed override, or the finding that says why it is refused."""
+    from hydra.errors import HydraException
+
+    key, equals, value = text.partition("=")
+    if not equals and not text.startswith("~"):
+        is_recipe = text in recipe_names(folders)
+        hint = f"write recipe={text}" if is_recipe else "write GROUP=OPTION or KEY=VALUE"
+        return _syntax(text, f"{text!r} is not an override", hint)
+    try:
+        parsed = parser.parse_override(text)
+    except (HydraException, ValueError, RecursionError):
+        quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+        hint = f"""quote the value: '{key}="{quoted}"'""" if key.strip() else "write KEY=VALUE"
+        return _syntax(text, f"{text!r} does not follow the grammar of overrides", hint)
+    name = str(parsed.key_or_group)
+    if not name:
+        return _syntax(text, f"{text!r} names no key", "write GROUP=OPTION or KEY=VALUE")
+    if parsed.is_delete():
+        hint = f"set another value: {name}=VALUE"
+        return _refused(name, text, "a key cannot be deleted: each has a value", hint)
+    if parsed.is_sweep_override():
+        message = "several values make a sweep; a launch takes one configuration"
+        return _refused(name, text, message, "give one value; quote it if the comma belongs to it")
+    if parsed.package is not None or "/" in name:
+        hint = "write GROUP=OPTION; a group is always placed under its own name"
+        return _refused(name, text, "packages and paths of groups are not used here", hint)
+    return parsed
+
+
+def _read(parsed: Any, text: str, folders: list[Folder], result: Overrides) -> None:
+    name, value = str(parsed.key_or_group), parsed.value()
+    written = text.partition("=")[2].strip()
+    if name == "recipe":
+        recipe = value if isinstance(value, str) else written
+        if recipe in recipe_names(folders):
+            result.recipe = Choice(recipe, text)
+        else:
+            result.findings.append(unknown_recipe(folders, recipe, text))
+    elif name in GROUPS:
+        _choose(name, value if isinstance(value, str) else written, text, folders, result)
+    else:
+        setting = Setting(tuple(name.split(".")), value, text, written)
+        settings, findings = check_setting(setting)
+        result.settings += settings
+        result.findings += findings
+
+
+def _choose(group: str, option: str, text: str, folders: list[Folder], result: Overrides) -> None:
+    names = option_names(folders, group)
+    nodes, devices, count = None, None, ""
+    if group == "hardware" and option not in names:
+        written = option
+        nodes, devices, option = split_hardware(written)
+        count = written.removesuffix(option)
+    if option not in names:
+        result.findings.append(unknown_option(folders, group, option, text, count))
+        return
+    result.choices[group] = Choice(option, text)
+    for key, number in (("nodes", nodes), ("devices_per_node", devices)):
+        if number is not None:
+            settings, findings = check_setting(Setting((group, key), number, text))
+            result.settings[:0] = settings  # an explicit hardware.nodes=2 wins, wherever it stands
+            result.findings += findings
+
+
+def _syntax(text: str, message: str, hint: str) -> Finding:
+    return Finding(rule=SYNTAX, message=message, hint=hint, source=text)
+
+
+def _refused(key: str, text: str, message: str, hint: str) -> Finding:
+    return Finding(rule=REFUSED, key=key, message=message, hint=hint, source=text)
+
+
+def _given_twice(name: str, earlier: str, text: str) -> Finding:
+    return Finding(
+        rule=GIVEN_TWICE,
+        key=name,
+        message=f"{earlier} has no effect: {text} comes after it",
+        hint=f"keep one {name}=",
+        severity=Severity.warning,
+        source=text,
+    )

@@ -1,0 +1,41 @@
+"""A composed configuration as a file: `config.yaml` of a run. Needs neither Hydra nor OmegaConf."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.schema import RunConfig
+from trainctl.errors import ExitCode, TrainctlError
+
+
+def dump_config(config: RunConfig) -> str:
+    """The whole configuration as YAML, every key in the schema's order."""
+    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True, width=100)
+
+
+def load_config(path: Path) -> RunConfig:
+    """Read what `dump_config` wrote; keys that an older version lacked keep their defaults.
+
+    Raises:
+        TrainctlError: The file is missing, unreadable, or no configuration (run state).
+    """
+    try:
+        data = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return from_plain(RunConfig, data)
+    except OSError as error:
+        raise _unusable(path, f"cannot be read: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise _unusable(path, f"is not valid YAML: {str(error).splitlines()[0]}") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _unusable(path, f"is no configuration of trainctl: {error}") from None
+
+
+def _unusable(path: Path, what: str) -> TrainctlError:
+    return TrainctlError(
+        f"{path} {what}",
+        hint="give a run directory that trainctl made, or start a new run",
+        exit_code=ExitCode.run_state,
+    )

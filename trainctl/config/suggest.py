@@ -1,0 +1,119 @@
+"""«Did you mean»: the nearest keys, options and recipes to what was typed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+OTHER_NAMES = {
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
+    "adam_epsilon": "optimizer.epsilon",
+    "batch_size": "training.global_batch_size",
+    "block_size": "training.sequence_length",
+    "bf16": "precision",
+    "clip_grad": "optimizer.gradient_clipping",
+    "context_length": "training.sequence_length",
+    "cpu_offload": "offload",
+    "dataset": "data",
+    "dp": "parallelism.data",
+    "eps": "optimizer.epsilon",
+    "eval_steps": "training.evaluate_every_steps",
+    "fp16": "precision",
+    "grad_clip": "optimizer.gradient_clipping",
+    "gradient_checkpointing": "activation_checkpointing",
+    "learning_rate": "optimizer.lr",
+    "logging_steps": "logging.every_steps",
+    "lr_scheduler": "schedule",
+    "lr_scheduler_type": "schedule",
+    "max_grad_norm": "optimizer.gradient_clipping",
+    "max_iters": "training.steps",
+    "max_seq_len": "training.sequence_length",
+    "max_seq_length": "training.sequence_length",
+    "max_steps": "training.steps",
+    "min_lr": "schedule.floor_ratio",
+    "model_name_or_path": "model.path",
+    "n_embd": "model.hidden_size",
+    "n_head": "model.num_attention_heads",
+    "n_layer": "model.num_layers",
+    "nnodes": "hardware.nodes",
+    "nproc_per_node": "hardware.devices_per_node",
+    "num_gpus": "hardware.devices_per_node",
+    "num_hidden_layers": "model.num_layers",
+    "num_nodes": "hardware.nodes",
+    "num_steps": "training.steps",
+    "num_tokens": "training.tokens",
+    "offload_optimizer": "offload.optimizer",
+    "offload_param": "offload.parameters",
+    "per_device_train_batch_size": "training.micro_batch_size",
+    "pipeline_parallel_size": "parallelism.pipeline",
+    "pp": "parallelism.pipeline",
+    "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep",
+    "scheduler": "schedule",
+    "seq_len": "training.sequence_length",
+    "seq_length": "training.sequence_length",
+    "sp": "parallelism.sequence",
+    "tensor_parallel_size": "parallelism.tensor",
+    "tp": "parallelism.tensor",
+    "train_batch_size": "training.global_batch_size",
+    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
+    "warmup_ratio": "schedule.warmup_fraction",
+}
+"""Names of DeepSpeed, transformers and other trainers, and the key of ours that is the same."""
+
+DEEPSPEED_KEYS = (
+    "aio",
+    "bf16",
+    "comms_logger",
+    "communication_data_type",
+    "data_types",
+    "flops_profiler",
+    "fp16",
+    "gradient_predivide_factor",
+    "prescale_gradients",
+    "steps_per_print",
+    "torch_autocast",
+    "wall_clock_breakdown",
+    "zero_optimization",
+)
+"""Keys of DeepSpeed's own JSON that users may type as they know them."""
+
+LONGEST = 100
+"""Characters of a typed name that are compared: no name of ours is longer."""
+
+
+def nearest(typed: str, names: Iterable[str], count: int = 3) -> list[str]:
+    """At most `count` of the names, the most similar first; case is ignored."""
+    by_fold = {name.lower(): name for name in names}
+    fold = typed.lower()[:LONGEST]
+    close = get_close_matches(fold, by_fold, n=count, cutoff=0.6)
+    starts = [name for name in by_fold if fold and name.startswith(fold)]
+    return [by_fold[name] for name in dict.fromkeys([*close, *starts])][:count]
+
+
+def nearest_keys(typed: str, keys: Iterable[str], groups: Iterable[str]) -> list[str]:
+    """The keys or groups that were perhaps meant, the likeliest first; at most three.
+
+    Looked up in turn: other trainers' names for the same thing, the last component anywhere in the
+    schema (`lr` is `optimizer.lr`), then spelling, of the whole key and of its last component.
+    """
+    keys, groups = list(keys), list(groups)
+    last = typed.rpartition(".")[2]
+    if last in OTHER_NAMES:
+        return [OTHER_NAMES[last]]
+    same_name = [key for key in keys if key.rpartition(".")[2] == last]
+    if same_name:
+        return nearest(typed, same_name) or same_name[:3]
+    by_last: dict[str, list[str]] = {}
+    for key in keys:
+        by_last.setdefault(key.rpartition(".")[2], []).append(key)
+    similar = [key for name in nearest(last, by_last) for key in by_last[name]]
+    whole = nearest(typed, keys if "." in typed else [*groups, *keys, *OTHER_NAMES])
+    meant = [OTHER_NAMES.get(name, name) for name in [*whole, *similar]]
+    return list(dict.fromkeys(meant))[:3]
+
+
+def did_you_mean(names: list[str]) -> str:
+    """The names as a question; empty without names."""
+    return f"did you mean {' or '.join(names)}?" if names else ""

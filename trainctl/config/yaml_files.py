@@ -1,0 +1,195 @@
+"""YAML files of options and recipes, read with the line of each key."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainctl.config.check import Setting
+from trainctl.errors import Finding
+
+UNREADABLE = "TC105"
+EXPONENT = re.compile(r"^[-+]?(?:\d[\d_]*(?:\.[\d_]*)?|\.[\d_]+)[eE][-+]?\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """One line of a defaults list: a file to start from (no group), or an option of a group."""
+
+    group: str
+    option: Any
+    source: str
+    is_override: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A YAML file: what it sets, what it starts from, and what is wrong with it."""
+
+    settings: tuple[Setting, ...] = ()
+    defaults: tuple[Default, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+def leading_comment(path: Path) -> list[str]:
+    """Lines of the comment that a file starts with; empty when it has none or cannot be read."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError):
+        return []
+    comment = []
+    for line in lines:
+        if not line.startswith("#"):
+            break
+        comment.append(line.lstrip("#").strip())
+    return comment
+
+
+def read_document(path: Path, shown: str) -> Document:
+    """Read an option or a recipe; problems become findings that name the line.
+
+    Args:
+        path: The file.
+        shown: How the file is named to the user.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        loader = _loader_class()(text)
+        try:
+            node = loader.get_single_node()
+            return _read(loader, node, shown)
+        finally:
+            loader.dispose()
+    except OSError as error:
+        return _unreadable(shown, f"cannot be read: {error.strerror}")
+    except UnicodeError:
+        return _unreadable(shown, "is not UTF-8 text")
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else None
+        return _unreadable(shown, f"is not valid YAML: {error.problem}", line)
+    except yaml.YAMLError as error:
+        return _unreadable(shown, f"is not valid YAML: {str(error).splitlines()[0]}")
+    except (RecursionError, ValueError) as error:
+        return _unreadable(shown, f"is not a usable mapping: {str(error).splitlines()[0]}")
+
+
+def read_scalar(text: str) -> Any:
+    """The number or switch that a text stands for in YAML; the text itself otherwise."""
+    try:
+        value = yaml.load(text, Loader=_loader_class())
+    except (yaml.YAMLError, ValueError):
+        return text
+    return value if isinstance(value, (bool, int, float)) else text
+
+
+def _unreadable(shown: str, what: str, line: int | None = None) -> Document:
+    source = f"{shown}:{line}" if line else shown
+    return Document(findings=(Finding(rule=UNREADABLE, message=f"{shown} {what}", source=source),))
+
+
+def _read(loader: Any, node: yaml.Node | None, shown: str) -> Document:
+    if node is None:
+        return Document()
+    if not isinstance(node, yaml.MappingNode):
+        return _unreadable(shown, "must hold `key: value` lines", _line(node))
+    settings: list[Setting] = []
+    defaults: list[Default] = []
+    findings: list[Finding] = []
+    _check_twice(node, shown, findings)
+    loader.flatten_mapping(node)
+    for name, value in node.value:
+        if name.value == "defaults":
+            _read_defaults(loader, value, shown, defaults, findings)
+        else:
+            _read_settings(loader, name, value, shown, (), settings, findings)
+    return Document(tuple(settings), tuple(defaults), tuple(findings))
+
+
+def _read_settings(
+    loader: Any,
+    name: yaml.Node,
+    node: yaml.Node,
+    shown: str,
+    prefix: tuple[str, ...],
+    settings: list[Setting],
+    findings: list[Finding],
+) -> None:
+    """Descend into mappings; anything else is one setting, named by its key's line."""
+    if len(prefix) > 20:
+        raise ValueError("it is nested too deeply")
+    path = (*prefix, str(name.value))
+    source = f"{shown}:{_line(name)}"
+    if isinstance(node, yaml.MappingNode) and node.value:
+        _check_twice(node, shown, findings)
+        loader.flatten_mapping(node)
+        for inner_name, inner in node.value:
+            _read_settings(loader, inner_name, inner, shown, path, settings, findings)
+        return
+    value = loader.construct_object(node, deep=True)
+    text = node.value if isinstance(node, yaml.ScalarNode) else None
+    settings.append(Setting(path, value, source, text))
+
+
+def _read_defaults(
+    loader: Any, node: yaml.Node, shown: str, defaults: list[Default], findings: list[Finding]
+) -> None:
+    for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+        value = loader.construct_object(item, deep=True)
+        source = f"{shown}:{_line(item)}"
+        if isinstance(value, str):
+            defaults.append(Default("", value, source))
+        elif isinstance(value, dict) and len(value) == 1:
+            ((key, option),) = value.items()
+            words = str(key).split()
+            keywords, group = words[:-1], words[-1] if words else ""
+            defaults.append(Default(group, option, source, "override" in keywords))
+        else:
+            findings.append(
+                Finding(
+                    rule=UNREADABLE,
+                    key="defaults",
+                    message=f"{value!r} is no line of a defaults list",
+                    hint="write a recipe's name, `group: option` or `override /group: option`",
+                    source=source,
+                )
+            )
+
+
+def _check_twice(node: yaml.MappingNode, shown: str, findings: list[Finding]) -> None:
+    lines: dict[str, int] = {}
+    for name, _ in node.value:
+        key = str(name.value)
+        if key in lines and key != "<<":
+            findings.append(
+                Finding(
+                    rule=UNREADABLE,
+                    key=key,
+                    message=f"{key} is set twice, in lines {lines[key]} and {_line(name)}",
+                    hint="keep one of the two",
+                    source=f"{shown}:{_line(name)}",
+                )
+            )
+        lines[key] = _line(name)
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+@cache
+def _loader_class() -> Any:
+    """PyYAML's safe loader, in C where built, that reads `1e-4` as a number like Hydra does."""
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    loader: Any = type("NumberLoader", (base,), {})
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+0123456789."))
+    # A date is text here: no key is one.
+    loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in loader.yaml_implicit_resolvers.items()
+    }
+    return loader

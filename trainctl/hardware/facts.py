@@ -1,0 +1,49 @@
+"""The facts about machines and devices that a plan is made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema import Accelerator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The machines that a plan is for. Sizes in bytes; ``None`` where unknown (then unchecked).
+
+    Attributes:
+        name: As written by the user, such as ``4x8xh100-80g``.
+        accelerator: cuda, rocm or cpu; never auto.
+        nodes: Machines.
+        devices_per_node: Devices (on cpu: processes) of each.
+        device_memory_bytes: Memory of a device as its driver reports it; on cpu a process's share
+            of the host's memory.
+        host_memory_bytes: Memory of a machine.
+        nvme_bytes: Free space of its NVMe.
+        peak_tflops_bf16: Dense bf16 matrix throughput, TFLOP/s per device.
+        memory_bandwidth_gb_per_second: Of a device's memory.
+        device_link_gb_per_second: Between devices of a node, one direction.
+        network_gb_per_second: Between nodes, per device.
+        supports_bf16: Whether the device computes in bf16.
+        supports_fp8: Whether the device computes in fp8.
+        detected: Whether the facts were read off this machine.
+    """
+
+    name: str
+    accelerator: Accelerator
+    nodes: int
+    devices_per_node: int
+    device_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    nvme_bytes: int | None = None
+    peak_tflops_bf16: float | None = None
+    memory_bandwidth_gb_per_second: float | None = None
+    device_link_gb_per_second: float | None = None
+    network_gb_per_second: float | None = None
+    supports_bf16: bool = True
+    supports_fp8: bool = False
+    detected: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.devices_per_node

@@ -1,0 +1,91 @@
+"""Which hardware a plan is for: what is declared, completed by what this machine has."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from trainctl.config.schema import Accelerator, HardwareConfig
+from trainctl.hardware.detect import Device, host_memory_limit, visible_devices
+from trainctl.hardware.facts import Hardware
+
+MEMORY_TOLERANCE = 0.03
+"""Drivers of one kind of card report its memory within this share of each other."""
+
+
+def resolve_hardware(config: HardwareConfig) -> Hardware:
+    """The hardware of a plan: declared facts as they are, the others read off this machine.
+
+    What is declared for devices that are not here stays unknown where it is not declared. A
+    declared kind of device without a count means as many as are here, or one.
+    """
+    declared = config.accelerator is not Accelerator.auto
+    on_cpu = config.accelerator is Accelerator.cpu
+    found = () if on_cpu else visible_devices()
+    if declared:
+        found = tuple(device for device in found if device.accelerator is config.accelerator)
+
+    if declared:
+        accelerator = config.accelerator
+    else:
+        accelerator = found[0].accelerator if found else Accelerator.cpu
+    devices = config.devices_per_node or len(found) or 1
+    is_here = accelerator is Accelerator.cpu or _are_here(config, found)
+
+    host_memory = config.host_memory_bytes
+    if host_memory is None and is_here:
+        host_memory = host_memory_limit()
+    device_memory = config.device_memory_bytes
+    if device_memory is None and accelerator is Accelerator.cpu and host_memory is not None:
+        device_memory = host_memory // devices
+    elif device_memory is None and found:
+        device_memory = min(device.memory_bytes for device in found)
+
+    one = config.name
+    if not declared:
+        one = _short_name(found[0]) if found else "cpu"
+    prefix = f"{config.nodes}x{devices}x" if config.nodes > 1 else f"{devices}x"
+    read_off = not declared and bool(found)
+    return Hardware(
+        name=prefix + one,
+        accelerator=accelerator,
+        nodes=config.nodes,
+        devices_per_node=devices,
+        device_memory_bytes=device_memory,
+        host_memory_bytes=host_memory,
+        nvme_bytes=config.nvme_bytes,
+        peak_tflops_bf16=config.peak_tflops_bf16,
+        memory_bandwidth_gb_per_second=config.memory_bandwidth_gb_per_second,
+        device_link_gb_per_second=config.device_link_gb_per_second,
+        network_gb_per_second=config.network_gb_per_second,
+        supports_bf16=(
+            all(device.supports_bf16 for device in found) if read_off else config.supports_bf16
+        ),
+        supports_fp8=(
+            all(device.supports_fp8 for device in found) if read_off else config.supports_fp8
+        ),
+        detected=not declared,
+    )
+
+
+def _are_here(config: HardwareConfig, found: tuple[Device, ...]) -> bool:
+    """Whether the planned machine may be this one: enough devices, of the declared memory."""
+    if not found or config.nodes > 1 or len(found) < (config.devices_per_node or 1):
+        return False
+    declared = config.device_memory_bytes
+    if declared is None:
+        return True
+    actual = min(device.memory_bytes for device in found)
+    return abs(actual - declared) <= MEMORY_TOLERANCE * declared
+
+
+def _short_name(device: Device) -> str:
+    """`h100-80g` of "NVIDIA H100 80GB HBM3" with 79.6 GiB."""
+    noise = {"nvidia", "amd", "geforce", "tesla", "instinct", "quadro", "graphics"}
+    words = [word for word in device.name.lower().split() if word not in noise]
+    model: list[str] = []
+    for word in words:
+        head = word.split("-")[0]
+        if model and not (model == ["rtx"] and head[:1].isdigit()):
+            break
+        model.append(head)
+    return f"{'-'.join(model) or 'gpu'}-{ceil(device.memory_bytes / 2**30)}g"

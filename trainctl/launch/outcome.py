@@ -1,0 +1,29 @@
+"""How a launch ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainctl.runs.status import State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The end of an attempt.
+
+    Attributes:
+        exit_code: Of the launch; 0 only if every rank ended well.
+        state: finished, failed or stopped.
+        message: What happened, in a sentence; empty when finished.
+        hint: What may help.
+        log: The log that tells more, if there is one.
+        log_tail: Its last lines.
+    """
+
+    exit_code: int
+    state: State
+    message: str = ""
+    hint: str = ""
+    log: Path | None = None
+    log_tail: tuple[str, ...] = ()

@@ -1,0 +1,213 @@
+"""What a block keeps for its backward pass: bytes per token, operation by operation.
+
+Derived from the operations of transformers' modelling code, and compared by a test with a trace of
+a real block (`torch.autograd.graph.saved_tensors_hooks`, one count per storage). In the formulas
+below ``e`` is the element size of the compute type; all sizes are those of one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema import (
+    ActivationCheckpointingConfig,
+    AttentionKind,
+    CheckpointingMode,
+    ModelConfig,
+    ModelFamily,
+)
+from trainctl.memory import shapes
+from trainctl.memory.constants import BYTES
+from trainctl.plan.types import RunPlan
+
+FP32 = 4
+NORM_STATISTICS = {ModelFamily.gpt2: 2 * FP32}
+"""Bytes per token of a norm's statistics: mean and deviation, or the root mean square alone."""
+GELU_COPIES = 4
+"""gelu_new of transformers keeps its input, half of it, the tanh, and one plus the tanh."""
+SCORE_GRADIENT_COPIES = 2
+"""fp32 gradients of attention scores alive at once when attention is eager."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockActivations:
+    """Bytes per token and rank of one block.
+
+    Attributes:
+        norms: Inputs and outputs of its norms (copied to each tensor-parallel rank).
+        attention: Queries, keys, values, output and statistics.
+        scores: Attention probabilities; 0 unless attention is eager.
+        feed_forward: Inside the feed-forward layer.
+        boundary: The block's input, all that is kept when the block is recomputed.
+        feed_forward_gradient: Gradients alive while the feed-forward layer goes backward.
+        attention_gradient: Gradients alive while attention goes backward.
+    """
+
+    norms: int
+    attention: int
+    scores: int
+    feed_forward: int
+    boundary: int
+    feed_forward_gradient: int
+    attention_gradient: int
+
+    @property
+    def saved(self) -> int:
+        """Bytes per token kept from forward to backward."""
+        return self.norms + self.attention + self.scores + self.feed_forward
+
+    def backward_extra(self, kept: int) -> int:
+        """Most that a backward pass needs beyond `kept`: the feed-forward layer goes first, and
+        what it kept is gone when attention follows."""
+        return max(
+            self.feed_forward_gradient,
+            self.attention_gradient + self.saved - kept - self.feed_forward,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageActivations:
+    """Bytes of one rank of a stage.
+
+    Attributes:
+        forward_end: Kept when the last micro batch in flight has gone forward.
+        block_backward: Added while one block goes backward: what it recomputes, and gradients.
+        last_block: All that is there while the first block, the last to go backward, does so.
+        offloaded: Block inputs kept in host memory instead.
+    """
+
+    forward_end: int
+    block_backward: int
+    last_block: int
+    offloaded: int
+
+
+def block_activations(
+    model: ModelConfig,
+    *,
+    sequence_length: int,
+    element: int,
+    tensor: int = 1,
+    autocast: bool = False,
+) -> BlockActivations:
+    """Activations of one block.
+
+    Args:
+        sequence_length: Tokens of a whole sequence; eager scores grow with it.
+        element: Bytes of the compute type.
+        tensor: Tensor-parallel ranks, which share heads and feed-forward width. Ulysses ranks
+            share tokens outside attention and heads inside: bytes per token stay the same.
+        autocast: Whether weights and residual stream are fp32.
+    """
+    gpt2 = model.family is ModelFamily.gpt2
+    hidden = model.hidden_size
+    width = shapes.head_dim(model)
+    heads = model.num_attention_heads / tensor
+    key_heads = shapes.key_value_heads(model) / tensor
+    ffn = model.intermediate_size / tensor
+    residual = FP32 if autocast else element
+    eager = model.attention is AttentionKind.eager
+
+    scores = 0.0
+    if eager:
+        # Softmax runs in fp32 (in the compute type in GPT-2), then is cast for the product.
+        fp32_copy = FP32 if element < FP32 and not gpt2 else 0
+        scores = heads * sequence_length * (element + fp32_copy)
+    if eager or _expands_keys(model, sequence_length):
+        key_heads = heads
+    query_norms = 0.0
+    if model.family is ModelFamily.qwen3:
+        normed = (model.num_attention_heads + shapes.key_value_heads(model)) / tensor
+        query_norms = normed * (width * _rms_norm_bytes(element) + FP32)
+    qkvo = element * width * (2 * heads + 2 * key_heads)
+    statistics = 0.0 if eager else FP32 * heads
+    # Two norms, and what each hands to the products; autocast casts it once for each of them.
+    norm = hidden * (residual if gpt2 else _rms_norm_bytes(residual))
+    inputs = 5 if autocast and not gpt2 else 2
+    norms = 2 * (norm + NORM_STATISTICS.get(model.family, FP32)) + inputs * hidden * element
+    inner = ffn * element * (GELU_COPIES + 1 if gpt2 else 4)
+    return BlockActivations(
+        norms=round(norms),
+        attention=round(qkvo + query_norms + statistics),
+        scores=round(scores),
+        feed_forward=round(inner),
+        boundary=round(hidden * residual),
+        feed_forward_gradient=round(2 * ffn * element + hidden * (element + residual)),
+        attention_gradient=round(
+            qkvo
+            + hidden * (element + residual)
+            + (SCORE_GRADIENT_COPIES * FP32 * heads * sequence_length if eager else 0)
+        ),
+    )
+
+
+def stage_activations(
+    plan: RunPlan, *, blocks: int, in_flight: int, element: int, autocast: bool
+) -> StageActivations:
+    """Activations of the blocks of a pipeline stage.
+
+    Args:
+        blocks: Blocks of the stage.
+        in_flight: Micro batches whose activations are alive at once (1F1B: the distance to the
+            last stage, and no more than there are).
+        element: Bytes of the compute type.
+        autocast: Whether weights and residual stream are fp32.
+    """
+    settings = plan.config.activation_checkpointing
+    tokens = tokens_per_rank(plan)
+    block = block_activations(
+        plan.config.model,
+        sequence_length=plan.batch.sequence_length,
+        element=element,
+        tensor=plan.mesh.tensor,
+        autocast=autocast,
+    )
+    if settings.mode is not CheckpointingMode.full:
+        recomputed = block.scores if settings.mode is CheckpointingMode.selective else 0
+        kept = block.saved - recomputed
+        backward = recomputed + block.backward_extra(block.saved)
+        return StageActivations(
+            forward_end=tokens * kept * blocks * in_flight,
+            block_backward=tokens * backward,
+            last_block=tokens * (kept + backward) if blocks else 0,
+            offloaded=0,
+        )
+    checkpointed = -(-blocks // settings.every_kth_block)
+    boundary = _boundary(block, settings, plan.mesh.tensor)
+    on_device = 1 if settings.offload_to_cpu else checkpointed * in_flight
+    whole = (blocks - checkpointed) * block.saved * in_flight
+    backward = block.saved + block.backward_extra(block.saved)
+    return StageActivations(
+        forward_end=tokens * (boundary * min(on_device, checkpointed * in_flight) + whole),
+        block_backward=tokens * backward,
+        last_block=tokens * (boundary + backward) if blocks else 0,
+        offloaded=tokens * boundary * checkpointed * in_flight if settings.offload_to_cpu else 0,
+    )
+
+
+def tokens_per_rank(plan: RunPlan) -> int:
+    """Tokens of a micro batch on one rank: Ulysses ranks share each sequence."""
+    share = -(-plan.batch.sequence_length // plan.mesh.sequence)
+    return plan.batch.micro_batch_size * share
+
+
+def compute_bytes(plan: RunPlan) -> int:
+    """Bytes of an activation's element."""
+    return BYTES[plan.config.precision.compute]
+
+
+def _boundary(block: BlockActivations, settings: ActivationCheckpointingConfig, tensor: int) -> int:
+    return block.boundary // (tensor if settings.partition_across_tensor_ranks else 1)
+
+
+def _rms_norm_bytes(element: int) -> int:
+    """Bytes per element that an RMSNorm keeps besides its output: the input in fp32 (its own
+    storage if it is fp32 already) and the scaled values in the input's type, which meet the weight.
+    """
+    return FP32 + element
+
+
+def _expands_keys(model: ModelConfig, sequence_length: int) -> bool:
+    """Whether a mask makes transformers repeat keys and values for every query head."""
+    window = model.sliding_window if model.family is ModelFamily.mistral else None
+    return model.attention is AttentionKind.sdpa and window is not None and window < sequence_length

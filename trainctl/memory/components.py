@@ -1,0 +1,72 @@
+"""The parts of a device's memory, and arithmetic on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Components:
+    """Bytes on one device at one moment.
+
+    Attributes:
+        parameters: Weights that the model computes with; the ZeRO-3 shard of them.
+        gradients: Accumulated gradients, and the one being computed.
+        master_weights: The copy that the optimizer updates.
+        optimizer_states: Its moments.
+        activations: Kept for the backward pass, recomputed, or gradients of activations.
+        logits: Logits and the loss's copies of them.
+        communication_buffers: Buckets of gradients on their way.
+        gathered_parameters: Whole weights at ZeRO-3, those that always stay whole included.
+        retained_weights: Gathered or cast weights that autograd keeps until the backward pass.
+        step_transient: Copies made while the optimizer updates, or while the engine is built.
+        runtime: Driver context, communication library, workspaces of libraries.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    master_weights: int = 0
+    optimizer_states: int = 0
+    activations: int = 0
+    logits: int = 0
+    communication_buffers: int = 0
+    gathered_parameters: int = 0
+    retained_weights: int = 0
+    step_transient: int = 0
+    runtime: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.to_json().values())
+
+    @property
+    def allocated(self) -> int:
+        """Bytes in tensors: everything but the runtime."""
+        return self.total - self.runtime
+
+    @property
+    def estimated(self) -> int:
+        """Bytes of the parts whose lifetimes are simplified."""
+        return self.activations + self.logits + self.gathered_parameters + self.retained_weights
+
+    def plus(self, **extra: int) -> Components:
+        """A moment with more of some parts."""
+        names = {item.name for item in fields(self)}
+        unknown = set(extra) - names
+        if unknown:
+            raise KeyError(f"no such component: {sorted(unknown)}")
+        return Components(**{name: getattr(self, name) + extra.get(name, 0) for name in names})
+
+    def to_json(self) -> dict[str, int]:
+        """Name to bytes, in the order of the schema."""
+        return asdict(self)
+
+
+PHASES = ("load", "forward_end", "backward_start", "backward_end", "step")
+"""The moments at which a device can be at its fullest, in the order of a step."""
+
+
+def fullest(moments: Mapping[str, Components]) -> str:
+    """Name of the moment with most memory; the first of equals."""
+    return max(moments, key=lambda name: moments[name].total)

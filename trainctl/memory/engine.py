@@ -1,0 +1,186 @@
+"""DeepSpeed's engine of a plan, as far as memory goes: sizes of elements, and modes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainctl.config.schema import (
+    Accelerator,
+    OffloadConfig,
+    OffloadDevice,
+    OptimizerConfig,
+    OptimizerKind,
+    ZeroStageConfig,
+)
+from trainctl.memory.constants import BYTES
+from trainctl.memory.stages import Piece, Stage
+from trainctl.plan.precision import formats
+from trainctl.plan.types import RunPlan
+
+ADAM_LIKE = 2
+STATE_COPIES = {
+    OptimizerKind.adamw: ADAM_LIKE,
+    OptimizerKind.adam: ADAM_LIKE,
+    OptimizerKind.lamb: ADAM_LIKE,
+    OptimizerKind.adamw_8bit: ADAM_LIKE,
+    OptimizerKind.lion: 1,
+    OptimizerKind.muon: 1,
+    OptimizerKind.sgd: 1,
+    OptimizerKind.adafactor: 1,
+}
+"""Moments of the size of the parameters. Adafactor does not factor the flat partitions that ZeRO
+gives it, so its second moment is whole."""
+
+EIGHT_BIT_STATE = 1 + 4 / 256
+"""Bytes of an 8-bit moment: one, and an fp32 scale for each block of 256 (torchao)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """Sizes in bytes per element, and the modes that decide what is where.
+
+    Attributes:
+        zero: The ZeRO settings.
+        offload: The offload settings.
+        optimizer: The optimizer settings.
+        ranks: Ranks that ZeRO partitions over (data times sequence).
+        weight_bytes: Element of a weight that the model computes with.
+        gradient_bytes: Element of an accumulated gradient.
+        communication_bytes: Element of a gradient on the wire.
+        master_bytes: Element of the copy that the optimizer updates.
+        moment_bytes: Element of a moment.
+        accumulates: Whether gradients live from one micro batch to the next.
+        update_temporaries: fp32 copies of what is updated that the update rule makes on the way.
+        fused: Whether the update is one fused kernel.
+        memory_efficient_linear: Whether stage 3's linear layer lets go of gathered weights.
+        autocast: Whether weights are fp32 and cast for each product.
+        on_cpu: Whether the device is the host.
+    """
+
+    zero: ZeroStageConfig
+    offload: OffloadConfig
+    optimizer: OptimizerConfig
+    ranks: int
+    weight_bytes: int
+    gradient_bytes: int
+    communication_bytes: int
+    master_bytes: int
+    moment_bytes: int
+    accumulates: bool
+    update_temporaries: int
+    fused: bool
+    memory_efficient_linear: bool
+    autocast: bool
+    on_cpu: bool
+
+    @property
+    def stage(self) -> int:
+        return self.zero.stage
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.stage > 0 and self.offload.optimizer is not OffloadDevice.none
+
+    @property
+    def offloads_parameters(self) -> bool:
+        return self.stage == 3 and self.offload.parameters is not OffloadDevice.none
+
+    @property
+    def uses_bf16_optimizer(self) -> bool:
+        """Stage 1 with fp32 accumulation of 16-bit gradients runs DeepSpeed's BF16_Optimizer,
+        whose fp32 gradients are not partitioned (`_do_optimizer_sanity_check`, engine.py)."""
+        return (
+            self.stage == 1
+            and self.weight_bytes == 2
+            and self.gradient_bytes == 4
+            and not self.offloads_optimizer
+        )
+
+    def share(self, elements: int) -> int:
+        """Elements of one rank's ZeRO partition."""
+        return -(-elements // self.ranks)
+
+    def optimized(self, elements: int) -> int:
+        """Elements whose master weights and moments are on one rank."""
+        return elements if self.stage == 0 else self.share(elements)
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates a copy. ZeRO always makes one, of fp32 weights too (stage
+        3 means to skip it, but compares a device with a string); without ZeRO fp32 needs none."""
+        return self.stage > 0 or self.weight_bytes < self.master_bytes
+
+    def moments(self, stage: Stage) -> int:
+        """Bytes of the optimizer's states of this stage's parameters, unpartitioned."""
+        return sum(self._moment_bytes(piece) * piece.total // 256 for piece in stage.pieces)
+
+    def _moment_bytes(self, piece: Piece) -> int:
+        """Bytes of all moments of 256 elements (so that 8-bit scales are whole numbers)."""
+        kind = self.optimizer.kind
+        copies = STATE_COPIES[kind]
+        if kind is OptimizerKind.muon and not (piece.is_matrix and piece.in_block):
+            copies = ADAM_LIKE
+        if kind is OptimizerKind.sgd and not self.optimizer.momentum:
+            copies = 0
+        if kind is OptimizerKind.adamw_8bit:
+            return round(256 * copies * EIGHT_BIT_STATE)
+        return 256 * copies * self.moment_bytes
+
+    def sub_group(self, group: int) -> int:
+        """Elements that one update of a parameter group handles at once on a rank."""
+        own = self.optimized(group)
+        return min(own, self.zero.sub_group_size) if self.stage == 3 else own
+
+    def device_share_of_offload(self, groups: tuple[int, ...]) -> float:
+        """Share of an offloaded optimizer that stays on the device: whole sub-groups, by
+        `int((1 - ratio) * sub_groups)` of `_create_fp32_partitions` (stage3.py)."""
+        if self.stage != 3 or self.offload.optimizer is not OffloadDevice.cpu:
+            return 0.0
+        size = self.zero.sub_group_size
+        count = sum(max(1, -(-self.share(group) // size)) for group in groups)
+        return int((1 - self.offload.ratio) * count) / count if count else 0.0
+
+
+def read_engine(plan: RunPlan) -> Engine:
+    """The engine of a plan; DeepSpeed's own keys are read where the plan has no option."""
+    config = plan.config
+    precision = config.precision
+    used = formats(precision)
+    fused = _is_fused(plan)
+    on_cpu = plan.hardware.accelerator is Accelerator.cpu
+    return Engine(
+        zero=config.zero_stage,
+        offload=config.offload,
+        optimizer=config.optimizer,
+        ranks=plan.mesh.data * plan.mesh.sequence,
+        weight_bytes=BYTES[used.weights],
+        gradient_bytes=BYTES[used.gradient_accumulation],
+        communication_bytes=BYTES[used.communication],
+        master_bytes=BYTES[precision.master_weights],
+        moment_bytes=BYTES[precision.optimizer_states],
+        accumulates=plan.batch.gradient_accumulation_steps > 1,
+        update_temporaries=0 if fused else 2 if on_cpu else 1,
+        fused=fused,
+        memory_efficient_linear=_section(plan, "zero_optimization").get(
+            "memory_efficient_linear", True
+        ),
+        autocast=precision.autocast,
+        on_cpu=on_cpu,
+    )
+
+
+def _is_fused(plan: RunPlan) -> bool:
+    """Whether DeepSpeed's FusedAdam updates, rather than torch's AdamW as trainctl asks for.
+
+    torch's AdamW holds the root of the second moment while it updates: one copy with the foreach
+    form that it takes on an accelerator, two with the plain form of the CPU.
+    """
+    optimizer = _section(plan, "optimizer")
+    return bool(optimizer) and not _section(optimizer, "params").get("torch_adam", False)
+
+
+def _section(parent: RunPlan | dict[str, Any], key: str) -> dict[str, Any]:
+    source = parent.deepspeed if isinstance(parent, RunPlan) else parent
+    value = source.get(key, {})
+    return value if isinstance(value, dict) else {}

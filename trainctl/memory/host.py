@@ -1,0 +1,151 @@
+"""Host memory, NVMe and disk: what offloading, loading and saving take on one machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema import Accelerator, OffloadDevice
+from trainctl.memory.activations import stage_activations
+from trainctl.memory.constants import (
+    BYTES,
+    CHECKPOINT_MANIFEST_BYTES,
+    HOST_RUNTIME,
+    NVME_OPTIMIZER_BUFFERS,
+)
+from trainctl.memory.engine import Engine
+from trainctl.memory.shapes import count_parameters
+from trainctl.memory.stages import Stage, stages
+from trainctl.plan.types import RunPlan
+
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBudget:
+    """Memory of one machine.
+
+    Attributes:
+        bytes_per_node: Sum of the components.
+        components: Name to bytes, all ranks of the machine together.
+    """
+
+    bytes_per_node: int
+    components: dict[str, int]
+
+
+def host_budget(plan: RunPlan, engine: Engine, stage: Stage, device_peak: int) -> HostBudget:
+    """Host memory of a machine whose ranks all hold `stage`.
+
+    Where the device is the host, the ranks' own memory is host memory, so it is the first
+    component here: the total is the whole machine's and not to be added to the device's.
+
+    Args:
+        device_peak: Peak of one rank, bytes.
+    """
+    on_cpu = plan.hardware.accelerator is Accelerator.cpu
+    per_rank = {"processes": device_peak if on_cpu else HOST_RUNTIME.usual}
+    per_rank |= _offloaded_optimizer(engine, stage)
+    per_rank |= _offloaded_parameters(engine, stage)
+    settings = plan.config.activation_checkpointing
+    if settings.offload_to_cpu:
+        activations = stage_activations(
+            plan,
+            blocks=stage.blocks,
+            in_flight=min(plan.batch.gradient_accumulation_steps, plan.mesh.pipeline - stage.index),
+            element=BYTES[plan.config.precision.compute],
+            autocast=engine.autocast,
+        )
+        per_rank["activations"] = activations.offloaded
+    ranks = plan.hardware.devices_per_node
+    components = {name: size * ranks for name, size in per_rank.items() if size}
+    return HostBudget(bytes_per_node=sum(components.values()), components=components)
+
+
+def _offloaded_optimizer(engine: Engine, stage: Stage) -> dict[str, int]:
+    """Bytes per rank of an optimizer on the host or passing through it to NVMe.
+
+    18 bytes a parameter with Adam in mixed precision: master 4, fp32 gradients 4, moments 8, and
+    2 of 16-bit staging (stage 1, 2) or gradients (stage 3).
+    """
+    if not engine.offloads_optimizer:
+        return {}
+    groups = stage.groups(decay_embeddings=engine.optimizer.decay_embeddings)
+    own = engine.share(stage.parameters)
+    staging = {"optimizer_staging": _pinned(engine, engine.weight_bytes * own)}
+    if engine.stage == 3:
+        staging = {"gradients": _pinned(engine, engine.gradient_bytes * own)}
+    elif engine.accumulates:
+        staging["gradients"] = engine.weight_bytes * own
+    if engine.offload.optimizer is OffloadDevice.nvme:
+        largest = max((engine.sub_group(group) for group in groups), default=0)
+        pool = NVME_OPTIMIZER_BUFFERS * FP32 * largest
+        return {"nvme_buffers": _pinned(engine, pool)} | staging
+    offloaded = 1 - engine.device_share_of_offload(groups)
+    shares = [int(engine.share(group) * offloaded) for group in groups]
+    master = sum(engine.master_bytes * share for share in shares)
+    if engine.stage < 3:
+        master = sum(_pinned(engine, engine.master_bytes * share) for share in shares)
+        staging["optimizer_staging"] += _pinned(engine, engine.weight_bytes * stage.largest)
+    return {
+        "master_weights": master,
+        "optimizer_states": int(engine.share(engine.moments(stage)) * offloaded),
+        "master_gradients": sum(_pinned(engine, engine.master_bytes * share) for share in shares),
+    } | staging
+
+
+def _offloaded_parameters(engine: Engine, stage: Stage) -> dict[str, int]:
+    """Bytes per rank of a ZeRO-3 shard on the host, or of the buffers it passes through."""
+    if not engine.offloads_parameters:
+        return {}
+    own = engine.share(stage.parameters)
+    if engine.offload.parameters is OffloadDevice.cpu:
+        return {"parameters": _pinned(engine, engine.weight_bytes * own)}
+    kept = min(own, engine.offload.max_in_cpu)
+    pool = engine.offload.buffer_count * engine.offload.buffer_size
+    return {
+        "parameters": _pinned(engine, engine.weight_bytes * kept),
+        "nvme_parameter_buffers": _pinned(engine, engine.weight_bytes * pool),
+    }
+
+
+def _pinned(engine: Engine, size: int) -> int:
+    """Bytes of a buffer that may be page-locked: torch's host allocator takes a power of two
+    (CachingHostAllocator.cpp). Without an accelerator nothing is pinned."""
+    if not engine.offload.pin_memory or engine.on_cpu or size == 0:
+        return size
+    return int(1 << (size - 1).bit_length())
+
+
+def nvme_bytes(plan: RunPlan, engine: Engine, stage: Stage) -> int:
+    """Swap files on one machine: shard, master weights, moments, and swapped gradients."""
+    own = engine.share(stage.parameters)
+    size = 0
+    if engine.offloads_optimizer and engine.offload.optimizer is OffloadDevice.nvme:
+        size += engine.master_bytes * own + engine.share(engine.moments(stage))
+        size += engine.master_bytes * own if engine.accumulates else 0
+    if engine.offloads_parameters and engine.offload.parameters is OffloadDevice.nvme:
+        size += engine.weight_bytes * max(own - engine.offload.max_in_cpu, 0)
+    return size * plan.hardware.devices_per_node
+
+
+def checkpoint_bytes(plan: RunPlan, engine: Engine) -> int:
+    """One checkpoint: every parameter's master weights and moments once, and the manifest."""
+    count = count_parameters(plan.config.model)
+    whole = stages(
+        plan.config.model,
+        pipeline=1,
+        tensor=1,
+        partition=plan.config.parallelism.pipeline_partition,
+    )
+    master = engine.master_bytes if engine.has_master else engine.weight_bytes
+    return (
+        master * count.total
+        + sum(engine.moments(stage) for stage in whole)
+        + CHECKPOINT_MANIFEST_BYTES * count.tensors
+    )
+
+
+def checkpoints_kept_bytes(plan: RunPlan, one: int) -> int:
+    """All checkpoints on disk at once: those kept, the best, and the one being written."""
+    settings = plan.config.checkpoint
+    return one * (settings.keep + 1 + (settings.best_of is not None))

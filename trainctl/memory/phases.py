@@ -1,0 +1,350 @@
+"""The memory of one rank of a pipeline stage, phase by phase.
+
+Each function follows what DeepSpeed 0.19 does at that moment; file names in comments are under
+``deepspeed/runtime``. The peak is the largest phase, never the sum of all parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema import CheckpointingMode, ModelFamily
+from trainctl.memory.activations import (
+    StageActivations,
+    compute_bytes,
+    stage_activations,
+    tokens_per_rank,
+)
+from trainctl.memory.components import Components
+from trainctl.memory.constants import (
+    LOGIT_BYTES_BACKWARD,
+    LOGIT_BYTES_FORWARD,
+    STAGE0_ALLREDUCE_ELEMENTS,
+)
+from trainctl.memory.engine import Engine
+from trainctl.memory.stages import Stage
+from trainctl.plan.types import RunPlan
+
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One rank of a stage: what its phases are computed from.
+
+    Attributes:
+        plan: The plan.
+        engine: DeepSpeed's engine of the plan.
+        stage: What the pipeline stage holds.
+        activations: Activations of its blocks.
+        resident: What is there all the time after the first step.
+    """
+
+    plan: RunPlan
+    engine: Engine
+    stage: Stage
+    activations: StageActivations
+    resident: Components
+
+    @property
+    def recomputes(self) -> bool:
+        return self.plan.config.activation_checkpointing.mode is CheckpointingMode.full
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Elements of the optimizer's parameter groups."""
+        return self.stage.groups(decay_embeddings=self.engine.optimizer.decay_embeddings)
+
+    @property
+    def busiest(self) -> int:
+        """Most elements that the optimizer updates at once."""
+        return max((self.engine.sub_group(group) for group in self.groups), default=0)
+
+
+def phases(plan: RunPlan, engine: Engine, stage: Stage, runtime: int) -> dict[str, Components]:
+    """Memory of one rank of `stage` in each phase of a step."""
+    micro_batches = plan.batch.gradient_accumulation_steps
+    rank = Rank(
+        plan=plan,
+        engine=engine,
+        stage=stage,
+        activations=stage_activations(
+            plan,
+            blocks=stage.blocks,
+            in_flight=min(micro_batches, plan.mesh.pipeline - stage.index),
+            element=compute_bytes(plan),
+            autocast=engine.autocast,
+        ),
+        resident=_resident(engine, stage, runtime),
+    )
+    return {
+        "load": _load(rank, runtime),
+        "forward_end": _forward_end(rank),
+        "backward_start": _backward_start(rank),
+        "backward_end": _backward_end(rank),
+        "step": _step(rank),
+    }
+
+
+def _resident(engine: Engine, stage: Stage, runtime: int) -> Components:
+    """Weights, master weights, states and permanent buffers."""
+    elements = stage.parameters
+    groups = stage.groups(decay_embeddings=engine.optimizer.decay_embeddings)
+    on_device = 1.0
+    if engine.offloads_optimizer:
+        on_device = engine.device_share_of_offload(groups)
+    own = int(engine.optimized(elements) * on_device)
+    moments = engine.moments(stage)
+    if engine.stage:
+        moments = engine.share(moments)
+    result = Components(
+        parameters=_weights(engine, elements),
+        master_weights=engine.master_bytes * own if engine.has_master else 0,
+        optimizer_states=int(moments * on_device),
+        runtime=runtime,
+    )
+    if engine.uses_bf16_optimizer:
+        result = result.plus(gradients=FP32 * elements)
+    if engine.stage in (1, 2) and engine.offloads_optimizer:
+        # temp_grad_buffer_for_gpu_offload (zero/stage_1_and_2.py).
+        result = result.plus(communication_buffers=engine.weight_bytes * stage.largest)
+    if engine.stage == 3:
+        kept = engine.share(elements) * engine.gradient_bytes
+        # Offloaded gradients live with the optimizer; the part of it that stays keeps fp32 ones.
+        result = result.plus(
+            gradients=FP32 * own if engine.offloads_optimizer else kept,
+            communication_buffers=engine.communication_bytes * _bucket(engine, elements),
+            gathered_parameters=engine.weight_bytes * _always_whole(engine, stage),
+        )
+    return result
+
+
+def _weights(engine: Engine, elements: int) -> int:
+    """Bytes of weights on the device between uses."""
+    if engine.stage < 3:
+        return engine.weight_bytes * elements
+    return 0 if engine.offloads_parameters else engine.weight_bytes * engine.share(elements)
+
+
+def _bucket(engine: Engine, elements: int) -> int:
+    """Elements of a reduce bucket. It is allocated whole; a CPU only backs what is written to."""
+    size = engine.zero.reduce_bucket_size
+    return min(size, elements) if engine.on_cpu else size
+
+
+def _always_whole(engine: Engine, stage: Stage) -> int:
+    """Elements kept whole at stage 3: small tensors, and ZeRO++'s second partition."""
+    whole = stage.below(engine.zero.param_persistence_threshold)
+    hpz = engine.zero.hpz_partition_size
+    return whole + (-(-stage.parameters // hpz) if hpz > 1 else 0)
+
+
+def _gathered(rank: Rank, module: int, *, turning: bool = False) -> int:
+    """Bytes of weights gathered at stage 3 while a module of `module` elements runs.
+
+    Besides it and what is prefetched, a weight stays gathered while it is used again within
+    `max_reuse_distance` elements (`__params_to_release`, zero/partitioned_param_coordinator.py).
+    Where forward turns into backward, that is the last half of that distance, or the last third
+    with recomputation, which passes each block three times.
+    """
+    engine = rank.engine
+    if engine.stage < 3:
+        return 0
+    limit = max(engine.zero.max_live_parameters, module)
+    live = min(module + engine.zero.prefetch_bucket_size, limit)
+    if turning:
+        reuse = engine.zero.max_reuse_distance // (3 if rank.recomputes else 2)
+        live = max(live, min(reuse + module, limit))
+    # What autograd retains is gathered too: count it once.
+    retained = _retained(rank) // engine.weight_bytes if turning and not engine.autocast else 0
+    return engine.weight_bytes * min(live, max(rank.stage.parameters - retained, 0))
+
+
+def _retained(rank: Rank) -> int:
+    """Bytes of weights that autograd keeps from forward to backward.
+
+    Stage 3 gives them back because DeepSpeed replaces `torch.nn.functional.linear`
+    (zero/linear.py); GPT-2's Conv1D does not go through it. Autocast's casts are kept always.
+    """
+    engine, stage = rank.engine, rank.stage
+    matrices = sum(piece.total for piece in stage.pieces if piece.is_matrix and piece.in_block)
+    if rank.recomputes:
+        matrices //= max(stage.blocks, 1)
+    if engine.autocast:
+        return compute_bytes(rank.plan) * matrices
+    uses_linear = rank.plan.config.model.family is not ModelFamily.gpt2
+    if engine.stage < 3 or (engine.memory_efficient_linear and uses_linear):
+        return 0
+    return engine.weight_bytes * matrices
+
+
+def _accumulated(rank: Rank) -> dict[str, int]:
+    """Gradients, and at stage 1 the bucket, that earlier micro batches of the step have left."""
+    engine = rank.engine
+    if not engine.accumulates:
+        return {}
+    bucket = _reduction(rank) if engine.stage == 1 else 0
+    return {"gradients": _gradients(rank), "communication_buffers": bucket}
+
+
+def _gradients(rank: Rank) -> int:
+    """Bytes of gradients at the end of the backward pass, beyond those that are always there."""
+    engine, elements = rank.engine, rank.stage.parameters
+    if engine.uses_bf16_optimizer:
+        return engine.weight_bytes * elements
+    if engine.stage < 2:
+        return engine.gradient_bytes * elements
+    if engine.stage == 3 or engine.offloads_optimizer:
+        return 0
+    return engine.gradient_bytes * engine.share(elements)
+
+
+def _reduction(rank: Rank) -> int:
+    """Bytes of buckets while gradients are reduced, beyond those that are always there."""
+    engine, elements = rank.engine, rank.stage.parameters
+    if engine.stage == 0:
+        if engine.ranks == 1:
+            return 0
+        return engine.communication_bytes * min(STAGE0_ALLREDUCE_ELEMENTS, elements)
+    if engine.uses_bf16_optimizer:
+        return 0
+    if engine.stage == 3:
+        # torch.cat of a bucket (comm/coalesced_collectives.py).
+        return engine.communication_bytes * min(engine.zero.reduce_bucket_size, elements)
+    buffers = 2 if engine.zero.overlap_comm else 1
+    size = buffers * engine.weight_bytes * _bucket(engine, elements)
+    if engine.communication_bytes != engine.weight_bytes:
+        size += engine.communication_bytes * min(engine.zero.reduce_bucket_size, elements)
+    return size
+
+
+def _forward_end(rank: Rank) -> Components:
+    """All activations and the loss of the last micro batch in flight."""
+    return rank.resident.plus(
+        activations=rank.activations.forward_end + _head_input(rank),
+        logits=_logits(rank, LOGIT_BYTES_FORWARD),
+        gathered_parameters=_gathered(rank, rank.stage.head, turning=True),
+        retained_weights=_retained(rank),
+        **_accumulated(rank),
+    )
+
+
+def _backward_start(rank: Rank) -> Components:
+    """The fuller of two moments: the gradient of the logits, and the first block going backward."""
+    engine, stage = rank.engine, rank.stage
+    common = rank.resident.plus(
+        activations=rank.activations.forward_end,
+        retained_weights=_retained(rank),
+    )
+    loss = common.plus(
+        activations=_head_input(rank),
+        logits=_logits(rank, LOGIT_BYTES_BACKWARD),
+        gathered_parameters=_gathered(rank, stage.head, turning=True),
+        **_accumulated(rank),
+    )
+    in_flight = stage.largest_in_block if engine.stage > 1 or engine.accumulates else stage.head
+    block = common.plus(
+        activations=rank.activations.block_backward,
+        gradients=_accumulated(rank).get("gradients", 0) + engine.weight_bytes * in_flight,
+        communication_buffers=_reduction(rank) if engine.stage else 0,
+        gathered_parameters=_gathered(rank, stage.block_parameters, turning=True),
+    )
+    return max(loss, block, key=lambda moment: moment.total)
+
+
+def _backward_end(rank: Rank) -> Components:
+    """All gradients, the first block's activations, and the gradient of the embedding."""
+    engine, stage = rank.engine, rank.stage
+    embedding = 0 if engine.stage < 2 and not engine.accumulates else stage.embedding
+    in_flight = max(embedding, stage.largest_in_block if engine.stage else 0)
+    return rank.resident.plus(
+        activations=rank.activations.last_block,
+        gradients=_gradients(rank) + engine.weight_bytes * in_flight,
+        communication_buffers=_reduction(rank),
+        gathered_parameters=_gathered(rank, max(stage.block_parameters, stage.embedding)),
+    )
+
+
+def _head_input(rank: Rank) -> int:
+    """Bytes that the final norm and the output projection keep, and the gradient to them."""
+    if not rank.stage.has_head:
+        return 0
+    element = compute_bytes(rank.plan)
+    hidden = rank.plan.config.model.hidden_size
+    return tokens_per_rank(rank.plan) * hidden * (FP32 + 3 * element)
+
+
+def _logits(rank: Rank, per_logit: dict[int, int]) -> int:
+    if not rank.stage.has_head:
+        return 0
+    vocabulary = -(-rank.plan.config.model.vocab_size // rank.plan.mesh.tensor)
+    return tokens_per_rank(rank.plan) * vocabulary * per_logit[compute_bytes(rank.plan)]
+
+
+def _step(rank: Rank) -> Components:
+    """The fuller of two moments of the update: gradients being copied to the master's type, and
+    the update with its temporaries, one parameter group (stage 3: sub-group) at a time."""
+    engine, busiest = rank.engine, rank.busiest
+    update = FP32 * engine.update_temporaries * busiest
+    if engine.offloads_optimizer:
+        on_device = engine.device_share_of_offload(rank.groups) > 0
+        return rank.resident.plus(step_transient=update if on_device else 0)
+    if engine.stage == 0:
+        return _step_unpartitioned(rank)
+    if engine.uses_bf16_optimizer:
+        return rank.resident.plus(gradients=_gradients(rank), step_transient=update)
+    # flatten() copies the partition, .to() copies it again unless the types agree
+    # (zero/stage_1_and_2.py step, zero/stage3.py _prepare_fp32_grad_for_sub_group).
+    flat = engine.gradient_bytes * busiest
+    cast = engine.master_bytes * busiest if engine.master_bytes != engine.gradient_bytes else 0
+    own = 0 if engine.stage == 3 else engine.gradient_bytes * engine.share(rank.stage.parameters)
+    freed = min(own, flat)
+    copying = rank.resident.plus(gradients=own, step_transient=flat + cast)
+    updating = rank.resident.plus(gradients=own - freed, step_transient=(cast or flat) + update)
+    return max(copying, updating, key=lambda moment: moment.total)
+
+
+def _step_unpartitioned(rank: Rank) -> Components:
+    """Stage 0: torch's optimizer on fp32 weights, else DeepSpeed's fp32 copies of all gradients
+    (fp16/unfused_optimizer.py; fp16/fused_optimizer.py flattens them once more)."""
+    engine, elements = rank.engine, rank.stage.parameters
+    # torch's plain form goes tensor by tensor, its foreach form takes all at once.
+    at_once = rank.stage.largest if engine.on_cpu else rank.busiest
+    update = FP32 * engine.update_temporaries * at_once
+    copies = (2 if engine.fused else 1) if engine.has_master else 0
+    return rank.resident.plus(
+        gradients=_gradients(rank),
+        step_transient=copies * engine.master_bytes * elements + update,
+    )
+
+
+def _load(rank: Rank, runtime: int) -> Components:
+    """The fuller of two moments of building: weights being moved into one buffer, and the
+    partition being copied to the master (converted, then cloned)."""
+    engine, stage = rank.engine, rank.stage
+    if engine.stage < 3:
+        whole = engine.weight_bytes * stage.parameters
+        moved = engine.weight_bytes * max(rank.groups, default=0)
+        if not engine.has_master:
+            moved = 0
+        weights = Components(parameters=whole, runtime=runtime)
+    else:
+        # One block at a time is whole while the model is built (zero.Init), before `defragment`.
+        one_block = engine.weight_bytes * max(stage.block_parameters, stage.embedding)
+        moved = max(rank.resident.parameters - one_block, 0)
+        weights = Components(
+            parameters=rank.resident.parameters,
+            gathered_parameters=rank.resident.gathered_parameters + one_block,
+            runtime=runtime,
+        )
+    master = rank.resident.master_weights
+    copied = engine.master_bytes * rank.busiest if master else 0
+    moments = 0
+    if engine.stage == 0 and master:
+        # A first step on zero gradients makes the moments here (fp16/unfused_optimizer.py).
+        moments, copied = rank.resident.optimizer_states, master
+    return max(
+        weights.plus(step_transient=moved),
+        weights.plus(master_weights=master, optimizer_states=moments, step_transient=copied),
+        key=lambda moment: moment.total,
+    )

@@ -1,0 +1,186 @@
+"""Which blocks a pipeline stage holds, and the tensors on one of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from trainctl.config.schema import ModelConfig, PipelinePartition
+from trainctl.memory import shapes
+from trainctl.memory.shapes import TensorShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Tensors of one size on one rank.
+
+    Attributes:
+        numel: Elements on this rank, after tensor parallelism.
+        count: How many there are.
+        is_matrix: Whether the tensor has two dimensions.
+        in_block: Whether it belongs to a decoder block.
+        embedding: Whether it is an embedding (or a projection tied to one).
+    """
+
+    numel: int
+    count: int
+    is_matrix: bool
+    in_block: bool
+    embedding: bool
+
+    @property
+    def total(self) -> int:
+        return self.numel * self.count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What a rank of one pipeline stage holds.
+
+    Attributes:
+        index: Pipeline stage, from 0.
+        blocks: Decoder blocks.
+        has_embedding: Whether it looks the tokens up.
+        has_head: Whether it computes the logits and the loss.
+        embedding: Elements of the token embedding here, if any.
+        head: Elements of the output projection here, tied or not, if any.
+        pieces: Every parameter tensor.
+    """
+
+    index: int
+    blocks: int
+    has_embedding: bool
+    has_head: bool
+    embedding: int
+    head: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def parameters(self) -> int:
+        return sum(piece.total for piece in self.pieces)
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest tensor."""
+        return max((piece.numel for piece in self.pieces), default=0)
+
+    @property
+    def largest_in_block(self) -> int:
+        return max((piece.numel for piece in self.pieces if piece.in_block), default=0)
+
+    @property
+    def block_parameters(self) -> int:
+        """Elements of one block."""
+        return sum(piece.total for piece in self.pieces if piece.in_block) // max(self.blocks, 1)
+
+    def below(self, threshold: int) -> int:
+        """Elements in tensors of at most `threshold` elements."""
+        return sum(piece.total for piece in self.pieces if piece.numel <= threshold)
+
+    def groups(self, *, decay_embeddings: bool) -> tuple[int, ...]:
+        """Elements of the optimizer's parameter groups: with and without weight decay."""
+        decayed = sum(
+            piece.total
+            for piece in self.pieces
+            if piece.is_matrix and (decay_embeddings or not piece.embedding)
+        )
+        return tuple(size for size in (decayed, self.parameters - decayed) if size)
+
+
+def stages(
+    model: ModelConfig, *, pipeline: int, tensor: int, partition: PipelinePartition
+) -> tuple[Stage, ...]:
+    """The stages of a pipeline, the embedding on the first, the head on the last.
+
+    A head tied to the embedding is held by both when the pipeline has more than one stage.
+    """
+    counts = _blocks_per_stage(model, pipeline, partition)
+    return tuple(
+        _stage(model, index, blocks, pipeline=pipeline, tensor=tensor)
+        for index, blocks in enumerate(counts)
+    )
+
+
+def _stage(model: ModelConfig, index: int, blocks: int, *, pipeline: int, tensor: int) -> Stage:
+    first, last = index == 0, index == pipeline - 1
+    head = shapes.head_tensor(model)
+    tied = model.tie_word_embeddings
+    pieces: list[Piece] = []
+    if first:
+        pieces += _pieces(shapes.embedding_tensors(model), tensor=tensor)
+    pieces += _pieces(shapes.block_tensors(model), tensor=tensor, count=blocks)
+    if last:
+        pieces += _pieces(shapes.final_norm_tensors(model), tensor=tensor)
+        if not tied or pipeline > 1:
+            pieces += _pieces((head,), tensor=tensor, embedding=tied)
+    sharded_vocabulary = _share(head.numel, tensor)
+    return Stage(
+        index=index,
+        blocks=blocks,
+        has_embedding=first,
+        has_head=last,
+        embedding=sharded_vocabulary if first else 0,
+        head=sharded_vocabulary if last else 0,
+        pieces=tuple(pieces),
+    )
+
+
+def _pieces(
+    tensors: Sequence[TensorShape],
+    *,
+    tensor: int,
+    count: int | None = None,
+    embedding: bool = False,
+) -> Iterator[Piece]:
+    """Pieces of the tensors on one tensor rank; `count` blocks of them when they are a block's."""
+    for item in tensors:
+        if count != 0 and item.numel:
+            yield Piece(
+                numel=_share(item.numel, tensor) if item.sharded else item.numel,
+                count=1 if count is None else count,
+                is_matrix=item.is_matrix,
+                in_block=count is not None,
+                embedding=embedding or item.embedding,
+            )
+
+
+def _share(numel: int, ranks: int) -> int:
+    return -(-numel // ranks)
+
+
+def _blocks_per_stage(
+    model: ModelConfig, pipeline: int, partition: PipelinePartition
+) -> tuple[int, ...]:
+    """Blocks of each stage: equal in number, or with the largest stage's parameters least.
+
+    The balanced form cuts the chain of embedding, blocks and head, as `partition_balanced` of
+    deepspeed/runtime/utils.py does for ``partition_method="parameters"``.
+    """
+    layers = model.num_layers
+    if pipeline == 1 or partition is PipelinePartition.uniform:
+        return tuple((layers + pipeline - 1 - stage) // pipeline for stage in range(pipeline))
+    count = shapes.count_parameters(model)
+    tail = count.final_norm + shapes.head_tensor(model).numel
+    low, high = count.block, count.embeddings + count.blocks + tail
+    while low < high:
+        limit = (low + high) // 2
+        if _cut(layers, count.block, count.embeddings, tail, pipeline, limit) is None:
+            low = limit + 1
+        else:
+            high = limit
+    cut = _cut(layers, count.block, count.embeddings, tail, pipeline, high)
+    return cut or tuple((layers + pipeline - 1 - stage) // pipeline for stage in range(pipeline))
+
+
+def _cut(
+    layers: int, block: int, head: int, tail: int, pipeline: int, limit: int
+) -> tuple[int, ...] | None:
+    """Blocks of each stage with no stage above `limit` parameters; None if there is none."""
+    fixed = [head] + [0] * (pipeline - 2) + [tail]
+    counts: list[int] = []
+    for stage, load in enumerate(fixed):
+        if load > limit and stage:
+            return None
+        room = max(limit - load, 0) // max(block, 1)
+        counts.append(min(room, layers - sum(counts)))
+    return tuple(counts) if sum(counts) == layers and head <= limit else None

@@ -1,0 +1,287 @@
+"""DeepSpeed's JSON, as a flat list of settings with their reasons, then nested.
+
+Written for DeepSpeed 0.19; file names below are its own. Every key is written out, also where the
+value is DeepSpeed's default, so that a change of its defaults changes nothing here, and nothing is
+left as "auto". How DeepSpeed counts ranks for the batch check: `docs/decisions/003-*.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from trainctl.config.schema import (
+    ActivationCheckpointingConfig,
+    CheckpointingMode,
+    DataType,
+    OffloadConfig,
+    OffloadDevice,
+    OptimizerConfig,
+    OptimizerKind,
+    RunConfig,
+    ZeroStageConfig,
+)
+from trainctl.plan.precision import formats
+from trainctl.plan.types import Batch, Derived, Mesh
+
+ZERO_TESTED_OPTIMIZERS = (
+    OptimizerKind.adamw,
+    OptimizerKind.adam,
+    OptimizerKind.lion,
+    OptimizerKind.muon,
+)
+"""Kinds whose classes DeepSpeed lists as tested with ZeRO (runtime/zero/utils.py)."""
+
+BATCH_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+"""The batch triple; its product counts data-parallel ranks only."""
+
+STEPS_PER_PRINT = 1_000_000_000
+"""Never: the trainer reports progress itself."""
+
+
+def render(settings: Iterable[Derived]) -> dict[str, Any]:
+    """The nested JSON of flat settings: dots in a key separate levels."""
+    nested: dict[str, Any] = {}
+    for setting in settings:
+        *parents, name = setting.key.split(".")
+        level = nested
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[name] = setting.value
+    return nested
+
+
+def derived_settings(config: RunConfig, mesh: Mesh, batch: Batch) -> tuple[Derived, ...]:
+    """Every key of the JSON that trainctl sets, without the user's `deepspeed` section."""
+    return (
+        *_batch(mesh, batch),
+        *_optimizer(config.optimizer, config.offload),
+        *_precision(config, mesh),
+        *_zero(config.zero_stage, config.optimizer),
+        *_offload(config.zero_stage, config.offload),
+        *_parallelism(mesh),
+        *_activation_checkpointing(config.activation_checkpointing),
+        *_reporting(config.logging.deepspeed_level),
+    )
+
+
+def user_settings(section: Mapping[str, Any]) -> tuple[Derived, ...]:
+    """The leaves of the user's `deepspeed` section, merged last."""
+    return tuple(
+        Derived(key=key, value=value, reason=f"deepspeed.{key}") for key, value in flatten(section)
+    )
+
+
+def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every leaf; an empty mapping is a leaf."""
+    for name, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _set(key: str, value: Any, reason: str) -> Derived:
+    return Derived(key=key, value=value, reason=reason)
+
+
+def _batch(mesh: Mesh, batch: Batch) -> Iterator[Derived]:
+    micro, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
+    product = f"micro {micro} x accumulation {accumulation} x data {mesh.data}"
+    total, per_rank, passes = BATCH_KEYS
+    yield _set(total, batch.global_batch_size, f"training.global_batch_size: {product}")
+    yield _set(per_rank, micro, "training.micro_batch_size, of a data-parallel rank")
+    yield _set(passes, accumulation, "training.gradient_accumulation_steps")
+
+
+def _optimizer(optimizer: OptimizerConfig, offload: OffloadConfig) -> Iterator[Derived]:
+    kind = optimizer.kind
+    name = {
+        OptimizerKind.adamw: "AdamW",
+        OptimizerKind.adam: "Adam",
+        OptimizerKind.lion: "Lion",
+        OptimizerKind.muon: "Muon",
+        OptimizerKind.lamb: "Lamb",
+        OptimizerKind.sgd: "SGD",
+        OptimizerKind.adafactor: "Adafactor",
+    }.get(kind)
+    if name is not None:
+        yield _set("optimizer.type", name, f"optimizer.kind={kind.value}")
+        yield from _optimizer_params(
+            optimizer, offloaded=offload.optimizer is not OffloadDevice.none
+        )
+    yield _set("gradient_clipping", optimizer.gradient_clipping, "optimizer.gradient_clipping")
+
+
+def _optimizer_params(optimizer: OptimizerConfig, *, offloaded: bool) -> Iterator[Derived]:
+    kind, params = optimizer.kind, "optimizer.params"
+    schedule = "the peak; the trainer sets the schedule's value at each step"
+    yield _set(f"{params}.lr", optimizer.lr, f"optimizer.lr: {schedule}")
+    groups = "the trainer's groups without decay override it"
+    yield _set(
+        f"{params}.weight_decay", optimizer.weight_decay, f"optimizer.weight_decay: {groups}"
+    )
+    if kind not in (OptimizerKind.sgd, OptimizerKind.adafactor):
+        betas = [optimizer.beta1, optimizer.beta2]
+        yield _set(f"{params}.betas", betas, "optimizer.beta1 and optimizer.beta2")
+    if kind not in (OptimizerKind.sgd, OptimizerKind.adafactor, OptimizerKind.lion):
+        yield _set(f"{params}.eps", optimizer.epsilon, "optimizer.epsilon")
+    if kind in (OptimizerKind.sgd, OptimizerKind.muon):
+        yield _set(f"{params}.momentum", optimizer.momentum, "optimizer.momentum")
+    if kind is OptimizerKind.muon:
+        matrix_lr = optimizer.lr if optimizer.matrix_lr is None else optimizer.matrix_lr
+        why = "optimizer.lr" if optimizer.matrix_lr is None else "optimizer.matrix_lr"
+        yield _set(f"{params}.muon_lr", matrix_lr, why)
+    if kind is OptimizerKind.adam:
+        why = "optimizer.kind=adam: the decay is part of the gradient"
+        yield _set(f"{params}.adam_w_mode", False, why)
+    if kind in (OptimizerKind.adamw, OptimizerKind.adam, OptimizerKind.muon):
+        why = (
+            "the optimizer is offloaded: DeepSpeedCPUAdam"
+            if offloaded
+            else "torch's own AdamW: nothing to compile"
+        )
+        yield _set(f"{params}.torch_adam", not offloaded, why)
+
+
+def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
+    precision, used = config.precision, formats(config.precision)
+    compute = f"precision.compute={precision.compute.value}"
+
+    yield _set("bf16.enabled", used.weights is DataType.bf16, compute)
+    if used.weights is DataType.bf16:
+        why = "no update is made from gradients that are not finite"
+        yield _set("bf16.check_grad_overflow", True, why)
+        if precision.master_weights is DataType.bf16:
+            why = "precision.master_weights=bf16"
+            yield _set("bf16.bf16_master_weights_and_grads", True, why)
+        if precision.optimizer_states is DataType.bf16:
+            yield _set("bf16.bf16_optimizer_states", True, "precision.optimizer_states=bf16")
+
+    yield _set("fp16.enabled", used.weights is DataType.fp16, compute)
+    if used.weights is DataType.fp16:
+        yield _set("fp16.loss_scale", precision.loss_scale, "precision.loss_scale; 0 adapts it")
+        key = "initial_scale_power"
+        yield _set(f"fp16.{key}", precision.initial_scale_power, f"precision.{key}")
+        key = "loss_scale_window"
+        yield _set(f"fp16.{key}", precision.loss_scale_window, f"precision.{key}")
+        if precision.master_weights is DataType.fp16:
+            why = "precision.master_weights=fp16"
+            yield _set("fp16.fp16_master_weights_and_grads", True, why)
+
+    yield _set("torch_autocast.enabled", precision.autocast, "precision.autocast")
+    if precision.autocast:
+        yield _set("torch_autocast.dtype", precision.compute.value, compute)
+
+    accumulate = used.gradient_accumulation.value
+    why = (
+        "the weights' format"
+        if precision.gradient_accumulation is None
+        else "precision.gradient_accumulation"
+    )
+    yield _set("data_types.grad_accum_dtype", accumulate, why)
+    wire = used.communication.value
+    why = "the weights' format" if precision.communication is None else "precision.communication"
+    yield _set("communication_data_type", wire, why)
+    if mesh.sequence > 1:
+        # The engine takes this one instead when there are sequence ranks (engine.py,
+        # _configure_distributed_model); its default is fp32.
+        yield _set("seq_parallel_communication_data_type", wire, why)
+
+
+def _zero(zero: ZeroStageConfig, optimizer: OptimizerConfig) -> Iterator[Derived]:
+    prefix = "zero_optimization"
+    yield _set(f"{prefix}.stage", zero.stage, "zero_stage.stage")
+    if zero.stage == 0:
+        return
+    names = {
+        "overlap_comm": "overlap_comm",
+        "contiguous_gradients": "contiguous_gradients",
+        "reduce_scatter": "reduce_scatter",
+        "reduce_bucket_size": "reduce_bucket_size",
+    }
+    if zero.stage < 3:
+        names["allgather_bucket_size"] = "allgather_bucket_size"
+    else:
+        names |= {
+            "stage3_prefetch_bucket_size": "prefetch_bucket_size",
+            "stage3_param_persistence_threshold": "param_persistence_threshold",
+            "stage3_max_live_parameters": "max_live_parameters",
+            "stage3_max_reuse_distance": "max_reuse_distance",
+            "sub_group_size": "sub_group_size",
+            "zero_hpz_partition_size": "hpz_partition_size",
+            "zero_quantized_weights": "quantized_weights",
+            "zero_quantized_gradients": "quantized_gradients",
+        }
+    for name, field in names.items():
+        yield _set(f"{prefix}.{name}", getattr(zero, field), f"zero_stage.{field}")
+    if optimizer.kind not in ZERO_TESTED_OPTIMIZERS:
+        why = f"DeepSpeed does not list {optimizer.kind.value} as tested with ZeRO"
+        yield _set("zero_allow_untested_optimizer", True, why)
+
+
+def _offload(zero: ZeroStageConfig, offload: OffloadConfig) -> Iterator[Derived]:
+    devices = (offload.optimizer, offload.parameters)
+    if offload.optimizer is not OffloadDevice.none:
+        prefix = "zero_optimization.offload_optimizer"
+        yield _set(f"{prefix}.device", offload.optimizer.value, "offload.optimizer")
+        yield _set(f"{prefix}.pin_memory", offload.pin_memory, "offload.pin_memory")
+        if zero.stage == 3:
+            yield _set(f"{prefix}.ratio", offload.ratio, "offload.ratio")
+        if offload.optimizer is OffloadDevice.nvme:
+            yield _set(f"{prefix}.nvme_path", offload.nvme_path, "offload.nvme_path")
+            why = "Adam's four tensors: weight, gradient and two moments"
+            yield _set(f"{prefix}.buffer_count", 4, why)
+        if offload.super_offload:
+            yield _set(f"{prefix}.super_offload", True, "offload.super_offload")
+        if offload.zenflow:
+            why = "offload.zenflow: DeepSpeed's default share"
+            yield _set("zero_optimization.zenflow.topk_ratio", 0.1, why)
+    if offload.parameters is not OffloadDevice.none:
+        prefix = "zero_optimization.offload_param"
+        yield _set(f"{prefix}.device", offload.parameters.value, "offload.parameters")
+        yield _set(f"{prefix}.pin_memory", offload.pin_memory, "offload.pin_memory")
+        if offload.parameters is OffloadDevice.nvme:
+            for name in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"):
+                yield _set(f"{prefix}.{name}", getattr(offload, name), f"offload.{name}")
+    if OffloadDevice.nvme in devices:
+        # DeepSpeed's defaults (runtime/swap_tensor/constants.py).
+        defaults = {"block_size": 1_048_576, "queue_depth": 8, "intra_op_parallelism": 1}
+        for name, value in (*defaults.items(), ("single_submit", False), ("overlap_events", True)):
+            yield _set(f"aio.{name}", value, "DeepSpeed's default, for NVMe")
+
+
+def _parallelism(mesh: Mesh) -> Iterator[Derived]:
+    # With pipeline stages the layers are built sharded, and AutoTP refuses a PipelineModule.
+    if mesh.tensor > 1 and mesh.pipeline == 1:
+        yield _set("tensor_parallel.autotp_size", mesh.tensor, "parallelism.tensor")
+    # Without data_parallel_size beside it: the two together make DeepSpeed build its own mesh.
+    if mesh.sequence > 1:
+        yield _set("sequence_parallel_size", mesh.sequence, "parallelism.sequence")
+    if mesh.pipeline > 1:
+        why = "the trainer wraps the blocks that are recomputed"
+        yield _set("pipeline.activation_checkpoint_interval", 0, why)
+
+
+def _activation_checkpointing(recompute: ActivationCheckpointingConfig) -> Iterator[Derived]:
+    if recompute.mode is CheckpointingMode.none:
+        return
+    for name, field in (
+        ("cpu_checkpointing", "offload_to_cpu"),
+        ("partition_activations", "partition_across_tensor_ranks"),
+    ):
+        if getattr(recompute, field):
+            yield _set(
+                f"activation_checkpointing.{name}", True, f"activation_checkpointing.{field}"
+            )
+
+
+def _reporting(level: str) -> Iterator[Derived]:
+    own = "the trainer reports itself"
+    yield _set("steps_per_print", STEPS_PER_PRINT, own)
+    yield _set("wall_clock_breakdown", False, own)
+    yield _set("log_level", level, "logging.deepspeed_level")

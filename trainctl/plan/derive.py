@@ -1,0 +1,125 @@
+"""The arithmetic of a plan: mesh, batch, steps. Pure; each function also says why.
+
+A function gives ``None`` where no legal value exists; `trainctl.plan.rules` says what is wrong and
+what would be legal, so that one impossible choice does not hide the other problems of a config.
+"""
+
+from __future__ import annotations
+
+from math import floor
+
+from trainctl.config.schema import ParallelismConfig, ScheduleConfig, TrainingConfig
+from trainctl.hardware import Hardware
+from trainctl.plan.types import Batch, Derived, Mesh
+
+Reasons = tuple[Derived, ...]
+
+
+def derive_mesh(parallelism: ParallelismConfig, hardware: Hardware) -> tuple[Mesh | None, Reasons]:
+    """The process mesh; the data axis takes the devices that the other axes leave."""
+    taken = parallelism.tensor * parallelism.pipeline * parallelism.sequence
+    data, left_over = divmod(hardware.world_size, taken)
+    if left_over or data == 0 or parallelism.data not in (None, data):
+        return None, ()
+    mesh = Mesh(
+        data=data,
+        tensor=parallelism.tensor,
+        pipeline=parallelism.pipeline,
+        sequence=parallelism.sequence,
+        expert=parallelism.expert,
+    )
+    devices = f"nodes {hardware.nodes} x devices {hardware.devices_per_node} ({hardware.name})"
+    reasons = [Derived(key="world_size", value=mesh.world_size, reason=devices)]
+    if parallelism.data is None:
+        share = (
+            f"world_size {mesh.world_size} / (tensor {mesh.tensor} x pipeline {mesh.pipeline}"
+            f" x sequence {mesh.sequence})"
+        )
+        reasons.append(Derived(key="parallelism.data", value=data, reason=share))
+    return mesh, tuple(reasons)
+
+
+def derive_batch(training: TrainingConfig, data: int) -> tuple[Batch | None, Reasons]:
+    """The batch triple, with ``global = micro x accumulation x data``.
+
+    Args:
+        training: Any of the three sizes may be none and is derived from the other two; what the
+            triple leaves open is 1 (the accumulation takes the rest when only the global size is
+            given).
+        data: Size of the mesh's data axis.
+    """
+    asked = training.global_batch_size
+    micro = training.micro_batch_size
+    accumulation = training.gradient_accumulation_steps
+    reasons: list[Derived] = []
+
+    if micro is None and (accumulation is None or asked is None):
+        micro = 1
+        reasons.append(_reason("micro_batch_size", 1, "neither given nor implied: the smallest"))
+    if micro is None:
+        assert asked is not None and accumulation is not None
+        micro = asked // (accumulation * data)
+        why = f"global {asked} / (accumulation {accumulation} x data {data})"
+        reasons.append(_reason("micro_batch_size", micro, why))
+    if accumulation is None:
+        accumulation = 1 if asked is None else asked // (micro * data)
+        why = (
+            "neither given nor implied: the smallest"
+            if asked is None
+            else f"global {asked} / (micro {micro} x data {data})"
+        )
+        reasons.append(_reason("gradient_accumulation_steps", accumulation, why))
+    product = micro * accumulation * data
+    if asked is None:
+        why = f"micro {micro} x accumulation {accumulation} x data {data}"
+        reasons.append(_reason("global_batch_size", product, why))
+    elif asked != product:
+        return None, ()
+
+    batch = Batch(
+        global_batch_size=product,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        sequence_length=training.sequence_length,
+    )
+    why = f"global {product} x sequence_length {training.sequence_length}"
+    reasons.append(Derived(key="tokens_per_step", value=batch.tokens_per_step, reason=why))
+    return batch, tuple(reasons)
+
+
+def derive_total_steps(training: TrainingConfig, batch: Batch | None) -> tuple[int | None, Reasons]:
+    """Optimizer steps of the whole run: `training.steps`, else the token budget, rounded up."""
+    if training.steps is not None:
+        why = "training.steps"
+        return training.steps, (Derived(key="total_steps", value=training.steps, reason=why),)
+    if training.tokens is None or batch is None:
+        return None, ()
+    steps = -(-training.tokens // batch.tokens_per_step)
+    why = (
+        f"training.tokens {training.tokens:_} / {batch.tokens_per_step:_} tokens per step,"
+        " rounded up"
+    )
+    return steps, (Derived(key="total_steps", value=steps, reason=why),)
+
+
+def derive_stop_step(training: TrainingConfig, total_steps: int) -> tuple[int, Reasons]:
+    """Step of the run at which this launch ends."""
+    if training.stop_after_steps is None or training.stop_after_steps >= total_steps:
+        why = "total_steps: this launch goes to the end"
+        return total_steps, (Derived(key="stop_step", value=total_steps, reason=why),)
+    stop = training.stop_after_steps
+    return stop, (Derived(key="stop_step", value=stop, reason="training.stop_after_steps"),)
+
+
+def derive_warmup_steps(schedule: ScheduleConfig, total_steps: int) -> tuple[int, Reasons]:
+    """Optimizer steps of the linear warmup; a fraction is rounded to the nearest step."""
+    if schedule.warmup_steps is not None:
+        steps, why = schedule.warmup_steps, "schedule.warmup_steps"
+    else:
+        steps = min(total_steps, floor(schedule.warmup_fraction * total_steps + 0.5))
+        why = f"schedule.warmup_fraction {schedule.warmup_fraction:g} x total_steps {total_steps}"
+    return steps, (Derived(key="warmup_steps", value=steps, reason=why),)
+
+
+def _reason(name: str, value: int, why: str) -> Derived:
+    return Derived(key=f"training.{name}", value=value, reason=why)

@@ -1,0 +1,37 @@
+"""Which number format each tensor really has, once "none means ..." is worked out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema import DataType, PrecisionConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formats:
+    """Formats as DeepSpeed sees them.
+
+    Attributes:
+        weights: The weights that forward and backward use; fp32 under autocast, and bf16 under
+            fp8, whose matrix products convert on the way.
+        gradient_accumulation: Gradients while they accumulate.
+        communication: Gradients on the wire.
+    """
+
+    weights: DataType
+    gradient_accumulation: DataType
+    communication: DataType
+
+
+def formats(precision: PrecisionConfig) -> Formats:
+    """The formats that a precision config implies."""
+    weights = precision.compute
+    if precision.autocast:
+        weights = DataType.fp32
+    elif precision.compute is DataType.fp8:
+        weights = DataType.bf16
+    return Formats(
+        weights=weights,
+        gradient_accumulation=precision.gradient_accumulation or weights,
+        communication=precision.communication or weights,
+    )

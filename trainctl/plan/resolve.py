@@ -1,0 +1,94 @@
+"""From a configuration and the hardware to a frozen plan, with every problem found in one go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema import RunConfig
+from trainctl.errors import Finding
+from trainctl.hardware import Hardware
+from trainctl.plan.deepspeed import derived_settings, render, user_settings
+from trainctl.plan.derive import (
+    derive_batch,
+    derive_mesh,
+    derive_stop_step,
+    derive_total_steps,
+    derive_warmup_steps,
+)
+from trainctl.plan.precision import formats
+from trainctl.plan.rules import Draft, check
+from trainctl.plan.techniques import not_yet
+from trainctl.plan.types import Derived, RunPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """What came of a configuration.
+
+    Attributes:
+        plan: The plan; ``None`` exactly when a finding is an error.
+        findings: Errors and warnings, in the order of the rules.
+    """
+
+    plan: RunPlan | None
+    findings: tuple[Finding, ...]
+
+
+def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
+    """Derive everything that the config leaves open, and check it.
+
+    A step that is impossible gives ``None`` and is reported by the rules; the steps and rules that
+    do not need it go on, so that all problems are reported together. Pure: reads nothing else.
+    """
+    mesh, mesh_reasons = derive_mesh(config.parallelism, hardware)
+    batch, batch_reasons = derive_batch(config.training, mesh.data) if mesh else (None, ())
+    total_steps, total_reasons = derive_total_steps(config.training, batch)
+
+    findings = check(
+        Draft(config=config, hardware=hardware, mesh=mesh, batch=batch, total_steps=total_steps)
+    )
+    if any(finding.is_error for finding in findings):
+        return Resolution(plan=None, findings=findings)
+    # Without an error each of these has a value: a rule reports each way to have none.
+    assert mesh is not None and batch is not None and total_steps is not None
+
+    stop_step, stop_reasons = derive_stop_step(config.training, total_steps)
+    warmup_steps, warmup_reasons = derive_warmup_steps(config.schedule, total_steps)
+    settings = (*derived_settings(config, mesh, batch), *user_settings(config.deepspeed))
+
+    plan = RunPlan(
+        config=config,
+        hardware=hardware,
+        mesh=mesh,
+        batch=batch,
+        total_steps=total_steps,
+        stop_step=stop_step,
+        warmup_steps=warmup_steps,
+        deepspeed=render(settings),
+        derived=(
+            *mesh_reasons,
+            *batch_reasons,
+            *total_reasons,
+            *stop_reasons,
+            *warmup_reasons,
+            *_format_reasons(config),
+            *settings,
+        ),
+        not_yet=not_yet(config),
+    )
+    return Resolution(plan=plan, findings=findings)
+
+
+def _format_reasons(config: RunConfig) -> tuple[Derived, ...]:
+    """Number formats that follow from `precision.compute`."""
+    used = formats(config.precision)
+    return tuple(
+        Derived(
+            key=f"precision.{name}",
+            value=getattr(used, name).value,
+            reason=f"the format of the weights under precision.compute="
+            f"{config.precision.compute.value}",
+        )
+        for name in ("gradient_accumulation", "communication")
+        if getattr(config.precision, name) is None
+    )

@@ -1,0 +1,74 @@
+"""Every rule of a plan, in one list: a small function each, with a stable identifier.
+
+A rule looks at a `Draft` and yields findings; it never stops the others, so that all problems of a
+configuration are reported at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trainctl.errors import Finding
+from trainctl.plan.rules import batch, escape, layout, no_effect, precision, run, zero
+from trainctl.plan.rules.draft import Draft, Rule
+
+RULES: tuple[tuple[str, Rule], ...] = (
+    ("TC001", layout.devices_fill_the_mesh),
+    ("TC002", layout.tensor_group_stays_in_a_node),
+    ("TC003", layout.heads_split_over_tensor),
+    ("TC004", layout.heads_split_over_sequence),
+    ("TC005", layout.sequence_splits_evenly),
+    ("TC006", layout.stages_have_layers),
+    ("TC007", layout.pipeline_is_filled),
+    ("TC008", layout.pipeline_without_sequence),
+    ("TC009", layout.experts_exist),
+    ("TC010", layout.attention_kernel_runs_here),
+    ("TC020", batch.batch_is_possible),
+    ("TC021", batch.sequence_fits_the_model),
+    ("TC022", batch.run_has_a_length),
+    ("TC023", batch.stop_is_inside_the_run),
+    ("TC024", batch.warmup_fits_the_run),
+    ("TC025", batch.schedule_is_defined),
+    ("TC030", zero.pipeline_partitions_no_gradients),
+    ("TC031", zero.pipeline_clips_over_all_stages),
+    ("TC032", zero.offload_has_its_stage),
+    ("TC033", zero.nvme_has_a_path),
+    ("TC034", zero.offloaded_optimizer_has_a_cpu_kernel),
+    ("TC035", zero.offload_variants_have_their_base),
+    ("TC036", zero.allgather_bucket_is_even),
+    ("TC037", zero.secondary_partition_divides),
+    ("TC038", zero.quantized_communication_has_a_kernel),
+    ("TC039", zero.muon_sees_whole_gradients),
+    ("TC050", precision.compute_type_runs_here),
+    ("TC051", precision.gradients_accumulate_in_a_wider_type),
+    ("TC052", precision.gradients_travel_in_a_known_type),
+    ("TC053", precision.autocast_has_a_lower_type),
+    ("TC054", precision.master_weights_are_kept_in_a_known_type),
+    ("TC055", precision.lamb_adapts_its_loss_scale),
+    ("TC056", precision.optimizer_has_a_kernel_here),
+    ("TC070", run.model_has_its_directory),
+    ("TC071", run.heads_share_the_width),
+    ("TC072", run.vocabulary_holds_the_tokenizer),
+    ("TC073", run.tokenizer_has_its_file),
+    ("TC074", run.data_has_its_files),
+    ("TC075", run.best_is_measured),
+    ("TC076", run.something_is_saved),
+    ("TC077", run.launcher_reaches_the_nodes),
+    ("TC078", run.log_level_is_known),
+    ("TC079", run.factored_states_stay_factored),
+    ("TC090", escape.pass_through_keys_exist),
+    ("TC091", escape.pass_through_has_no_auto),
+    ("TC092", escape.pass_through_agrees),
+    ("TC099", no_effect.settings_have_an_effect),
+)
+"""Identifiers are never reused; leave a gap where a rule is dropped."""
+
+
+def check(draft: Draft) -> tuple[Finding, ...]:
+    """Findings of every rule, in the order of the list."""
+    return tuple(
+        replace(finding, rule=identifier) for identifier, rule in RULES for finding in rule(draft)
+    )
+
+
+__all__ = ["RULES", "Draft", "Rule", "check"]

@@ -1,0 +1,94 @@
+"""Rules about the `deepspeed` section: keys of DeepSpeed's own JSON, passed through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any
+
+from trainctl.errors import Finding
+from trainctl.plan.deepspeed import BATCH_KEYS, derived_settings, flatten
+from trainctl.plan.deepspeed_keys import (
+    OWNED_KEYS,
+    REMOVED_TOP_LEVEL_KEYS,
+    REMOVED_ZERO_KEYS,
+    TOP_LEVEL_KEYS,
+    ZERO_KEYS,
+)
+from trainctl.plan.rules.draft import Draft, error
+from trainctl.plan.types import Batch, Derived, Mesh
+
+
+def pass_through_keys_exist(draft: Draft) -> Iterator[Finding]:
+    """DeepSpeed ignores an unknown key at the top level, silently."""
+    section = draft.config.deepspeed
+    yield from _unknown(section, "", TOP_LEVEL_KEYS, REMOVED_TOP_LEVEL_KEYS)
+    zero = section.get("zero_optimization")
+    if isinstance(zero, dict):
+        yield from _unknown(zero, "zero_optimization.", ZERO_KEYS, REMOVED_ZERO_KEYS)
+
+
+def pass_through_has_no_auto(draft: Draft) -> Iterator[Finding]:
+    """DeepSpeed drops a nested "auto" silently, and stumbles over one at the top."""
+    for key, value in flatten(draft.config.deepspeed):
+        if value == "auto":
+            yield error(
+                f"deepspeed.{key}",
+                f'deepspeed.{key} is "auto", which only other tools fill in',
+                "give the value, or leave the key out: trainctl derives what it can",
+            )
+
+
+def pass_through_agrees(draft: Draft) -> Iterator[Finding]:
+    """The section adds to what trainctl derives; it does not contradict it."""
+    section = draft.config.deepspeed
+    for name, instead in OWNED_KEYS.items():
+        if name in section:
+            yield error(f"deepspeed.{name}", f"deepspeed.{name} is trainctl's to set", instead)
+    derived = {setting.key: setting for setting in _known_settings(draft)}
+    for key, value in flatten(section):
+        if key.split(".")[0] in OWNED_KEYS:
+            continue
+        for other, setting in derived.items():
+            overlaps = f"{other}.".startswith(f"{key}.") or f"{key}.".startswith(f"{other}.")
+            if overlaps and not (other == key and setting.value == value):
+                yield _contradiction(key, value, other, setting.value, setting.reason)
+                break
+
+
+def _known_settings(draft: Draft) -> list[Derived]:
+    """What trainctl sets; without the batch keys when there is no legal batch."""
+    axes, length = draft.config.parallelism, draft.config.training.sequence_length
+    mesh = draft.mesh or Mesh(
+        data=1, tensor=axes.tensor, pipeline=axes.pipeline, sequence=axes.sequence
+    )
+    batch = draft.batch or Batch(
+        global_batch_size=1,
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        sequence_length=length,
+    )
+    settings = derived_settings(draft.config, mesh, batch)
+    unknown = () if draft.batch is not None else BATCH_KEYS
+    return [setting for setting in settings if setting.key not in unknown]
+
+
+def _contradiction(key: str, value: Any, other: str, derived: Any, reason: str) -> Finding:
+    return error(
+        f"deepspeed.{key}",
+        f"deepspeed.{key}={value} contradicts {other}={derived}, which comes from: {reason}",
+        f"change what {other} comes from, and leave deepspeed.{key} out",
+    )
+
+
+def _unknown(
+    section: dict[str, Any], prefix: str, known: frozenset[str], removed: frozenset[str]
+) -> Iterator[Finding]:
+    for name in section:
+        key = f"deepspeed.{prefix}{name}"
+        if name in removed:
+            yield error(key, f"{prefix}{name} has been removed from DeepSpeed", "leave it out")
+        elif name not in known:
+            close = get_close_matches(str(name), sorted(known), n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else "leave it out"
+            yield error(key, f"DeepSpeed has no key {prefix}{name}", hint)

@@ -1,0 +1,245 @@
+"""Settings that differ from their default and do nothing in this plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field
+from typing import Any
+
+from trainctl.config.codec import to_plain
+from trainctl.config.schema import (
+    CheckpointingMode,
+    DataKind,
+    DataType,
+    LauncherKind,
+    ModelFamily,
+    OffloadDevice,
+    OnBadLoss,
+    OptimizerKind,
+    RunConfig,
+    ScheduleKind,
+    TokenizerKind,
+    walk,
+)
+from trainctl.errors import Finding
+from trainctl.plan.rules.draft import Draft, warning
+
+Condition = Callable[[RunConfig], bool]
+
+_PERIODIC = (ScheduleKind.step, ScheduleKind.cyclic)
+
+NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
+    (
+        ("model.path", "model.trust_remote_code"),
+        lambda c: c.model.family is ModelFamily.hf,
+        "model.family=hf",
+    ),
+    (
+        ("model.sliding_window",),
+        lambda c: c.model.family in (ModelFamily.mistral, ModelFamily.hf),
+        "model.family=mistral",
+    ),
+    (
+        ("model.rope_theta",),
+        lambda c: c.model.family is not ModelFamily.gpt2,
+        "another family than gpt2",
+    ),
+    (
+        ("optimizer.beta1", "optimizer.beta2"),
+        lambda c: c.optimizer.kind is not OptimizerKind.sgd,
+        "another optimizer than sgd",
+    ),
+    (
+        ("optimizer.epsilon",),
+        lambda c: c.optimizer.kind not in (OptimizerKind.sgd, OptimizerKind.lion),
+        "another optimizer than sgd and lion",
+    ),
+    (
+        ("optimizer.momentum",),
+        lambda c: c.optimizer.kind in (OptimizerKind.sgd, OptimizerKind.muon),
+        "optimizer=sgd or optimizer=muon",
+    ),
+    (
+        ("optimizer.matrix_lr",),
+        lambda c: c.optimizer.kind is OptimizerKind.muon,
+        "optimizer=muon",
+    ),
+    (
+        ("optimizer.decay_embeddings",),
+        lambda c: c.optimizer.weight_decay > 0,
+        "optimizer.weight_decay above 0",
+    ),
+    (
+        ("schedule.warmup_fraction",),
+        lambda c: c.schedule.warmup_steps is None,
+        "schedule.warmup_steps=null, which it replaces",
+    ),
+    (
+        ("schedule.floor_ratio",),
+        lambda c: c.schedule.kind is not ScheduleKind.constant,
+        "a schedule that decays",
+    ),
+    (
+        ("schedule.decay_fraction", "schedule.decay_shape"),
+        lambda c: c.schedule.kind is ScheduleKind.wsd,
+        "schedule=wsd",
+    ),
+    (
+        ("schedule.power",),
+        lambda c: c.schedule.kind is ScheduleKind.polynomial,
+        "schedule=polynomial",
+    ),
+    (
+        ("schedule.step_every",),
+        lambda c: c.schedule.kind in _PERIODIC,
+        "schedule=step or schedule=cyclic",
+    ),
+    (
+        ("schedule.step_factor",),
+        lambda c: c.schedule.kind is ScheduleKind.step,
+        "schedule=step",
+    ),
+    (
+        (
+            "zero_stage.contiguous_gradients",
+            "zero_stage.reduce_scatter",
+            "zero_stage.reduce_bucket_size",
+        ),
+        lambda c: c.zero_stage.stage >= 1,
+        "ZeRO stage 1 or more",
+    ),
+    (
+        ("zero_stage.overlap_comm",),
+        lambda c: c.zero_stage.stage >= 1 and c.parallelism.pipeline == 1,
+        "ZeRO stage 1 or more, without pipeline stages",
+    ),
+    (
+        ("zero_stage.allgather_bucket_size",),
+        lambda c: c.zero_stage.stage in (1, 2),
+        "ZeRO stage 1 or 2",
+    ),
+    (
+        (
+            "zero_stage.prefetch_bucket_size",
+            "zero_stage.param_persistence_threshold",
+            "zero_stage.max_live_parameters",
+            "zero_stage.max_reuse_distance",
+            "zero_stage.sub_group_size",
+            "zero_stage.hpz_partition_size",
+            "zero_stage.quantized_weights",
+            "zero_stage.quantized_gradients",
+        ),
+        lambda c: c.zero_stage.stage == 3,
+        "ZeRO stage 3",
+    ),
+    (
+        ("offload.ratio",),
+        lambda c: c.offload.optimizer is not OffloadDevice.none,
+        "offload.optimizer=cpu",
+    ),
+    (
+        ("offload.pin_memory",),
+        lambda c: (c.offload.optimizer, c.offload.parameters) != (OffloadDevice.none,) * 2,
+        "offload of the optimizer or the parameters",
+    ),
+    (
+        ("offload.nvme_path",),
+        lambda c: OffloadDevice.nvme in (c.offload.optimizer, c.offload.parameters),
+        "offload.optimizer=nvme or offload.parameters=nvme",
+    ),
+    (
+        ("offload.buffer_count", "offload.buffer_size", "offload.max_in_cpu"),
+        lambda c: c.offload.parameters is OffloadDevice.nvme,
+        "offload.parameters=nvme",
+    ),
+    (
+        ("precision.loss_scale",),
+        lambda c: c.precision.compute is DataType.fp16,
+        "precision.compute=fp16",
+    ),
+    (
+        ("precision.initial_scale_power", "precision.loss_scale_window"),
+        lambda c: c.precision.compute is DataType.fp16 and c.precision.loss_scale == 0,
+        "precision.compute=fp16 with an adaptive loss scale",
+    ),
+    (
+        ("parallelism.pipeline_partition",),
+        lambda c: c.parallelism.pipeline > 1,
+        "pipeline stages",
+    ),
+    (
+        ("activation_checkpointing.every_kth_block",),
+        lambda c: c.activation_checkpointing.mode is CheckpointingMode.full,
+        "activation_checkpointing=full",
+    ),
+    (
+        ("activation_checkpointing.offload_to_cpu",),
+        lambda c: c.activation_checkpointing.mode is not CheckpointingMode.none,
+        "activation_checkpointing=full or selective",
+    ),
+    (
+        ("activation_checkpointing.partition_across_tensor_ranks",),
+        lambda c: (
+            c.activation_checkpointing.mode is not CheckpointingMode.none
+            and c.parallelism.tensor > 1
+        ),
+        "activation checkpointing and tensor parallelism",
+    ),
+    (
+        ("data.paths", "data.held_out_paths", "data.text_key"),
+        lambda c: c.data.kind is DataKind.files,
+        "data=files",
+    ),
+    (
+        ("data.held_out_fraction",),
+        lambda c: not c.data.held_out_paths,
+        "data.held_out_paths empty, which replaces it",
+    ),
+    (
+        ("tokenizer.path",),
+        lambda c: c.tokenizer.kind is not TokenizerKind.byte,
+        "tokenizer=file or tokenizer=hf",
+    ),
+    (("training.tokens",), lambda c: c.training.steps is None, "training.steps=null"),
+    (
+        ("training.sample_prompt",),
+        lambda c: c.training.sample_tokens > 0,
+        "training.sample_tokens above 0",
+    ),
+    (
+        ("training.evaluate_every_steps", "checkpoint.best_of"),
+        lambda c: c.training.evaluation_samples > 0,
+        "training.evaluation_samples above 0",
+    ),
+    (
+        ("stability.max_interventions",),
+        lambda c: c.stability.on_bad_loss is not OnBadLoss.stop,
+        "stability.on_bad_loss other than stop",
+    ),
+    (
+        ("launcher.hosts", "launcher.hostfile"),
+        lambda c: c.launcher.kind is LauncherKind.ssh,
+        "launcher=ssh",
+    ),
+)
+"""Keys, when they have an effect, and that condition in words."""
+
+
+def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
+    """A value that nobody reads is said so: it was typed for a reason."""
+    changed = {key: value for key, item, value in walk(draft.config) if value != _default(item)}
+    for keys, has_effect, needs in NEEDS:
+        if has_effect(draft.config):
+            continue
+        for key in keys:
+            if key in changed:
+                value = to_plain(changed[key])
+                yield warning(
+                    key, f"{key}={value} has no effect: it needs {needs}", f"leave {key} out"
+                )
+
+
+def _default(item: Field[Any]) -> Any:
+    if item.default_factory is not MISSING:
+        return item.default_factory()
+    return item.default

@@ -1,0 +1,182 @@
+"""Rules about the model's shape, the data, checkpoints, and how the run is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainctl.config.schema import (
+    DataKind,
+    LauncherKind,
+    ModelFamily,
+    OptimizerKind,
+    TokenizerKind,
+)
+from trainctl.errors import Finding
+from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples, warning
+
+BYTE_VOCABULARY = 257
+"""256 bytes and the end of document."""
+
+METRICS = ("loss",)
+"""What an evaluation measures."""
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+"""What DeepSpeed understands (utils/logging.py)."""
+
+
+def model_has_its_directory(draft: Draft) -> Iterator[Finding]:
+    """The family hf is whatever a directory says."""
+    model = draft.config.model
+    if model.family is ModelFamily.hf and model.path is None:
+        yield error(
+            "model.path",
+            "model.family=hf needs model.path, a transformers directory with config.json",
+            "model.path=/path/to/model",
+        )
+
+
+def heads_share_the_width(draft: Draft) -> Iterator[Finding]:
+    """Without head_dim the heads divide the width; key-value heads divide the query heads."""
+    model = draft.config.model
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if model.head_dim is None and model.hidden_size % heads:
+        yield error(
+            "model.hidden_size",
+            f"model.hidden_size={model.hidden_size} is not a multiple of "
+            f"model.num_attention_heads={heads}",
+            f"{choices(nearest_multiples(model.hidden_size, heads), 'model.hidden_size')}, "
+            "or set model.head_dim",
+        )
+    if kv_heads is not None and heads % kv_heads:
+        yield error(
+            "model.num_key_value_heads",
+            f"model.num_key_value_heads={kv_heads} does not divide "
+            f"model.num_attention_heads={heads}",
+            f"model.num_key_value_heads={heads}",
+        )
+    if model.family is ModelFamily.gpt2 and kv_heads not in (None, heads):
+        yield error(
+            "model.num_key_value_heads",
+            f"model.num_key_value_heads={kv_heads}: gpt2 has no grouped-query attention",
+            "leave it out",
+        )
+    if model.family is ModelFamily.gpt2 and model.head_dim not in (
+        None,
+        model.hidden_size // heads,
+    ):
+        yield error(
+            "model.head_dim",
+            f"model.head_dim={model.head_dim}: gpt2's heads share model.hidden_size="
+            f"{model.hidden_size} evenly",
+            f"model.head_dim={model.hidden_size // heads}, or leave it out",
+        )
+
+
+def vocabulary_holds_the_tokenizer(draft: Draft) -> Iterator[Finding]:
+    """Every id of the byte tokenizer has a row in the embedding; 0 is not known yet."""
+    rows = draft.config.model.vocab_size
+    if draft.config.tokenizer.kind is TokenizerKind.byte and 0 < rows < BYTE_VOCABULARY:
+        yield error(
+            "model.vocab_size",
+            f"model.vocab_size={rows} is smaller than the byte tokenizer's {BYTE_VOCABULARY} ids",
+            f"model.vocab_size={BYTE_VOCABULARY} or more",
+        )
+
+
+def tokenizer_has_its_file(draft: Draft) -> Iterator[Finding]:
+    """A file or directory that the tokenizer is read from."""
+    tokenizer = draft.config.tokenizer
+    if tokenizer.kind is not TokenizerKind.byte and tokenizer.path is None:
+        what = "tokenizer.json" if tokenizer.kind is TokenizerKind.file else "directory"
+        yield error(
+            "tokenizer.path",
+            f"tokenizer.kind={tokenizer.kind.value} needs tokenizer.path",
+            f"tokenizer.path=/path/to/{what}",
+        )
+
+
+def data_has_its_files(draft: Draft) -> Iterator[Finding]:
+    """Files to read, and files to hold out."""
+    data = draft.config.data
+    if data.kind is DataKind.files and not data.paths:
+        yield error(
+            "data.paths",
+            "data.kind=files needs data.paths",
+            'data.paths=["/path/to/*.txt"]',
+        )
+
+
+def best_is_measured(draft: Draft) -> Iterator[Finding]:
+    """The best checkpoint is chosen by a metric of the evaluation."""
+    best_of = draft.config.checkpoint.best_of
+    if best_of is not None and best_of not in METRICS:
+        yield error(
+            "checkpoint.best_of",
+            f"checkpoint.best_of={best_of} is no metric of an evaluation",
+            f"checkpoint.best_of={METRICS[0]}",
+        )
+
+
+def something_is_saved(draft: Draft) -> Iterator[Finding]:
+    """A run that saves nothing can only be started again."""
+    saves = draft.config.checkpoint
+    if saves.every_steps is None and saves.every_minutes is None and not saves.at_end:
+        yield warning(
+            "checkpoint.at_end",
+            "no checkpoint is ever saved: the run cannot be resumed, and its model is lost",
+            "checkpoint.every_steps=100, checkpoint.every_minutes=30 or checkpoint.at_end=true",
+        )
+
+
+def launcher_reaches_the_nodes(draft: Draft) -> Iterator[Finding]:
+    """Every planned node has something that starts it."""
+    launcher, nodes = draft.config.launcher, draft.hardware.nodes
+    if launcher.kind is LauncherKind.local and nodes > 1:
+        yield error(
+            "launcher.kind",
+            f"launcher.kind=local starts one node, and the plan is for {nodes}",
+            "launcher=slurm or launcher=ssh, or hardware of one node",
+        )
+    if launcher.kind is not LauncherKind.ssh:
+        return
+    if launcher.hosts and launcher.hostfile is not None:
+        yield error(
+            "launcher.hosts",
+            "launcher.hosts and launcher.hostfile are both set",
+            "leave one of them out",
+        )
+    elif not launcher.hosts and launcher.hostfile is None:
+        yield error(
+            "launcher.hosts",
+            f"launcher.kind=ssh needs the host name of each node (nodes: {nodes})",
+            "launcher.hosts=[node1,node2], or launcher.hostfile=/path/to/hostfile",
+        )
+    elif launcher.hosts and len(launcher.hosts) != nodes:
+        yield error(
+            "launcher.hosts",
+            f"launcher.hosts names {len(launcher.hosts)} hosts, and the plan is for {nodes}",
+            f"name {nodes} hosts, or hardware.nodes={len(launcher.hosts)}",
+        )
+
+
+def log_level_is_known(draft: Draft) -> Iterator[Finding]:
+    """A level that DeepSpeed's logger has."""
+    level = draft.config.logging.deepspeed_level
+    if level not in LOG_LEVELS:
+        yield error(
+            "logging.deepspeed_level",
+            f"logging.deepspeed_level={level} is not a log level",
+            f"one of {', '.join(LOG_LEVELS)}",
+        )
+
+
+def factored_states_stay_factored(draft: Draft) -> Iterator[Finding]:
+    """ZeRO hands the optimizer flat vectors, and adafactor factors matrices only."""
+    config = draft.config
+    if config.optimizer.kind is OptimizerKind.adafactor and config.zero_stage.stage > 0:
+        yield warning(
+            "optimizer.kind",
+            f"optimizer.kind=adafactor at ZeRO stage {config.zero_stage.stage} updates flat "
+            "partitions: its second moment is whole, and saves no memory",
+            "zero_stage=0, or optimizer=adamw_8bit",
+        )

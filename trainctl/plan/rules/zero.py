@@ -1,0 +1,171 @@
+"""Rules about ZeRO stages and offload, as DeepSpeed 0.19 enforces them, or should."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainctl.config.schema import Accelerator, OffloadDevice, OptimizerKind
+from trainctl.errors import Finding
+from trainctl.plan.rules.draft import Draft, choices, error, nearest_divisors
+
+
+def pipeline_partitions_no_gradients(draft: Draft) -> Iterator[Finding]:
+    """A pipeline stage keeps its gradients over all micro-batches (runtime/pipe/engine.py)."""
+    stage, stages = draft.config.zero_stage.stage, draft.config.parallelism.pipeline
+    if stages > 1 and stage >= 2:
+        yield error(
+            "zero_stage.stage",
+            f"zero_stage.stage={stage} with parallelism.pipeline={stages}: DeepSpeed's pipeline "
+            "allows ZeRO 0 and 1 only",
+            "zero_stage=1, or parallelism.pipeline=1",
+        )
+
+
+def pipeline_clips_over_all_stages(draft: Draft) -> Iterator[Finding]:
+    """Without ZeRO each stage clips by the norm of its own gradients, silently."""
+    config = draft.config
+    unclipped = config.optimizer.gradient_clipping == 0
+    if config.parallelism.pipeline > 1 and config.zero_stage.stage == 0 and not unclipped:
+        yield error(
+            "zero_stage.stage",
+            "zero_stage.stage=0 with pipeline stages clips each stage by its own norm: the "
+            "gradient would be wrong",
+            "zero_stage=1, or optimizer.gradient_clipping=0",
+        )
+
+
+def offload_has_its_stage(draft: Draft) -> Iterator[Finding]:
+    """DeepSpeed ignores offload at a stage that does not know it; only the ratio is refused."""
+    offload, stage = draft.config.offload, draft.config.zero_stage.stage
+    optimizer, parameters = offload.optimizer, offload.parameters
+    if parameters is not OffloadDevice.none and stage < 3:
+        yield error(
+            "offload.parameters",
+            f"offload.parameters={parameters.value} needs ZeRO stage 3, and it is {stage}",
+            "zero_stage=3, or offload.parameters=none",
+        )
+    if optimizer is not OffloadDevice.none and stage < 1:
+        yield error(
+            "offload.optimizer",
+            f"offload.optimizer={optimizer.value} needs ZeRO stage 1 or more, and it is {stage}",
+            "zero_stage=1, or offload.optimizer=none",
+        )
+    elif optimizer is OffloadDevice.nvme and stage < 3:
+        yield error(
+            "offload.optimizer",
+            f"offload.optimizer=nvme needs ZeRO stage 3; at stage {stage} DeepSpeed keeps the "
+            "states in host memory instead",
+            "zero_stage=3, or offload.optimizer=cpu",
+        )
+    if optimizer is not OffloadDevice.none and offload.ratio < 1 and stage < 3:
+        yield error(
+            "offload.ratio",
+            f"offload.ratio={offload.ratio:g} needs ZeRO stage 3, and it is {stage}",
+            "offload.ratio=1, or zero_stage=3",
+        )
+
+
+def nvme_has_a_path(draft: Draft) -> Iterator[Finding]:
+    """DeepSpeed would fail in the middle of the start."""
+    offload = draft.config.offload
+    if offload.nvme_path is None and OffloadDevice.nvme in (offload.optimizer, offload.parameters):
+        yield error(
+            "offload.nvme_path",
+            "offload to nvme needs offload.nvme_path, a folder on a local drive",
+            "offload.nvme_path=/local_nvme",
+        )
+
+
+def offloaded_optimizer_has_a_cpu_kernel(draft: Draft) -> Iterator[Finding]:
+    """What DeepSpeed can update in host memory, and what it can update in parts."""
+    offload, kind = draft.config.offload, draft.config.optimizer.kind
+    if offload.optimizer is OffloadDevice.none:
+        return
+    if kind in (OptimizerKind.lamb, OptimizerKind.adamw_8bit):
+        yield error(
+            "optimizer.kind",
+            f"optimizer.kind={kind.value} has no CPU kernel, and its states are offloaded",
+            "optimizer=adamw, or offload=none",
+        )
+    elif offload.ratio < 1 and kind not in (OptimizerKind.adamw, OptimizerKind.adam):
+        yield error(
+            "offload.ratio",
+            f"offload.ratio={offload.ratio:g} is for adam and adamw, not {kind.value}",
+            "offload.ratio=1",
+        )
+
+
+def offload_variants_have_their_base(draft: Draft) -> Iterator[Finding]:
+    """ZenFlow and SuperOffload are kinds of optimizer offload."""
+    offload, stage = draft.config.offload, draft.config.zero_stage.stage
+    if offload.zenflow and offload.optimizer is not OffloadDevice.cpu:
+        yield error(
+            "offload.zenflow",
+            f"offload.zenflow needs offload.optimizer=cpu, and it is {offload.optimizer.value}",
+            "offload.optimizer=cpu",
+        )
+    if not offload.super_offload:
+        return
+    if offload.optimizer is not OffloadDevice.cpu or stage != 3:
+        yield error(
+            "offload.super_offload",
+            "offload.super_offload needs offload.optimizer=cpu and ZeRO stage 3; they are "
+            f"{offload.optimizer.value} and {stage}",
+            "offload.optimizer=cpu zero_stage=3",
+        )
+    if draft.hardware.accelerator is not Accelerator.cuda:
+        yield error(
+            "offload.super_offload",
+            f"offload.super_offload is for CUDA, and the hardware is {draft.hardware.name}",
+            "offload.super_offload=false",
+        )
+
+
+def allgather_bucket_is_even(draft: Draft) -> Iterator[Finding]:
+    """Send buffers start at 4 bytes (nccl_start_alignment_factor, zero/stage_1_and_2.py)."""
+    size = draft.config.zero_stage.allgather_bucket_size
+    if draft.config.zero_stage.stage in (1, 2) and size % 2:
+        yield error(
+            "zero_stage.allgather_bucket_size",
+            f"zero_stage.allgather_bucket_size={size} is odd; DeepSpeed aligns to 2 elements",
+            choices([size - 1, size + 1], "zero_stage.allgather_bucket_size"),
+        )
+
+
+def secondary_partition_divides(draft: Draft) -> Iterator[Finding]:
+    """hpZ groups are equal and lie inside a node (utils/groups.py)."""
+    size, node = draft.config.zero_stage.hpz_partition_size, draft.hardware.devices_per_node
+    if draft.config.zero_stage.stage == 3 and node % size:
+        yield error(
+            "zero_stage.hpz_partition_size",
+            f"zero_stage.hpz_partition_size={size} does not divide a node's {node} devices",
+            choices(nearest_divisors(node, size), "zero_stage.hpz_partition_size"),
+        )
+
+
+def quantized_communication_has_a_kernel(draft: Draft) -> Iterator[Finding]:
+    """ZeRO++ quantises with GPU kernels."""
+    zero = draft.config.zero_stage
+    if draft.hardware.accelerator is not Accelerator.cpu or zero.stage < 3:
+        return
+    for name in ("quantized_weights", "quantized_gradients"):
+        if getattr(zero, name):
+            yield error(
+                f"zero_stage.{name}",
+                f"zero_stage.{name} uses GPU kernels, and the hardware is cpu",
+                f"zero_stage.{name}=false",
+            )
+
+
+def muon_sees_whole_gradients(draft: Draft) -> Iterator[Finding]:
+    """At stage 3 muon gathers gradients itself (zero/stage3.py)."""
+    zero = draft.config.zero_stage
+    if draft.config.optimizer.kind is not OptimizerKind.muon or zero.stage != 3:
+        return
+    for name in ("reduce_scatter", "quantized_gradients"):
+        if getattr(zero, name):
+            yield error(
+                f"zero_stage.{name}",
+                f"optimizer.kind=muon at ZeRO stage 3 cannot go with zero_stage.{name}",
+                f"zero_stage.{name}=false, or zero_stage=2",
+            )

@@ -1,0 +1,100 @@
+"""The frozen plan and its parts: what every other room reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainctl.config.schema import RunConfig
+from trainctl.hardware import Hardware
+
+PLAN_SCHEMA = 1
+"""Version of `plan.json`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """A value that nobody typed, and why it is what it is.
+
+    Attributes:
+        key: Name that users ask for: a config key (`training.global_batch_size`), a key of
+            DeepSpeed's JSON (`train_batch_size`), or a quantity of the plan (`total_steps`).
+        value: The value.
+        reason: The arithmetic or the rule, with the numbers.
+    """
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Sizes of the process mesh; `world_size` is the product of data, tensor, pipeline, sequence.
+
+    Ranks are ordered with tensor fastest, then sequence, then data, then pipeline slowest, so that
+    a tensor-parallel group stays inside a node.
+    """
+
+    data: int
+    tensor: int
+    pipeline: int
+    sequence: int
+    expert: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.data * self.tensor * self.pipeline * self.sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Batch arithmetic: global = micro x accumulation x data, in sequences.
+
+    Attributes:
+        global_batch_size: Sequences in an optimizer step.
+        micro_batch_size: Sequences in one forward pass of a data-parallel rank.
+        gradient_accumulation_steps: Forward passes in an optimizer step.
+        sequence_length: Tokens in a sequence.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    sequence_length: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.sequence_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """Everything that a launch will do; written to `plan.json` and only read afterwards.
+
+    Attributes:
+        config: The configuration as composed (derived values are not written back into it).
+        hardware: Machines and devices, declared or detected.
+        mesh: Process mesh.
+        batch: Batch arithmetic.
+        total_steps: Optimizer steps of the whole run.
+        stop_step: Step at which this launch ends; equals total_steps unless
+            `training.stop_after_steps` is set.
+        warmup_steps: Optimizer steps of the linear warmup.
+        deepspeed: The JSON for DeepSpeed, complete, without "auto".
+        derived: Every derived value with its reason.
+        not_yet: What this plan asks for that cannot be trained with yet, in words;
+            `launch` refuses while it is not empty.
+    """
+
+    config: RunConfig
+    hardware: Hardware
+    mesh: Mesh
+    batch: Batch
+    total_steps: int
+    stop_step: int
+    warmup_steps: int
+    deepspeed: dict[str, Any]
+    derived: tuple[Derived, ...] = ()
+    not_yet: tuple[str, ...] = ()
+    schema: int = field(default=PLAN_SCHEMA)

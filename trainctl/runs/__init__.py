@@ -1,0 +1,1 @@
+"""The run directory: names, attempts, atomic writes, status, records. No torch."""

@@ -1,0 +1,64 @@
+"""`command.json`: what an attempt starts on each node; a launcher writes it, the agents read it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from trainctl.config.codec import from_plain, to_plain
+from trainctl.runs.atomic import write_json
+from trainctl.runs.layout import AttemptPaths
+from trainctl.runs.provenance import redact
+
+COMMAND_SCHEMA = 1
+"""Version of `command.json`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCommand:
+    """One agent.
+
+    Attributes:
+        node: Number of the node, from 0.
+        host: Where it runs.
+        argv: Its command line.
+        environment: Variables set for it and its ranks, beside those it inherits.
+    """
+
+    node: int
+    host: str
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptCommand:
+    """All agents of an attempt, and what each starts.
+
+    Attributes:
+        nodes: The agents.
+        ranks_per_node: Ranks that each starts.
+        rank_command: Command line of every rank; which one it is, it reads from `RANK`.
+        prepare: Whether the agent prepares the corpus before the ranks start.
+        port: Rendezvous port; None takes a free one.
+    """
+
+    nodes: tuple[NodeCommand, ...]
+    ranks_per_node: int
+    rank_command: tuple[str, ...]
+    prepare: bool = True
+    port: int | None = None
+    schema: int = COMMAND_SCHEMA
+
+
+def write_command(attempt: AttemptPaths, command: AttemptCommand) -> None:
+    """Record the command; values of variables that name a secret are left out."""
+    record = to_plain(command)
+    for node in record["nodes"]:
+        node["environment"] = redact(node["environment"])
+    write_json(attempt.command, record)
+
+
+def read_command(attempt: AttemptPaths) -> AttemptCommand:
+    """The command of an attempt."""
+    return from_plain(AttemptCommand, json.loads(attempt.command.read_text(encoding="utf-8")))

@@ -1,0 +1,225 @@
+"""Making, finding and reading run directories and their attempts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.schema import RunConfig
+from trainctl.config.store import dump_config
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.types import RunPlan
+from trainctl.runs import provenance
+from trainctl.runs.atomic import write_json, write_text
+from trainctl.runs.layout import AttemptPaths, RunPaths
+
+RUN_SCHEMA = 1
+"""Version of `run.json`."""
+
+DEFAULT_ROOT = Path("runs")
+"""Where runs are made, seen from the current folder."""
+
+
+def create_run(
+    config: RunConfig,
+    *,
+    run_dir: Path | None = None,
+    argv: Sequence[str] = (),
+    root: Path = DEFAULT_ROOT,
+    folder: Path | None = None,
+) -> RunPaths:
+    """Make a run directory and write what never changes: `config.yaml`, provenance, `run.json`.
+
+    `run.json` is written last: with it the directory is a run.
+
+    Args:
+        config: The composed configuration.
+        run_dir: The directory; None makes one with a new name under `root`.
+        argv: The user's command line.
+        root: Folder of the runs.
+        folder: Whose git revision and changes are recorded; None is the current folder.
+
+    Raises:
+        TrainctlError: `run_dir` holds a run or anything else, or cannot be made (exit code 5).
+    """
+    try:
+        run = RunPaths(_new_directory(config, root) if run_dir is None else _claim(run_dir))
+    except OSError as error:
+        raise TrainctlError(
+            f"cannot make the run directory: {error}", exit_code=ExitCode.run_state
+        ) from None
+    folder = Path.cwd() if folder is None else folder
+    git, patch = provenance.git_state(folder)
+    write_text(run.config, dump_config(config))
+    if patch:
+        write_text(run.patch, patch)
+    run.checkpoints.mkdir(exist_ok=True)
+    run.attempts.mkdir(exist_ok=True)
+    record = {
+        "schema": RUN_SCHEMA,
+        "id": uuid.uuid4().hex,
+        "name": run.root.name,
+        "created": time.time(),
+        "argv": provenance.redact_argv(argv),
+        "folder": str(folder.resolve()),
+        "git": git,
+        "machine": provenance.machine(),
+        "environment": provenance.environment_record(
+            os.environ, config.launcher.forward_environment
+        ),
+        "packages": provenance.package_versions(),
+    }
+    write_json(run.record, record)
+    return run
+
+
+def is_run(path: Path) -> bool:
+    """Whether the directory holds a run."""
+    return (path / "config.yaml").is_file() and (path / "run.json").is_file()
+
+
+def open_run(path: Path) -> RunPaths:
+    """The run in a directory.
+
+    Raises:
+        TrainctlError: It is missing or is not a run (exit code 5); names the runs beside it.
+    """
+    if is_run(path):
+        return RunPaths(path.resolve())
+    what = "is not a run directory" if path.is_dir() else "does not exist"
+    missing = [name for name in ("config.yaml", "run.json") if not (path / name).is_file()]
+    detail = f" (no {' and no '.join(missing)} in it)" if path.is_dir() else ""
+    nearby = [run.root.name for run in _runs_in(path if path.is_dir() else path.parent)]
+    hint = f"runs there: {', '.join(nearby[-5:])}" if nearby else "`trainctl launch` makes one"
+    raise TrainctlError(f"{path} {what}{detail}", hint=hint, exit_code=ExitCode.run_state)
+
+
+def newest_run(root: Path = DEFAULT_ROOT) -> RunPaths:
+    """The run that was made last.
+
+    Raises:
+        TrainctlError: There is none (exit code 5).
+    """
+    runs = _runs_in(root)
+    if not runs:
+        raise TrainctlError(
+            f"there is no run in {root}",
+            hint="name the run directory, or start one with `trainctl launch`",
+            exit_code=ExitCode.run_state,
+        )
+    return runs[-1]
+
+
+def read_record(run: RunPaths) -> dict[str, Any]:
+    """`run.json`.
+
+    Raises:
+        TrainctlError: It cannot be read (exit code 5).
+    """
+    try:
+        record = json.loads(run.record.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _damaged(run.record, error) from None
+    if not isinstance(record, dict) or not record.get("id"):
+        raise _damaged(run.record, "it has no id")
+    return record
+
+
+def run_id(run: RunPaths) -> str:
+    """What the run's processes carry in their environment."""
+    return str(read_record(run)["id"])
+
+
+def last_attempt(run: RunPaths) -> int:
+    """Number of the newest attempt; 0 before the first."""
+    if not run.attempts.is_dir():
+        return 0
+    names = [path.name for path in run.attempts.iterdir()]
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def new_attempt(run: RunPaths, plan: RunPlan) -> AttemptPaths:
+    """Make the next attempt and write its plan and DeepSpeed's JSON.
+
+    Call it while holding the run's lock. `command.json` is written by the launcher that starts it.
+    """
+    attempt = run.attempt(last_attempt(run) + 1)
+    attempt.logs.mkdir(parents=True)
+    write_json(attempt.deepspeed, plan.deepspeed)
+    write_json(attempt.plan, to_plain(plan))
+    return attempt
+
+
+def read_plan(path: Path) -> RunPlan:
+    """A plan from an attempt's `plan.json`.
+
+    Raises:
+        TrainctlError: It is missing or damaged (exit code 5).
+    """
+    try:
+        return from_plain(RunPlan, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, why: object) -> TrainctlError:
+    return TrainctlError(f"{path} cannot be read: {why}", exit_code=ExitCode.run_state)
+
+
+def _runs_in(root: Path) -> list[RunPaths]:
+    """Runs directly in a folder, the one made last at the end."""
+    if not root.is_dir():
+        return []
+    runs = []
+    for path in root.iterdir():
+        if is_run(path):
+            run = RunPaths(path.resolve())
+            try:
+                runs.append((float(read_record(run)["created"]), path.name, run))
+            except (TrainctlError, KeyError, TypeError, ValueError):
+                continue
+    return [run for _, _, run in sorted(runs, key=lambda item: item[:2])]
+
+
+def _new_directory(config: RunConfig, root: Path) -> Path:
+    what = re.sub(r"[^A-Za-z0-9._-]+", "-", config.recipe or config.model.name).strip("-.") or "run"
+    while True:
+        name = f"{what}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        path = (root / name).resolve()
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+
+
+def _claim(path: Path) -> Path:
+    """Make a named directory, or take one that is empty or whose making was interrupted."""
+    if is_run(path):
+        raise TrainctlError(
+            f"{path} already holds a run",
+            hint=f"continue it with `trainctl resume {path}`, or name another directory",
+            exit_code=ExitCode.run_state,
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    ours = {"config.yaml", "source.patch", "checkpoints", "attempts", "lock"}
+    foreign = sorted(
+        item.name
+        for item in path.iterdir()
+        if item.name not in ours and not item.name.endswith(".tmp")
+    )
+    if foreign:
+        raise TrainctlError(
+            f"{path} is not empty and not a run: it holds {', '.join(foreign[:3])}",
+            hint="name a new or an empty directory",
+            exit_code=ExitCode.run_state,
+        )
+    return path.resolve()

@@ -1,0 +1,136 @@
+"""A process that died, in words: what it was, how it ended, what its log says, what may help."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+from trainctl.errors import ExitCode
+from trainctl.runs.records import Event
+
+TAIL_LINES = 20
+_TAIL_BYTES = 65_536
+_LINE_LENGTH = 500
+
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "most often the kernel ended it because the host ran out of memory "
+    "(see dmesg), or someone ran kill -9",
+    signal.SIGSEGV: "a crash in native code; the log has the stack",
+    signal.SIGBUS: "often /dev/shm is full or too small, or a mapped file was cut short",
+    signal.SIGABRT: "a check in native code failed; the log has its message",
+    signal.SIGFPE: "an arithmetic error in native code; the log has the stack",
+    signal.SIGILL: "a package was built for another processor",
+    signal.SIGTERM: "something outside this launch asked it to end (a scheduler, an operator)",
+    signal.SIGXCPU: "a limit on processor time (ulimit -t) was reached",
+    signal.SIGXFSZ: "a limit on file size (ulimit -f) was reached",
+}
+
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]:( |$)")
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|remote process exited"
+    r"|DistNetworkError",
+    re.IGNORECASE,
+)
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; ``signal 70`` where there is no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def exit_code(return_code: int) -> int:
+    """Exit code of a launch whose rank ended so; negative is a signal, as `subprocess` has it."""
+    return 128 - return_code if return_code < 0 else int(ExitCode.training_failed)
+
+
+def log_tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
+    """The last lines of a log, each cut at 500 characters; none if there is no log."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            text = stream.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line[:_LINE_LENGTH] for line in text.rstrip().splitlines()[-lines:]]
+
+
+def error_line(path: Path) -> str:
+    """The line that names the exception of the last traceback in a log; empty if there is none."""
+    # Torch puts the rank before each line of a traceback.
+    lines = [_RANK_PREFIX.sub("", line) for line in log_tail(path, lines=_TAIL_BYTES)]
+    starts = [
+        i
+        for i, line in enumerate(lines)
+        if line.startswith("Traceback (most recent call last)")
+        and not (i and lines[i - 1].startswith("Exception ignored"))
+    ]
+    if not starts:
+        return ""
+    return next((line for line in lines[starts[-1] + 1 :] if re.match(r"\S", line)), "")
+
+
+def settle(return_code: int, log: Path) -> int:
+    """The return code that counts: 1 for a Python error whose process then aborted.
+
+    Threads of communication libraries often abort a process that an exception is ending, or not,
+    by chance; the exception is the cause either way.
+    """
+    return 1 if return_code == -signal.SIGABRT and error_line(log) else return_code
+
+
+def is_lost_peer(error: str) -> bool:
+    """Whether an error only says that another rank went away: a consequence, not a cause."""
+    return _LOST_PEER.search(error) is not None
+
+
+def describe(return_code: int, log: Path) -> dict[str, Any]:
+    """Fields of a `failure` record for a process that ended.
+
+    Args:
+        return_code: Of the process; negative is a signal.
+        log: What it wrote.
+
+    Returns:
+        `exit_code` (None for a signal), `signal` (None for an exit code), `message` (how it
+        ended, as in ``rank 1 was killed by SIGKILL``), `hint`, `log`, `log_tail`.
+    """
+    tail = log_tail(log)
+    if return_code < 0:
+        name = signal_name(-return_code)
+        return {
+            "exit_code": None,
+            "signal": name,
+            "message": f"was killed by {name}",
+            "hint": _HINTS.get(-return_code, ""),
+            "log": str(log),
+            "log_tail": tail,
+        }
+    error = error_line(log)
+    return {
+        "exit_code": return_code,
+        "signal": None,
+        "message": f"ended with exit code {return_code}" + (f": {error}" if error else ""),
+        "hint": "",
+        "log": str(log),
+        "log_tail": tail,
+    }
+
+
+def sentence(event: Event) -> str:
+    """A `failure` record as one sentence: who, where, how.
+
+    A record that is about no rank (the agent's own) has a whole sentence as its message.
+    """
+    if event.get("rank") is None:
+        return str(event["message"])
+    where = f"node {event['node']}"
+    if event.get("host"):
+        where += f", {event['host']}"
+    if event.get("pid"):
+        where += f", process {event['pid']}"
+    return f"rank {event['rank']} ({where}) {event['message']}"

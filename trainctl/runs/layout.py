@@ -1,0 +1,100 @@
+"""Names inside a run directory: the contract between launcher, agent and ranks.
+
+RUN/
+  config.yaml            the composed configuration; written once, never changed
+  run.json               id, creation time, command line, versions, git revision, environment
+  source.patch           uncommitted changes of the user's folder, if it is a git checkout
+  lock                   held (flock) by the launch that runs here
+  status.json            state of the newest attempt
+  events.jsonl           records of every attempt
+  checkpoints/           committed checkpoints `step-00000040/`, and `latest`, a pointer
+  attempts/N/            one launch or resume, N from 1
+    plan.json            the frozen plan
+    ds_config.json       what DeepSpeed gets
+    command.json         what was started on each node
+    logs/                rank-0.log ..., agent-0.log
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_ID_VARIABLE = "TRAINCTL_RUN_ID"
+"""Set in the environment of every process of a run; how its processes are found."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptPaths:
+    """Files of one attempt."""
+
+    root: Path
+    number: int
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def deepspeed(self) -> Path:
+        return self.root / "ds_config.json"
+
+    @property
+    def command(self) -> Path:
+        return self.root / "command.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+    def agent_log(self, node: int) -> Path:
+        return self.logs / f"agent-{node}.log"
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """Files of one run."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def record(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def patch(self) -> Path:
+        return self.root / "source.patch"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "lock"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def corpus(self) -> Path:
+        return self.root / "corpus.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def attempts(self) -> Path:
+        return self.root / "attempts"
+
+    def attempt(self, number: int) -> AttemptPaths:
+        return AttemptPaths(self.attempts / str(number), number)

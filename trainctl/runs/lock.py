@@ -1,0 +1,132 @@
+"""One launch at a time in a run directory: an flock that ends with its holders.
+
+The launcher takes it and its agent inherits the descriptor, so the lock is free only once both are
+gone: after `kill -9` of the launcher, when its agent has ended every rank. Ranks do not inherit it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.processes import is_alive
+
+_held: dict[str, int] = {}
+"""Descriptors of the locks that this process holds, by path."""
+
+_CLEANUP_SECONDS = 10.0
+_LOOK_SECONDS = 0.5
+"""Longest that `holder` may be looking, or a holder be about to write itself in."""
+
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who wrote itself into the lock.
+
+    Attributes:
+        pid: The launcher.
+        host: Its machine.
+        since: Unix seconds.
+    """
+
+    pid: int
+    host: str
+    since: float
+
+
+@contextmanager
+def hold(run: RunPaths, *, patience_seconds: float = _CLEANUP_SECONDS) -> Iterator[int]:
+    """Hold the run's lock; yields its descriptor, to be inherited by agents.
+
+    Within one process it may be taken again while it is held.
+
+    Args:
+        run: The run.
+        patience_seconds: How long to wait while the agent of a launcher that is dead still ends
+            its ranks. A live launcher is not waited for.
+
+    Raises:
+        TrainctlError: Another launch holds it (exit code 5); names its pid and host.
+    """
+    path = str(run.lock)
+    if path in _held:
+        yield _held[path]
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _acquire(run, descriptor, patience_seconds)
+        me = Holder(os.getpid(), socket.gethostname(), time.time())
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(asdict(me)).encode() + b"\n", 0)
+        _held[path] = descriptor
+        try:
+            yield descriptor
+        finally:
+            del _held[path]
+            os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def holder(run: RunPaths) -> Holder | None:
+    """Who holds the run's lock now; None when it is free.
+
+    A holder that cannot be read (it is just writing itself in) has pid 0.
+    """
+    try:
+        descriptor = os.open(run.lock, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read(descriptor)
+    else:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(run: RunPaths, descriptor: int, patience_seconds: float) -> None:
+    start = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            current = _read(descriptor)
+        is_dead = current.host == socket.gethostname() and not is_alive(current.pid)
+        patience = patience_seconds if is_dead else _LOOK_SECONDS if current.pid == 0 else 0.0
+        if time.monotonic() - start >= patience:
+            raise _in_use(run, current, is_dead)
+        time.sleep(_POLL_SECONDS)
+
+
+def _read(descriptor: int) -> Holder:
+    try:
+        return Holder(**json.loads(os.pread(descriptor, 4096, 0)))
+    except (ValueError, TypeError):
+        return Holder(0, "", 0.0)
+
+
+def _in_use(run: RunPaths, current: Holder, is_dead: bool) -> TrainctlError:
+    if is_dead:
+        message = f"{run.root}: processes of an ended launch (process {current.pid}) are still here"
+        hint = "they may be stuck in the kernel; look for its id in /proc/*/environ"
+    elif current.pid == 0:
+        message = f"{run.root} is in use by another launch"
+        hint = "wait for it to end, or name another run directory"
+    else:
+        message = f"{run.root} is in use by another launch: process {current.pid} on {current.host}"
+        hint = "wait for it to end, stop it, or name another run directory"
+    return TrainctlError(message, hint=hint, exit_code=ExitCode.run_state)

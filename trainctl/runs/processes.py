@@ -1,0 +1,156 @@
+"""Process hygiene: who ends with whom, and how a run's processes are found and ended. Linux only.
+
+Every process of a run inherits the variables of its `RunTag`. A process that outlives its parent,
+or was forked by a rank, still shows them in `/proc/<pid>/environ`; one that ended does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainctl.runs.layout import RUN_ID_VARIABLE
+
+RUN_DIRECTORY_VARIABLE = "TRAINCTL_RUN_DIR"
+ATTEMPT_VARIABLE = "TRAINCTL_ATTEMPT"
+PARENT_VARIABLE = "TRAINCTL_PARENT_PID"
+"""Pid of the process that an agent or rank was started by, and must not outlive."""
+
+_PR_SET_PDEATHSIG = 1
+_POLL_SECONDS = 0.02
+_SETTLE_SECONDS = 0.03
+"""Between the last two looks: in the middle of an exec a process shows no environment."""
+_KILL_PATIENCE_SECONDS = 2.0
+"""How long a killed process may take to go; it stays longer only if stuck in the kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunTag:
+    """What the processes of a run have in common.
+
+    The directory is part of it: a copy of a run's directory, resumed beside the original, has the
+    same id, and the two must not end each other.
+
+    Attributes:
+        run_id: The run's id.
+        directory: The run's directory, absolute.
+        attempt: Number of one attempt; None stands for all of them.
+    """
+
+    run_id: str
+    directory: Path
+    attempt: int | None = None
+
+    def environment(self) -> dict[str, str]:
+        """The variables to start a process with."""
+        variables = {RUN_ID_VARIABLE: self.run_id, RUN_DIRECTORY_VARIABLE: str(self.directory)}
+        if self.attempt is not None:
+            variables[ATTEMPT_VARIABLE] = str(self.attempt)
+        return variables
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> RunTag:
+        """The tag that this process was started with."""
+        return cls(
+            environment[RUN_ID_VARIABLE],
+            Path(environment[RUN_DIRECTORY_VARIABLE]),
+            int(environment[ATTEMPT_VARIABLE]),
+        )
+
+
+def processes_of(tag: RunTag) -> set[int]:
+    """Pids of all live processes that carry the tag."""
+    wanted = {os.fsencode(f"{name}={value}") for name, value in tag.environment().items()}
+    found = set()
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                environment = (process / "environ").read_bytes()
+            except OSError:  # it ended, or is another user's
+                continue
+            if wanted <= set(environment.split(b"\0")):
+                found.add(int(process.name))
+    return found
+
+
+def sweep(tag: RunTag, *, grace_seconds: float, keep: Collection[int] = ()) -> set[int]:
+    """End every process that carries the tag: SIGTERM to all, one grace for all, SIGKILL.
+
+    Args:
+        tag: Whose processes.
+        grace_seconds: Time between the two signals; 0 kills at once.
+        keep: Pids to leave alone, beside this process.
+
+    Returns:
+        Pids that even SIGKILL did not end (stuck in the kernel); usually empty.
+    """
+    kept = {os.getpid(), *keep}
+    deadline = time.monotonic() + grace_seconds
+    asked: set[int] = set()
+    settled = False
+    while True:
+        alive = processes_of(tag) - kept
+        now = time.monotonic()
+        if not alive:
+            if settled:
+                return set()
+            settled = True
+            time.sleep(_SETTLE_SECONDS)
+            continue
+        settled = False
+        if now > deadline + _KILL_PATIENCE_SECONDS:
+            return alive
+        if now >= deadline:
+            _send(alive, signal.SIGKILL)
+        else:
+            _send(alive - asked, signal.SIGTERM)
+            asked |= alive
+        time.sleep(_POLL_SECONDS)
+
+
+def die_with_parent(expected_pid: int | None = None, *, death_signal: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends; end now if it has already.
+
+    The parent is, precisely, the thread that started this process. The setting outlives `exec`,
+    but children do not inherit it.
+
+    Args:
+        expected_pid: The parent; None takes it from `TRAINCTL_PARENT_PID`, and without that
+            variable (a rank started by hand) nothing is done.
+        death_signal: The signal.
+    """
+    if expected_pid is None:
+        value = os.environ.get(PARENT_VARIABLE)
+        if value is None:
+            return
+        expected_pid = int(value)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != expected_pid:
+        print(f"trainctl: process {expected_pid}, which started this one, is gone", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(128 + signal.SIGKILL)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine runs; a zombie does not."""
+    try:
+        stat = Path("/proc", str(pid), "stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def _send(pids: Collection[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue

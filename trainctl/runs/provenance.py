@@ -1,0 +1,148 @@
+"""Where a run came from: revision, packages, machine and environment, without secrets."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REDACTED = "redacted"
+
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+
+_RECORDED_VARIABLES = (
+    "CONDA_DEFAULT_ENV",
+    "CUDA_*",
+    "DS_*",
+    "GLOO_*",
+    "HF_*",
+    "HOSTNAME",
+    "LD_LIBRARY_PATH",
+    "MKL_*",
+    "NCCL_*",
+    "NVIDIA_VISIBLE_DEVICES",
+    "OMP_*",
+    "PATH",
+    "PYTHON*",
+    "PYTORCH_*",
+    "ROCR_VISIBLE_DEVICES",
+    "SLURM_*",
+    "TORCH_*",
+    "VIRTUAL_ENV",
+)
+_GIT_SECONDS = 10
+_PATCH_BYTES = 20_000_000
+_UNTRACKED_NAMES = 200
+
+
+def redact(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables, with values of secret names and credentials inside URLs taken out."""
+    return {
+        name: REDACTED if _SECRET_NAME.search(name) else redact_text(value)
+        for name, value in environment.items()
+    }
+
+
+def redact_text(text: str) -> str:
+    """The text without the credentials of the URLs in it."""
+    return _URL_CREDENTIALS.sub(REDACTED, text)
+
+
+def redact_argv(argv: Sequence[str]) -> list[str]:
+    """A command line without the values of secret names (`key=value`) and credentials of URLs."""
+    shown = []
+    for argument in argv:
+        name, equals, _ = argument.partition("=")
+        # Only a variable is a secret: `tokenizer=byte` and `data.text_key=text` are not.
+        is_secret = equals and re.search(r"(^|\.)environment\.", name) and _SECRET_NAME.search(name)
+        shown.append(f"{name}={REDACTED}" if is_secret else redact_text(argument))
+    return shown
+
+
+def select(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
+    """The variables whose names match one of the globs, sorted."""
+    return {
+        name: environment[name]
+        for name in sorted(environment)
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def environment_record(environment: Mapping[str, str], forwarded: Sequence[str]) -> dict[str, str]:
+    """The variables that are recorded: an allow-list and what the run forwards; no secrets."""
+    return redact(select(environment, (*_RECORDED_VARIABLES, *forwarded)))
+
+
+def package_versions() -> dict[str, str]:
+    """Every installed distribution and its version, sorted by name."""
+    from importlib import metadata
+
+    found = {}
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:
+            found[name] = distribution.version
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+
+def machine() -> dict[str, Any]:
+    """Host, operating system, Python and processors."""
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+def git_state(folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """What git knows about a folder.
+
+    Returns:
+        Revision, branch, remote, whether there are uncommitted changes, and names of untracked
+        files (None if it is no checkout, or git is not installed or does not answer); and the
+        uncommitted changes of tracked files as a patch.
+    """
+    revision = _git(folder, "rev-parse", "HEAD")
+    if revision is None:
+        return None, ""
+    patch = _git(folder, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-color") or ""
+    untracked = (_git(folder, "ls-files", "--others", "--exclude-standard") or "").splitlines()
+    is_whole = len(patch.encode()) <= _PATCH_BYTES
+    state = {
+        "revision": revision.strip(),
+        "branch": (_git(folder, "rev-parse", "--abbrev-ref", "HEAD") or "").strip(),
+        "remote": redact_text((_git(folder, "remote", "get-url", "origin") or "").strip()),
+        "changed": bool(patch),
+        "patch_recorded": bool(patch) and is_whole,
+        "untracked": untracked[:_UNTRACKED_NAMES],
+        "untracked_count": len(untracked),
+    }
+    return state, patch if is_whole else ""
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Output of a git command that changes nothing and asks nothing; None if it fails."""
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+    try:
+        result = subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_GIT_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.decode(errors="replace")

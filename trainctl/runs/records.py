@@ -1,0 +1,158 @@
+"""`events.jsonl`: one JSON object a line, appended by launcher, agent and rank 0.
+
+Floats keep every digit (`repr`). JSON has no NaN and no infinity, so these are written as the
+strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``; `number` reads them back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+RECORD_SCHEMA = 1
+"""Version of the lines of `events.jsonl`."""
+
+Event = dict[str, Any]
+
+
+class EventWriter:
+    """Appends records of one attempt; a context manager.
+
+    A line is one `write` to a file opened for appending, so lines of several processes never mix.
+    What a killed writer left unfinished is closed with a newline first and stays a torn line of
+    its own, which readers skip.
+
+    Args:
+        path: The run's `events.jsonl`; made if missing.
+        attempt: Number that every line carries.
+    """
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self._attempt = attempt
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._torn = not _ends_with_newline(self._descriptor)
+
+    def write(self, event: str, **fields: Any) -> Event:
+        """Append one record and return it.
+
+        Args:
+            event: Its kind, such as ``step``.
+            fields: The rest: plain JSON values.
+
+        Raises:
+            OSError: The disk is full; the next record starts on a line of its own.
+        """
+        record = {
+            "schema": RECORD_SCHEMA,
+            "attempt": self._attempt,
+            "time": time.time(),
+            "event": event,
+            **fields,
+        }
+        line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
+        data = (b"\n" if self._torn else b"") + line.encode()
+        self._torn = True
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+        self._torn = False
+        return record
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class EventFollower:
+    """Reads records as they are appended.
+
+    Args:
+        path: The run's `events.jsonl`; need not exist yet.
+        attempt: Records of other attempts are passed over.
+    """
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self._path = path
+        self._attempt = attempt
+        self._offset = path.stat().st_size if path.exists() else 0
+        self._partial = b""
+
+    def poll(self) -> list[Event]:
+        """Complete records since the last call, or since the follower was made."""
+        try:
+            with self._path.open("rb") as stream:
+                stream.seek(self._offset)
+                data = stream.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        return [event for event in _parse(lines) if event.get("attempt") == self._attempt]
+
+
+def read_events(path: Path) -> list[Event]:
+    """Every complete record, in file order; none when there is no file. Torn lines are skipped."""
+    try:
+        return list(_parse(path.read_bytes().split(b"\n")))
+    except FileNotFoundError:
+        return []
+
+
+def step_curve(events: Iterable[Event]) -> dict[int, Event]:
+    """The `step` records of the run as it stands, by step, ascending.
+
+    A resume goes back to a checkpoint and replays. The last attempt wins: from its first step on
+    nothing of an earlier attempt is left, also where it has not come as far yet.
+    """
+    curve: dict[int, Event] = {}
+    steps = [event for event in events if event["event"] == "step"]
+    for event in sorted(steps, key=lambda event: int(event["attempt"])):
+        while curve and next(reversed(curve)) >= event["step"]:
+            curve.popitem()
+        curve[event["step"]] = event
+    return curve
+
+
+def number(value: Any) -> float:
+    """A number of a record as a float; also the strings that stand for NaN and infinities."""
+    return float(value)
+
+
+def _parse(lines: Iterable[bytes]) -> Iterator[Event]:
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "event" in event:
+            yield event
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _ends_with_newline(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"

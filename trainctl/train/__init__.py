@@ -1,0 +1,1 @@
+"""Everything that runs on a rank. Importing this package alone loads no torch."""

@@ -1,0 +1,42 @@
+"""A rank: `python -m trainctl.train RUN_DIR --attempt N`, started by the agent."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from trainctl.runs.processes import die_with_parent
+
+
+def main() -> int:
+    """Train as the attempt's plan says; the exit code."""
+    die_with_parent()
+    parser = argparse.ArgumentParser(prog="trainctl.train")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    arguments = parser.parse_args()
+    # Only now the slow imports: a rank whose agent has gone must not outlive this line.
+    from trainctl.errors import TrainctlError
+    from trainctl.runs.directory import read_plan
+    from trainctl.runs.layout import RunPaths
+
+    run = RunPaths(arguments.run.resolve())
+    plan = read_plan(run.attempt(arguments.attempt).plan)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ["DS_ACCELERATOR"] = "cpu" if plan.hardware.accelerator.value == "cpu" else "cuda"
+    try:
+        from trainctl.train.rank import train_rank
+
+        train_rank(plan, run, arguments.attempt)
+    except TrainctlError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        return int(error.exit_code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

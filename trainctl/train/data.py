@@ -1,0 +1,111 @@
+"""Batches from the tokenized corpus, by sample counter alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainctl.train.corpus import Corpus, Split
+from trainctl.train.order import sample_indices
+
+IGNORED_LABEL = -100
+"""Label of a position that has no next token to learn."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward pass of one data-parallel rank sees; every tensor is (samples, length).
+
+    Attributes:
+        input_ids: Token ids.
+        labels: The next token at each position (already shifted), or IGNORED_LABEL.
+        position_ids: Position in the sample, or in its document with `data.mask_documents`.
+        document_ids: Number of the document within the sample, from 0: its boundaries.
+        sample_ids: Index of each sample in the dataset, shape (samples,).
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+    document_ids: torch.Tensor
+    sample_ids: torch.Tensor
+
+    @property
+    def num_labels(self) -> int:
+        return int((self.labels != IGNORED_LABEL).sum())
+
+
+class PackedDataset:
+    """Fixed-length samples cut out of the concatenated documents of a split.
+
+    Sample i covers tokens [i L, i L + L], one more than its length L for the labels; what is left
+    over at the end of the split is not used.
+    """
+
+    def __init__(
+        self, corpus: Corpus, split: Split, *, sequence_length: int, mask_documents: bool
+    ) -> None:
+        self._tokens = corpus.tokens(split)
+        self._end_of_document = corpus.end_of_document
+        self._length = sequence_length
+        self._mask_documents = mask_documents
+        self.num_samples = max(0, (split.tokens - 1) // sequence_length)
+
+    def micro_batch(self, indices: npt.NDArray[np.int64]) -> MicroBatch:
+        """The samples at `indices`; an index of -1 is a sample without labels (padding)."""
+        starts = np.maximum(indices, 0)[:, None] * self._length
+        window = self._tokens[starts + np.arange(self._length + 1)].astype(np.int64)
+        inputs, labels = window[:, :-1], window[:, 1:].copy()
+        labels[indices < 0] = IGNORED_LABEL
+        documents = np.zeros_like(inputs)
+        positions = np.tile(np.arange(self._length), (len(indices), 1))
+        if self._end_of_document is not None:
+            ends = inputs[:, :-1] == self._end_of_document
+            documents[:, 1:] = np.cumsum(ends, axis=1)
+            if self._mask_documents:
+                # The end of a document must not have to guess how the next one begins.
+                labels[inputs == self._end_of_document] = IGNORED_LABEL
+                first = np.where(np.pad(ends, ((0, 0), (1, 0))), positions, 0)
+                positions = positions - np.maximum.accumulate(first, axis=1)
+        return MicroBatch(
+            input_ids=torch.from_numpy(np.ascontiguousarray(inputs)),
+            labels=torch.from_numpy(labels),
+            position_ids=torch.from_numpy(positions),
+            document_ids=torch.from_numpy(documents),
+            sample_ids=torch.from_numpy(indices.copy()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """The training samples of one data-parallel rank.
+
+    The coordinate is the data-parallel rank alone, so ranks of one tensor, pipeline or sequence
+    group get the same samples.
+    """
+
+    dataset: PackedDataset
+    seed: int
+    shuffle: bool
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    data_rank: int
+    data_size: int
+
+    def step(self, first_sample: int) -> list[MicroBatch]:
+        """This rank's micro-batches of the optimizer step that starts at counter `first_sample`."""
+        size = self.micro_batch_size
+        batches = []
+        for micro_step in range(self.gradient_accumulation_steps):
+            start = first_sample + (micro_step * self.data_size + self.data_rank) * size
+            indices = sample_indices(
+                np.arange(start, start + size, dtype=np.int64),
+                num_samples=self.dataset.num_samples,
+                seed=self.seed,
+                shuffle=self.shuffle,
+            )
+            batches.append(self.dataset.micro_batch(indices))
+        return batches

@@ -1,0 +1,175 @@
+"""The model: built by transformers from the plan's shape, without memory for its weights.
+
+The names that transformers gives to parameters are the canonical ones: initialisation, decay
+groups, checkpoints and exports all use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import PreTrainedModel
+
+from trainctl.config.schema import (
+    ActivationCheckpointingConfig,
+    CheckpointingMode,
+    DataType,
+    ModelConfig,
+    ModelFamily,
+)
+from trainctl.errors import TrainctlError
+
+TORCH_TYPES = {
+    DataType.fp32: torch.float32,
+    DataType.bf16: torch.bfloat16,
+    DataType.fp16: torch.float16,
+}
+
+
+def transformers_config(model: ModelConfig) -> PretrainedConfig:
+    """The transformers config of a model: of its directory if it has one, else of its shape."""
+    if model.path is not None:
+        return AutoConfig.from_pretrained(
+            model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
+        )
+    return _FAMILIES[model.family](model)
+
+
+def _decoder_arguments(model: ModelConfig) -> dict[str, Any]:
+    """What llama, mistral and qwen3 have in common."""
+    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
+    return {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads or model.num_attention_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.norm_epsilon,
+        "initializer_range": model.initializer_range,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "use_cache": False,
+        # The byte tokenizer has none of these, and transformers' defaults may lie outside its ids.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def _llama(model: ModelConfig) -> PretrainedConfig:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**_decoder_arguments(model))
+
+
+def _mistral(model: ModelConfig) -> PretrainedConfig:
+    from transformers import MistralConfig
+
+    return MistralConfig(sliding_window=model.sliding_window, **_decoder_arguments(model))
+
+
+def _qwen3(model: ModelConfig) -> PretrainedConfig:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**_decoder_arguments(model))
+
+
+def _gpt2(model: ModelConfig) -> PretrainedConfig:
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        vocab_size=model.vocab_size,
+        n_embd=model.hidden_size,
+        n_inner=model.intermediate_size,
+        n_layer=model.num_layers,
+        n_head=model.num_attention_heads,
+        n_positions=model.max_position_embeddings,
+        layer_norm_epsilon=model.norm_epsilon,
+        initializer_range=model.initializer_range,
+        tie_word_embeddings=model.tie_word_embeddings,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+_FAMILIES = {
+    ModelFamily.llama: _llama,
+    ModelFamily.mistral: _mistral,
+    ModelFamily.qwen3: _qwen3,
+    ModelFamily.gpt2: _gpt2,
+}
+
+
+def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The module tree with its buffers real and its parameters on the meta device.
+
+    No rank holds a weight yet, whatever the model's size; `trainctl.train.build` fills them in.
+    """
+    config = transformers_config(model)
+    with _parameters_on_meta():
+        built = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=model.attention.value,
+            trust_remote_code=model.trust_remote_code,
+        )
+    built.tie_weights()
+    built.train()
+    return built
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to meta as it is registered, before its module initialises it."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        original(module, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def blocks(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """The decoder blocks, in order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def wrap_blocks(model: PreTrainedModel, config: ActivationCheckpointingConfig) -> int:
+    """Recompute every k-th block in the backward pass; how many blocks do.
+
+    Raises:
+        TrainctlError: None of the model's blocks can.
+    """
+    if config.mode is CheckpointingMode.none:
+        return 0
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = blocks(model)
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index % config.every_kth_block == 0
+    wrapped = sum(layer.gradient_checkpointing for layer in layers)
+    if wrapped == 0:
+        raise TrainctlError(
+            f"activation_checkpointing.mode={config.mode.value} but 0 of {len(layers)} blocks of "
+            f"{type(model).__name__} are wrapped",
+            hint="activation_checkpointing=none, or a model whose blocks support it",
+        )
+    return wrapped

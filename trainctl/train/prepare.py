@@ -1,0 +1,58 @@
+"""What happens once on a node before its ranks start: the corpus is tokenized. No torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.types import RunPlan
+from trainctl.runs.atomic import write_json
+from trainctl.runs.layout import RunPaths
+from trainctl.train.corpus import Corpus, build_corpus
+from trainctl.train.tokenizer import load_tokenizer
+
+
+def prepare(plan: RunPlan, run: RunPaths) -> None:
+    """Tokenize the plan's corpus into the cache and say in `corpus.json` where it is.
+
+    Raises:
+        TrainctlError: Files are missing, the text is shorter than one sample, the tokenizer has
+            more ids than the model, or the corpus is not the one that this run started with.
+    """
+    config = plan.config
+    tokenizer = load_tokenizer(config.tokenizer)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise TrainctlError(
+            f"model.vocab_size={config.model.vocab_size} but the tokenizer has "
+            f"{tokenizer.vocab_size} ids",
+            hint=f"model.vocab_size={-(-tokenizer.vocab_size // 64) * 64}",
+        )
+    corpus = build_corpus(config.data, tokenizer, _Progress())
+    length = config.training.sequence_length
+    if corpus.train.tokens <= length:
+        raise TrainctlError(
+            f"the corpus has {corpus.train.tokens} tokens, fewer than one sample of "
+            f"training.sequence_length={length}",
+            hint="add text to data.paths, or shorten the sequence",
+        )
+    if run.corpus.is_file() and Corpus.load(run.corpus).digest != corpus.digest:
+        raise TrainctlError(
+            "the corpus is not the one that this run started with",
+            hint="restore the files, or start a new run from this run's weights",
+            exit_code=ExitCode.run_state,
+        )
+    write_json(run.corpus, asdict(corpus))
+
+
+class _Progress:
+    """A plain line on stderr every few seconds of tokenizing."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, done: int) -> None:
+        if time.monotonic() - self._last >= 5:
+            self._last = time.monotonic()
+            print(f"tokenizing: {done:,} documents", file=sys.stderr, flush=True)

@@ -1,0 +1,74 @@
+"""One rank among the others: process groups, device, and collectives on plain numbers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from trainctl.plan.types import RunPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """This rank.
+
+    Attributes:
+        rank: In the world.
+        world_size: Ranks of the run.
+        device: Device of this rank's tensors.
+        control: A gloo group of all ranks for decisions and small host data, so that these never
+            wait behind, or need memory on, the device.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over all ranks, in double precision."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.control)
+        return tensor.tolist()
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on at least one rank: the same answer on all."""
+        return self.sum(float(flag))[0] > 0
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.control)
+
+
+def start_process(plan: RunPlan) -> Process:
+    """Join the ranks that the agent started, from the environment that it set."""
+    # DeepSpeed compiles a shared-memory collective for the CPU when it is first used; gloo does.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    accelerator = get_accelerator()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    accelerator.set_device(local_rank)
+    timeout = timedelta(seconds=plan.config.launcher.communication_timeout_seconds)
+    deepspeed.init_distributed(
+        dist_backend="gloo" if accelerator.device_name() == "cpu" else "nccl", timeout=timeout
+    )
+    return Process(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=torch.device(accelerator.device_name(local_rank)),
+        control=dist.new_group(backend="gloo", timeout=timeout),
+    )
+
+
+def stop_process() -> None:
+    """Leave the process groups."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

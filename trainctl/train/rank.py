@@ -1,0 +1,30 @@
+"""One rank's life: join, assemble, train, leave in order."""
+
+from __future__ import annotations
+
+import warnings
+
+from trainctl.plan.types import RunPlan
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import EventWriter
+from trainctl.train.process import start_process, stop_process
+from trainctl.train.session import assemble
+from trainctl.train.trainer import Trainer
+
+
+def train_rank(plan: RunPlan, run: RunPaths, attempt: int) -> None:
+    """Train as the plan says.
+
+    Raises:
+        TrainctlError: What a user can act on; anything else is a bug or a failing device.
+    """
+    # DeepSpeed calls collectives by names that newer torch warns of, at every call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    process = start_process(plan)
+    session = assemble(plan, run, process)
+    events = EventWriter(run.events, attempt) if process.is_first else None
+    Trainer(session, events).train()
+    # In this order: DeepSpeed's threads use the groups, and dying with them alive aborts.
+    process.barrier()
+    session.engine.close()
+    stop_process()

@@ -1,0 +1,146 @@
+"""Putting a rank together: model, engine, data and, on resume, the state to go on from."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import deepspeed
+import torch
+
+from trainctl.config.schema import ModelFamily
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.types import RunPlan
+from trainctl.runs import checkpoints
+from trainctl.runs.layout import RunPaths
+from trainctl.train import build
+from trainctl.train.checkpoint import Checkpoint, Progress
+from trainctl.train.corpus import Corpus
+from trainctl.train.data import PackedDataset, TrainingData
+from trainctl.train.engine import Engine
+from trainctl.train.model import TORCH_TYPES, skeleton, wrap_blocks
+from trainctl.train.process import Process
+from trainctl.train.state import OptimizerState
+from trainctl.train.tokenizer import Tokenizer, load_tokenizer
+from trainctl.train.weights import SafetensorsWeights, SeedWeights, WeightSource
+
+
+@dataclass(slots=True)
+class Session:
+    """Everything that the training loop uses.
+
+    Attributes:
+        shapes: Of every parameter, by canonical name.
+        wrapped_blocks: Decoder blocks whose activations are recomputed.
+        resumed_from: The checkpoint that this attempt goes on from, if any.
+    """
+
+    plan: RunPlan
+    run: RunPaths
+    process: Process
+    corpus: Corpus
+    tokenizer: Tokenizer
+    engine: Engine
+    state: OptimizerState
+    training: TrainingData
+    held_out: PackedDataset
+    progress: Progress
+    shapes: dict[str, list[int]]
+    wrapped_blocks: int
+    resumed_from: Path | None
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+
+def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
+    """Build this rank's model, engine and data, at the newest checkpoint if the run has one."""
+    config = plan.config
+    deepspeed.utils.logger.setLevel(logging.getLevelName(config.logging.deepspeed_level.upper()))
+    corpus = Corpus.load(run.corpus)
+    checkpoint = _newest(run, process, corpus)
+    model = skeleton(config.model, TORCH_TYPES[config.precision.compute])
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    source = checkpoint or _initial_weights(plan)
+    if config.zero_stage.stage == 3:
+        build.materialise_partitioned(model, source, process.device, plan.deepspeed)
+    else:
+        build.materialise(model, source, process.device)
+    wrapped = wrap_blocks(model, config.activation_checkpointing)
+    engine = Engine(plan, process, model)
+    state = OptimizerState(engine, process.rank, process.world_size)
+    if checkpoint is not None:
+        checkpoint.load_into(state)
+    return Session(
+        plan=plan,
+        run=run,
+        process=process,
+        corpus=corpus,
+        tokenizer=load_tokenizer(config.tokenizer),
+        engine=engine,
+        state=state,
+        training=_training_data(plan, process, corpus),
+        held_out=_dataset(plan, corpus, held_out=True),
+        progress=checkpoint.progress if checkpoint else Progress(),
+        shapes=shapes,
+        wrapped_blocks=wrapped,
+        resumed_from=checkpoint.path if checkpoint else None,
+    )
+
+
+def _newest(run: RunPaths, process: Process, corpus: Corpus) -> Checkpoint | None:
+    """The checkpoint to go on from: all ranks read the same one, found before any is written."""
+    info, passed_over = checkpoints.newest_checkpoint(run)
+    process.barrier()
+    if process.is_first:
+        for reason in passed_over:
+            print(f"checkpoint passed over: {reason}", flush=True)
+        checkpoints.clean_temporary(run)
+    if info is None:
+        return None
+    checkpoint = Checkpoint(info.path)
+    if checkpoint.manifest["corpus_digest"] != corpus.digest:
+        raise TrainctlError(
+            f"{info.path.name} was trained on another corpus",
+            hint="restore the files, or start a new run",
+            exit_code=ExitCode.run_state,
+        )
+    return checkpoint
+
+
+def _initial_weights(plan: RunPlan) -> WeightSource:
+    model = plan.config.model
+    if model.initial_weights is not None:
+        return SafetensorsWeights(Path(model.initial_weights).expanduser())
+    residual = 1 / math.sqrt(2 * model.num_layers) if model.family is ModelFamily.gpt2 else 1.0
+    seed = plan.config.training.seed
+    return SeedWeights(seed, std=model.initializer_range, residual_scale=residual)
+
+
+def _dataset(plan: RunPlan, corpus: Corpus, *, held_out: bool) -> PackedDataset:
+    return PackedDataset(
+        corpus,
+        corpus.held_out if held_out else corpus.train,
+        sequence_length=plan.batch.sequence_length,
+        mask_documents=plan.config.data.mask_documents,
+    )
+
+
+def _training_data(plan: RunPlan, process: Process, corpus: Corpus) -> TrainingData:
+    return TrainingData(
+        dataset=_dataset(plan, corpus, held_out=False),
+        seed=plan.config.training.seed,
+        shuffle=plan.config.data.shuffle,
+        micro_batch_size=plan.batch.micro_batch_size,
+        gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
+        data_rank=process.rank,  # data parallel is the only axis that trains today
+        data_size=plan.mesh.data,
+    )
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Make what is random within a step (dropout) a function of (seed, step, rank): no state."""
+    torch.manual_seed((seed * 0x9E3779B1 + step * 0x85EBCA6B + rank * 0xC2B2AE35) % (1 << 63))

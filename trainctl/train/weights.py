@@ -1,0 +1,95 @@
+"""Where the values of parameters come from: a seed, or a directory of safetensors.
+
+A source gives any range of any parameter, so a rank that holds a shard computes or reads that
+shard alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+
+from trainctl.errors import TrainctlError
+
+CHUNK = 1 << 16
+"""Elements drawn from one generator; part of what a seed means, so never change it."""
+
+
+class WeightSource(Protocol):
+    """Values of parameters by canonical name."""
+
+    def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
+        """Elements [start, end), not none, of the flattened parameter: fp32 on the CPU."""
+
+
+class SeedWeights:
+    """Initial weights as a pure function of (seed, canonical name, shape).
+
+    Matrices and embeddings are normal with the model's standard deviation, norms one, biases zero.
+    Projections back into the residual stream of gpt2 are scaled by 1 / sqrt(2 num_layers) (GPT-2
+    report, section 2.3), as transformers initialises them. The normals are drawn in chunks, each
+    from its own generator, so that any range costs its own length only.
+    """
+
+    def __init__(self, seed: int, *, std: float, residual_scale: float = 1.0) -> None:
+        self._seed, self._std, self._residual_scale = seed, std, residual_scale
+
+    def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
+        if name.endswith(".bias"):
+            return torch.zeros(end - start)
+        if len(shape) < 2:
+            return torch.ones(end - start)
+        std = self._std * (self._residual_scale if _is_gpt2_residual(name) else 1.0)
+        first, last = start // CHUNK, math.ceil(end / CHUNK)
+        drawn = torch.cat([self._chunk(name, index) for index in range(first, last)])
+        return drawn[start - first * CHUNK : end - first * CHUNK].mul_(std)
+
+    def _chunk(self, name: str, index: int) -> torch.Tensor:
+        digest = hashlib.sha256(f"{self._seed}/{name}/{index}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        return torch.randn(CHUNK, generator=generator)
+
+
+def _is_gpt2_residual(name: str) -> bool:
+    return re.search(r"\.h\.\d+\.(attn|mlp)\.c_proj\.weight$", name) is not None
+
+
+class SafetensorsWeights:
+    """Weights of a transformers directory in safetensors, one file or sharded."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        index = folder / "model.safetensors.index.json"
+        try:
+            if index.is_file():
+                self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            else:
+                with safe_open(folder / "model.safetensors", framework="pt") as file:
+                    self._files = dict.fromkeys(file.keys(), "model.safetensors")
+        except (OSError, ValueError, KeyError) as error:
+            raise TrainctlError(
+                f"model.initial_weights: {folder} has no readable safetensors ({error})",
+                hint="give a directory with model.safetensors or model.safetensors.index.json",
+            ) from None
+
+    def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
+        if name not in self._files:
+            raise TrainctlError(f"model.initial_weights: {self._folder} has no tensor {name}")
+        with safe_open(self._folder / Path(self._files[name]).name, framework="pt") as file:
+            tensor = file.get_slice(name)
+            if tuple(tensor.get_shape()) != tuple(shape):
+                raise TrainctlError(
+                    f"model.initial_weights: {name} has shape {tensor.get_shape()}, "
+                    f"the model's is {list(shape)}"
+                )
+            width = math.prod(shape[1:])
+            rows = tensor[start // width : math.ceil(end / width)]
+        offset = start - start // width * width
+        return rows.reshape(-1)[offset : offset + end - start].float()
