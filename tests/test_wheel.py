@@ -7,7 +7,7 @@ of the tests through a .pth file: nothing is downloaded, and the checkout is not
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -60,24 +60,27 @@ def test_configuration_is_inside(wheel: Path) -> None:
     assert not [name for name in names if name.startswith(("tests/", "conf/", "recipes/"))]
 
 
-def test_it_trains_in_an_empty_folder(environment: Path, tmp_path: Path) -> None:
-    trainctl = environment / "bin" / "trainctl"
-    where = "import trainctl; print(trainctl.__file__)"
-    variables = {
-        name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ
-    }
-    variables["PATH"] = f"{environment / 'bin'}:/usr/bin:/bin"
+def test_it_trains_in_an_empty_folder_without_a_compiler(environment: Path, tmp_path: Path) -> None:
+    folder, home = tmp_path / "work", tmp_path / "home"
+    folder.mkdir()
+    home.mkdir()
+    # A home without torch's cache of built extensions, and a PATH without compilers.
+    variables = {"HOME": str(home), "PATH": str(environment / "bin"), "LANG": "C.UTF-8"}
+    for compiler in ("cc", "gcc", "c++", "g++", "clang", "nvcc"):
+        assert shutil.which(compiler, path=variables["PATH"]) is None
 
-    def run(*command: str | Path) -> str:
-        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    def run(program: str, *arguments: str) -> str:
+        command = [environment / "bin" / program, *arguments]
+        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    imported = run(environment / "bin" / "python", "-c", where)
+    imported = run("python", "-c", "import trainctl; print(trainctl.__file__)")
     assert Path(imported.strip()).is_relative_to(environment)
-    output = run(trainctl, "launch", "recipe=tiny")
-    (run_directory,) = (tmp_path / "runs").iterdir()
-    assert run_directory.name in output
+    output = run("trainctl", "launch", "recipe=tiny")
+    (run_directory,) = (folder / "runs").iterdir()
+    assert output.splitlines()[-1] == f"run directory: {run_directory}"
     events = [json.loads(line) for line in (run_directory / "events.jsonl").open()]
     evaluations = [event for event in events if event["event"] == "evaluation"]
     assert evaluations[-1]["loss"] < evaluations[-1]["unigram_entropy"]
+    assert not list(home.rglob("torch_extensions"))

@@ -191,11 +191,11 @@ def test_each_layer_names_the_line_that_set_it_and_the_last_one_won(
 
 
 def test_layers_stand_in_order_of_application() -> None:
-    composed = compose(["recipe=7b-zero2", "optimizer.lr=1e-4"])
+    composed = compose(["recipe=1b-zero1", "optimizer.lr=1e-4"])
     sources = [layer.source for layer in composed.layers["optimizer.lr"]]
     assert [source.partition(":")[0] for source in sources] == [
         "conf/optimizer/adamw.yaml",
-        "recipes/7b-zero2.yaml",
+        "recipes/1b-zero1.yaml",
         "optimizer.lr=1e-4",
     ]
     assert composed.source_of("optimizer.lr") == "optimizer.lr=1e-4"

@@ -43,6 +43,7 @@ def test_a_directory_of_transformers_gives_shape_and_family(
     written.save_pretrained(tmp_path)
     model = model_of(tmp_path)
     assert model.family is family
+    assert model.path == (str(tmp_path) if family is ModelFamily.hf else None)
     assert model.name == tmp_path.name
     assert (model.vocab_size, model.hidden_size, model.intermediate_size) == (320, 64, 96)
     assert (model.num_layers, model.num_attention_heads, model.num_key_value_heads) == (3, 4, 2)
@@ -103,13 +104,6 @@ def test_a_resume_does_not_read_the_directory_again(tmp_path: Path) -> None:
     again = recompose(saved, ["training.steps=3"])
     assert again.config.model == saved.model
     assert again.findings == ()
-
-
-def test_a_path_beside_another_option_has_no_effect(tmp_path: Path) -> None:
-    composed = compose(["model=llama-7b", f"model.path={tmp_path}"])
-    (found,) = composed.findings
-    assert found.key == "model.path"
-    assert "model=hf" in found.hint
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,6 @@ def test_what_can_be_trained_today_is_not_refused(changes):
         ({"precision__communication": "fp32"}, "precision.communication=fp32"),
         ({"precision__optimizer_states": "bf16"}, "precision.optimizer_states=bf16"),
         ({"activation_checkpointing__mode": "selective"}, "activation_checkpointing.mode="),
-        ({"activation_checkpointing__every_kth_block": 2}, ".every_kth_block=2"),
         ({"activation_checkpointing__offload_to_cpu": True}, ".offload_to_cpu=true"),
         (
             {"activation_checkpointing__partition_across_tensor_ranks": True},

@@ -35,6 +35,7 @@ ValueError: no: good
             "ValueError: no: good",
         ),
         ("Traceback (most recent call last):\n  cut off", ""),
+        ("error: first\nerror: the loss is NaN\nhint: lower the rate\n", "the loss is NaN"),
     ],
 )
 def test_the_line_that_names_the_exception(tmp_path: Path, log: str, error: str) -> None:

@@ -66,8 +66,8 @@ def tiny_plan(config: RunConfig, world_size: int) -> RunPlan:
 def train_cases(world_size: int, cases: list[Case], *, probe: str = "") -> list[dict[str, Any]]:
     """Train every case on `world_size` processes; what `probe` returned, by rank.
 
-    A process can hold one ZeRO-3 engine in its life (a second hangs in DeepSpeed), so at most one case
-    is at stage 3.
+    A process can hold one ZeRO-3 engine in its life (a second one hangs in DeepSpeed), so at most
+    one case is at stage 3.
 
     Args:
         probe: ``module:function`` called as ``function(cases, process)`` in place of training.

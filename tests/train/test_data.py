@@ -56,7 +56,9 @@ def test_padding_samples_have_no_labels(tmp_path):
     assert batch.num_labels == 4
 
 
-@pytest.mark.parametrize(("data_size", "micro", "accumulation"), [(1, 4, 2), (2, 2, 2), (4, 1, 2), (2, 4, 1)])
+@pytest.mark.parametrize(
+    ("data_size", "micro", "accumulation"), [(1, 4, 2), (2, 2, 2), (4, 1, 2), (2, 4, 1)]
+)
 def test_every_layout_sees_the_same_samples_in_a_step(tmp_path, data_size, micro, accumulation):
     data = dataset(tmp_path, list(range(250)), length=2)
     seen = []

@@ -20,7 +20,9 @@ def test_a_counter_alone_decides(num_samples, seed, counters):
         np.array(counters, dtype=np.int64), num_samples=num_samples, seed=seed, shuffle=True
     )
     for counter, index in zip(counters, together.tolist(), strict=True):
-        alone = sample_indices(np.array([counter]), num_samples=num_samples, seed=seed, shuffle=True)
+        alone = sample_indices(
+            np.array([counter]), num_samples=num_samples, seed=seed, shuffle=True
+        )
         assert alone.tolist() == [index]
         assert 0 <= index < num_samples
 

@@ -52,7 +52,7 @@ def test_fp32_curves_agree_over_stages_and_processes(tmp_path):
 
 
 def test_bf16_curves_agree_and_the_first_step_is_the_same(tmp_path):
-    """At stage 0 DeepSpeed makes a hidden first step; left alone it shifts Adam's bias correction."""
+    """At stage 0 DeepSpeed makes a hidden first step, which would shift Adam's bias correction."""
     curves = train(
         tmp_path, 2, [config(stage, precision__compute=DataType.bf16) for stage in range(4)]
     )
@@ -85,4 +85,4 @@ def test_recomputing_activations_and_masking_documents_change_what_they_should(t
         ],
     )
     assert_equal(plain, full, 1e-5)
-    assert masked[1] != plain[1]
+    assert masked != plain

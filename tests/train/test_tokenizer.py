@@ -41,7 +41,9 @@ def test_a_tokenizer_file_and_directory_give_the_librarys_ids(tmp_path):
     assert file.encode("the cat").tolist() == backend.encode("the cat").ids
     assert file.vocab_size == backend.get_vocab_size()
     assert file.end_of_document == backend.token_to_id("</s>")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<stop>"}})
+    )
     folder = load_tokenizer(TokenizerConfig(kind=TokenizerKind.hf, path=str(tmp_path)))
     assert folder.end_of_document == backend.token_to_id("<stop>")
     assert folder.fingerprint == file.fingerprint

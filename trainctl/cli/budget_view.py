@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from trainctl.cli.console import out
+from trainctl.cli.console import put
 
 LABEL_WIDTH = 26
 BAR_WIDTH = 40
@@ -20,12 +21,10 @@ def show_budget(budget: Mapping[str, Any], *, host_capacity_bytes: int | None) -
         budget: The budget's JSON form.
         host_capacity_bytes: Memory of a machine; none if unknown.
     """
-    console = out()
-    unicode_bars = console.encoding.lower().startswith("utf")
-    styles = {True: "green", False: "red", None: "yellow"}
+    unicode_bars = (sys.stdout.encoding or "").lower().startswith("utf")
+    styles = {True: "good", False: "error", None: "warning"}
     for line in budget_lines(budget, host_capacity_bytes, unicode_bars=unicode_bars):
-        style = styles[budget["fits"]] if line.startswith("  peak") else None
-        console.print(line, style=style, soft_wrap=True)
+        put(line, style=styles[budget["fits"]] if line.startswith("  peak") else "")
 
 
 def budget_lines(

@@ -15,7 +15,7 @@ def validate(
 
     Example: trainctl validate recipe=70b-zero3-nodes
     """
-    from trainctl.cli.console import out, print_json, say
+    from trainctl.cli.console import print_json, put, say
     from trainctl.cli.findings import findings_to_json, show_findings
     from trainctl.cli.planning import compose, plan
 
@@ -36,9 +36,9 @@ def validate(
         raise TrainctlError.from_findings(findings)
     show_findings(findings)
     for technique in not_yet:
-        say(f"note: {technique}", style="yellow")
+        say(f"note: {technique}", style="warning")
     name = made.config.recipe or made.config.model.name
-    out().print(f"{name} is valid on {made.hardware.name}", soft_wrap=True)
+    put(f"{name} is valid on {made.hardware.name}")
 
 
 def estimate_memory(

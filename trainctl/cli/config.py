@@ -25,7 +25,7 @@ def show(
 
     Examples: trainctl config show recipe=tiny optimizer.lr=1e-3; trainctl config show runs/NAME
     """
-    from trainctl.cli.console import out, print_json
+    from trainctl.cli.console import print_json, put
     from trainctl.cli.findings import show_findings
     from trainctl.cli.planning import compose_target
     from trainctl.config.codec import to_plain
@@ -36,7 +36,7 @@ def show(
     if as_json:
         print_json(to_plain(composed.config))
     else:
-        out().print(dump_config(composed.config), end="", soft_wrap=True)
+        put(dump_config(composed.config).rstrip("\n"))
 
 
 @app.command()
@@ -71,7 +71,7 @@ def why(
 
     Example: trainctl config why train_batch_size recipe=tiny
     """
-    from trainctl.cli.console import out, print_json
+    from trainctl.cli.console import print_json, put
     from trainctl.cli.planning import compose_target, plan
 
     composed = compose_target(*split_target(overrides), config_dir)
@@ -79,16 +79,15 @@ def why(
     if as_json:
         print_json(answer)
         return
-    console = out()
-    console.print(f"{key} = {answer['value']}", soft_wrap=True)
+    put(f"{key} = {answer['value']}")
     if answer["reason"]:
-        console.print(f"  because: {answer['reason']}", soft_wrap=True)
+        put(f"  because: {answer['reason']}")
     for layer in answer["layers"]:
-        console.print(f"  {layer['value']}  set by {layer['source']}", soft_wrap=True)
+        put(f"  {layer['value']}  set by {layer['source']}")
     if not answer["reason"] and not answer["layers"]:
-        console.print("  the default of the schema", soft_wrap=True)
+        put("  the default of the schema")
     if answer["doc"]:
-        console.print(f"  {answer['doc']}", soft_wrap=True)
+        put(f"  {answer['doc']}")
 
 
 @app.command()
@@ -121,7 +120,7 @@ def diff(
 def _print_changes(changes: list[Any], left: str, right: str) -> None:
     from rich.table import Table
 
-    from trainctl.cli.console import out, say
+    from trainctl.cli.console import rich_console, say
     from trainctl.config.codec import to_plain
 
     if not changes:
@@ -130,7 +129,7 @@ def _print_changes(changes: list[Any], left: str, right: str) -> None:
     table = Table("key", left, right, box=None, pad_edge=False)
     for change in changes:
         table.add_row(change.key, str(to_plain(change.left)), str(to_plain(change.right)))
-    out().print(table)
+    rich_console().print(table)
 
 
 def _plan_of(planned: Planned) -> RunPlan:

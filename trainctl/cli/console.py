@@ -1,14 +1,16 @@
 """Where output goes: data to stdout, talk to stderr.
 
-Rich leaves colour out when the stream is no terminal or NO_COLOR is set. Markup is never
-interpreted, because what is printed holds paths and values of users.
+Lines are written as they are: never wrapped, and nothing in them is interpreted, because they hold
+paths and values of users. Rich, whose import takes longer than planning, is only for tables and
+for the live line.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,39 +18,44 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 100
 """Columns of a table when the output is no terminal."""
 
-
-def out() -> Console:
-    """The console of stdout: what the user asked for."""
-    return _console(stderr=False)
+STYLES = {"error": "31", "warning": "33", "good": "32"}
+"""Codes of ANSI's Select Graphic Rendition: red, yellow, green."""
 
 
-def err() -> Console:
-    """The console of stderr: findings, hints, errors."""
-    return _console(stderr=True)
+def put(text: str, *, style: str = "") -> None:
+    """One line of data on stdout, in colour if a style is named and stdout is a terminal."""
+    _write(sys.stdout, text, style)
 
 
-def _console(*, stderr: bool) -> Console:
+def say(text: str, *, style: str = "") -> None:
+    """One line of talk on stderr, in colour if a style is named and stderr is a terminal."""
+    _write(sys.stderr, text, style)
+
+
+def _write(stream: TextIO, text: str, style: str) -> None:
+    if style and stream.isatty() and not os.environ.get("NO_COLOR"):
+        text = f"\x1b[{STYLES[style]}m{text}\x1b[0m"
+    stream.write(text + "\n")
+    stream.flush()
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout, floats at full precision."""
+    put(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def rich_console() -> Console:
+    """Rich on stdout, for what needs it; without colour where `put` has none."""
     from rich.console import Console
 
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
 
 
-def say(text: str, *, style: str = "") -> None:
-    """One line of talk on stderr, never wrapped."""
-    err().print(text, style=style or None, soft_wrap=True)
-
-
-def print_json(value: Any) -> None:
-    """One JSON document on stdout, floats at full precision."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
-
-
 def gib(size: float) -> str:
-    """Bytes as GiB with a unit, such as ``12.5 GiB``."""
+    """Bytes as GiB with a unit, such as ``12.50 GiB``."""
     return f"{size / 2**30:,.2f} GiB"
 
 

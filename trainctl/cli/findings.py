@@ -15,7 +15,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
         about = f"{finding.key}: " if finding.key else ""
         say(
             f"{finding.severity}[{finding.rule}]: {about}{finding.message}",
-            style="red" if finding.is_error else "yellow",
+            style=finding.severity.value,
         )
         if finding.source:
             say(f"  set by: {finding.source}")
@@ -25,7 +25,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 def show_error(message: str, hint: str = "") -> None:
     """One error and what to do about it."""
-    say(f"error: {message}", style="bold red")
+    say(f"error: {message}", style="error")
     if hint:
         say(f"hint: {hint}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trainctl.cli.console import out, short_count
+from trainctl.cli.console import put, short_count
 
 if TYPE_CHECKING:
     from trainctl.plan.types import RunPlan
@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 
 def show_plan(plan: RunPlan) -> None:
     """Print the plan's summary on stdout."""
-    console = out()
     for line in plan_lines(plan):
-        console.print(line, soft_wrap=True)
+        put(line)
 
 
 def plan_lines(plan: RunPlan) -> list[str]:
@@ -60,7 +59,6 @@ def show_commands(commands: Sequence[Sequence[str]]) -> None:
     """Print the command of each node, as a shell would take it."""
     import shlex
 
-    console = out()
-    console.print("Commands")
+    put("Commands")
     for command in commands:
-        console.print(f"  {shlex.join(command)}", soft_wrap=True)
+        put(f"  {shlex.join(command)}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from trainctl.cli.console import out
+from trainctl.cli.console import put, rich_console
 from trainctl.runs.records import number
 
 Event = Mapping[str, Any]
@@ -30,10 +30,9 @@ class Progress:
         self._every_steps = every_steps
         self._as_json = as_json
         self._broken = False
-        self._console = out()
         self._live: Any = None
-        if self._console.is_terminal and not as_json:
-            self._live = _live_line(self._console)
+        if sys.stdout.isatty() and not as_json:
+            self._live = _live_line()
             self._task = self._live.add_task("starting", total=stop_step)
         self._seconds_per_step = 0.0
         self._last_time: float | None = None
@@ -63,8 +62,7 @@ class Progress:
 
     def _show(self, event: Event) -> None:
         if self._as_json:
-            sys.stdout.write(json.dumps(event, ensure_ascii=False) + "\n")
-            sys.stdout.flush()
+            put(json.dumps(event, ensure_ascii=False))
         elif event["event"] == "step":
             self._show_step(event)
         else:
@@ -91,16 +89,20 @@ class Progress:
         return self._seconds_per_step * (self._stop_step - int(event["step"]))
 
     def _print(self, line: str) -> None:
-        console = self._live.console if self._live is not None else self._console
-        console.print(line, soft_wrap=True)
+        if self._live is not None:
+            self._live.console.print(line, soft_wrap=True)
+        else:
+            put(line)
 
 
-def _live_line(console: Any) -> Any:
+def _live_line() -> Any:
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
     return Bar(
-        BarColumn(bar_width=20), TextColumn("{task.description}", markup=False), console=console
+        BarColumn(bar_width=20),
+        TextColumn("{task.description}", markup=False),
+        console=rich_console(),
     )
 
 

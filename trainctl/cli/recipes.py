@@ -64,10 +64,10 @@ def _fits(name: str, config_dir: Path | None, here: Hardware) -> tuple[bool | No
 def _print_table(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    from trainctl.cli.console import out
+    from trainctl.cli.console import rich_console
 
     table = Table("recipe", "what it is", "hardware", "fits here", box=None, pad_edge=False)
     table.columns[0].no_wrap = table.columns[2].no_wrap = table.columns[3].no_wrap = True
     for row in rows:
         table.add_row(row["name"], row["what"], row["hardware"], VERDICTS[row["fits_here"]])
-    out().print(table)
+    rich_console().print(table)

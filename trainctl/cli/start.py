@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from trainctl.cli.console import out, print_json, say
+from trainctl.cli.console import print_json, put, say
 from trainctl.cli.findings import findings_to_json, show_error, show_findings
 from trainctl.cli.planning import Planned, name_sources, plan, show_suggestions
 from trainctl.errors import ExitCode, TrainctlError
@@ -133,7 +133,7 @@ def _accept(planned: Planned, *, force: bool, as_json: bool) -> RunPlan:
             )
     if made.not_yet:
         for technique in made.not_yet:
-            say(f"error: {technique}", style="red")
+            say(f"error: {technique}", style="error")
         raise TrainctlError("this plan can be checked and budgeted, but not trained with yet")
     return made
 
@@ -159,21 +159,21 @@ def _run_attempt(run: RunPaths, made: RunPlan, *, checkpoint_bytes: int, as_json
     with hold(run):
         attempt = new_attempt(run, made)
         if not as_json:
-            out().print(f"run directory: {run.root}", soft_wrap=True)
+            put(f"run directory: {run.root}")
         with Progress(stop_step=made.stop_step, every_steps=every, as_json=as_json) as progress:
             outcome = run_attempt(run, attempt, made, progress, checkpoint_bytes=checkpoint_bytes)
     if outcome.exit_code:
         _show_failure(run, outcome)
         raise typer.Exit(outcome.exit_code)
     if not as_json:
-        out().print(f"run directory: {run.root}", soft_wrap=True)
+        put(f"run directory: {run.root}")
 
 
 def _show_failure(run: RunPaths, outcome: Outcome) -> None:
     """How the attempt ended, the end of the log that tells more, and how to go on."""
     from trainctl.runs.checkpoints import newest_checkpoint
 
-    if outcome.log is not None:
+    if outcome.log_tail:
         say(f"the end of {outcome.log}:")
         for line in outcome.log_tail:
             say(f"  {line}")
@@ -219,7 +219,7 @@ def _newest_checkpoint(run: RunPaths) -> CheckpointInfo | None:
 
     checkpoint, passed_over = newest_checkpoint(run)
     for problem in passed_over:
-        say(f"warning: checkpoint passed over: {problem}", style="yellow")
+        say(f"warning: checkpoint passed over: {problem}", style="warning")
     return checkpoint
 
 

@@ -20,6 +20,7 @@ from trainctl.config.hf import FILLED, fill_from_directory
 from trainctl.config.layers import Layer, Stack
 from trainctl.config.overrides import Choice, Overrides, read_overrides
 from trainctl.config.schema import GROUPS, ModelFamily, RunConfig
+from trainctl.config.suggest import first_line
 from trainctl.config.yaml_files import UNREADABLE, read_document
 from trainctl.errors import Finding, Severity, TrainctlError
 
@@ -189,7 +190,7 @@ def _files_in_order(
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         return Finding(
             rule=UNREADABLE,
-            message=f"Hydra cannot compose these files: {str(error).splitlines()[0]}",
+            message=f"Hydra cannot compose these files: {first_line(error)}",
             hint="look at the defaults lists of your own recipes and options",
         )
     return [
@@ -207,7 +208,7 @@ def _fill_model(stack: Stack) -> list[Finding]:
     """Read the shape from `model.path`; keys that were set explicitly win, with a warning."""
     model = from_plain(RunConfig, stack.plain).model
     if model.family is not ModelFamily.hf:
-        return _path_without_effect(stack) if model.path else []
+        return []
     try:
         filled = to_plain(fill_from_directory(model))
     except TrainctlError as error:
@@ -217,7 +218,7 @@ def _fill_model(stack: Stack) -> list[Finding]:
     source = f"{model.path}/config.json"
     for name in FILLED:
         key, value = f"model.{name}", filled[name]
-        if key in stack.layers and name not in ("name", "family"):
+        if key in stack.layers and name not in ("name", "family", "path"):
             own = stack.value_of(key)
             stack.layers[key].insert(0, Layer(source, value))
             findings += [_differs(key, own, value, stack, source)] if own != value else []
@@ -239,20 +240,6 @@ def _differs(key: str, own: Any, read: Any, stack: Stack, source: str) -> Findin
         severity=Severity.warning,
         source=_last_source(stack, key),
     )
-
-
-def _path_without_effect(stack: Stack) -> list[Finding]:
-    source = _last_source(stack, "model.path")
-    return [
-        Finding(
-            rule=NO_EFFECT,
-            key="model.path",
-            message="the shape comes from another option of model, so this has no effect",
-            hint="choose model=hf, or set model.initial_weights to start from these weights",
-            severity=Severity.warning,
-            source=source,
-        )
-    ]
 
 
 def _recipe_again(saved: RunConfig, recipe: Choice) -> Finding:

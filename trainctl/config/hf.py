@@ -31,7 +31,7 @@ NAMES = {
 }
 """Field of ours, and the keys that transformers' configurations call it."""
 
-FILLED = ("name", "family", *NAMES)
+FILLED = ("name", "family", "path", *NAMES)
 """Fields that `fill_from_directory` sets."""
 
 REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")
@@ -69,8 +69,9 @@ PLAIN_GPT2 = {
 def fill_from_directory(model: ModelConfig) -> ModelConfig:
     """The model with the shape that `model.path`/config.json gives.
 
-    The family becomes llama, mistral, qwen3 or gpt2 where the directory is exactly one of those,
-    and stays `hf` otherwise (biases, scaled rotary embeddings, other architectures).
+    The family becomes llama, mistral, qwen3 or gpt2 where the directory is exactly one of those;
+    the shape then says it all, and the path is dropped. It stays `hf`, with its path, otherwise
+    (biases, scaled rotary embeddings, other architectures).
 
     Raises:
         TrainctlError: No such directory or file, no JSON, or the shape is incomplete.
@@ -95,7 +96,8 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
         accepted["sliding_window"] = None
     family = ModelFamily(kind) if _is_ours(kind, raw) else ModelFamily.hf
     name = path.parent.name if model.name == "hf" else model.name
-    return replace(model, name=name, family=family, **accepted)
+    kept = model.path if family is ModelFamily.hf else None
+    return replace(model, name=name, family=family, path=kept, **accepted)
 
 
 def _read(directory: str | None) -> tuple[Path, dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainctl.config.check import WRONG_VALUE, Setting, check_setting, has_reference
 from trainctl.config.keys import leaves
+from trainctl.config.suggest import first_line
 from trainctl.config.yaml_files import read_scalar
 from trainctl.errors import Finding
 
@@ -74,7 +75,7 @@ class Stack:
                 if OmegaConf.is_config(value):
                     value = OmegaConf.to_container(value, resolve=True)
             except (OmegaConfBaseException, RecursionError, ValueError) as error:
-                findings.append(_unresolved(setting, str(error).splitlines()[0]))
+                findings.append(_unresolved(setting, first_line(error)))
                 continue
             text = value if isinstance(value, str) else None
             value = value if text is None else read_scalar(text)  # the environment holds texts

@@ -8,12 +8,16 @@ import yaml
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import RunConfig
+from trainctl.config.suggest import first_line
 from trainctl.errors import ExitCode, TrainctlError
 
 
 def dump_config(config: RunConfig) -> str:
-    """The whole configuration as YAML, every key in the schema's order."""
-    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True, width=100)
+    """The whole configuration as YAML, every key in the schema's order.
+
+    What is not ASCII is escaped: YAML reads some characters (U+0085) as line breaks otherwise.
+    """
+    return yaml.safe_dump(to_plain(config), sort_keys=False, width=100)
 
 
 def load_config(path: Path) -> RunConfig:
@@ -28,7 +32,7 @@ def load_config(path: Path) -> RunConfig:
     except OSError as error:
         raise _unusable(path, f"cannot be read: {error.strerror}") from None
     except yaml.YAMLError as error:
-        raise _unusable(path, f"is not valid YAML: {str(error).splitlines()[0]}") from None
+        raise _unusable(path, f"is not valid YAML: {first_line(error)}") from None
     except (ValueError, TypeError, RecursionError) as error:
         raise _unusable(path, f"is no configuration of trainctl: {error}") from None
 

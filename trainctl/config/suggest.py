@@ -1,4 +1,4 @@
-"""«Did you mean»: the nearest keys, options and recipes to what was typed."""
+"""Words for messages: the nearest keys, options and recipes to what was typed."""
 
 from __future__ import annotations
 
@@ -112,6 +112,11 @@ def nearest_keys(typed: str, keys: Iterable[str], groups: Iterable[str]) -> list
     whole = nearest(typed, keys if "." in typed else [*groups, *keys, *OTHER_NAMES])
     meant = [OTHER_NAMES.get(name, name) for name in [*whole, *similar]]
     return list(dict.fromkeys(meant))[:3]
+
+
+def first_line(error: Exception) -> str:
+    """What an error of a library says first: the rest is for its own developers."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def did_you_mean(names: list[str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from trainctl.config.check import Setting
+from trainctl.config.suggest import first_line
 from trainctl.errors import Finding
 
 UNREADABLE = "TC105"
@@ -73,9 +74,9 @@ def read_document(path: Path, shown: str) -> Document:
         line = error.problem_mark.line + 1 if error.problem_mark else None
         return _unreadable(shown, f"is not valid YAML: {error.problem}", line)
     except yaml.YAMLError as error:
-        return _unreadable(shown, f"is not valid YAML: {str(error).splitlines()[0]}")
+        return _unreadable(shown, f"is not valid YAML: {first_line(error)}")
     except (RecursionError, ValueError) as error:
-        return _unreadable(shown, f"is not a usable mapping: {str(error).splitlines()[0]}")
+        return _unreadable(shown, f"is not a usable mapping: {first_line(error)}")
 
 
 def read_scalar(text: str) -> Any:

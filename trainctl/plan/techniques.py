@@ -97,9 +97,6 @@ def _run(config: RunConfig) -> Iterator[tuple[str, object, str]]:
     if recompute.mode not in TRAINABLE_CHECKPOINTING:
         name = recompute.mode.value
         yield "activation_checkpointing.mode", name, f"{name} activation checkpointing"
-    if recompute.every_kth_block > 1:
-        k = recompute.every_kth_block
-        yield "activation_checkpointing.every_kth_block", k, "recomputing only some blocks"
     if recompute.offload_to_cpu:
         yield "activation_checkpointing.offload_to_cpu", "true", "block inputs in host memory"
     if recompute.partition_across_tensor_ranks:

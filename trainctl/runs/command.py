@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.runs.atomic import write_json
@@ -51,12 +52,17 @@ class AttemptCommand:
     schema: int = COMMAND_SCHEMA
 
 
-def write_command(attempt: AttemptPaths, command: AttemptCommand) -> None:
-    """Record the command; values of variables that name a secret are left out."""
-    record = to_plain(command)
+def command_record(command: AttemptCommand) -> dict[str, Any]:
+    """The command as it may be shown: without values of variables that name a secret."""
+    record: dict[str, Any] = to_plain(command)
     for node in record["nodes"]:
         node["environment"] = redact(node["environment"])
-    write_json(attempt.command, record)
+    return record
+
+
+def write_command(attempt: AttemptPaths, command: AttemptCommand) -> None:
+    """Record the command in the attempt's `command.json`."""
+    write_json(attempt.command, command_record(command))
 
 
 def read_command(attempt: AttemptPaths) -> AttemptCommand:

@@ -27,6 +27,7 @@ _HINTS: dict[int, str] = {
     signal.SIGXFSZ: "a limit on file size (ulimit -f) was reached",
 }
 
+_REPORTED = "error: "
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:( |$)")
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|remote process exited"
@@ -60,7 +61,11 @@ def log_tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
 
 
 def error_line(path: Path) -> str:
-    """The line that names the exception of the last traceback in a log; empty if there is none."""
+    """What went wrong by a log's own account; empty if it does not say.
+
+    The line that names the exception of the last traceback, else the last ``error: …`` line (how
+    a rank reports what a user can act on).
+    """
     # Torch puts the rank before each line of a traceback.
     lines = [_RANK_PREFIX.sub("", line) for line in log_tail(path, lines=_TAIL_BYTES)]
     starts = [
@@ -70,7 +75,8 @@ def error_line(path: Path) -> str:
         and not (i and lines[i - 1].startswith("Exception ignored"))
     ]
     if not starts:
-        return ""
+        reported = [line for line in lines if line.startswith(_REPORTED)]
+        return reported[-1].removeprefix(_REPORTED) if reported else ""
     return next((line for line in lines[starts[-1] + 1 :] if re.match(r"\S", line)), "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import deepspeed
@@ -37,21 +38,25 @@ def materialise_partitioned(
 ) -> None:
     """Give each rank its partition of every parameter: ZeRO stage 3.
 
-    DeepSpeed partitions one module's own parameters at a time, so no rank ever holds more than that
-    unpartitioned, and each rank then computes or reads the values of its own partition only. (The
-    usual `zero.Init` around the constructor lets the model initialise tensors that are no longer
-    whole, which is silently wrong.)
+    DeepSpeed partitions one parameter at a time, so no rank ever holds more than that unpartitioned,
+    and each rank then computes or reads the values of its own partition only. (The usual `zero.Init`
+    around the constructor lets the model initialise tensors that are no longer whole, which is
+    silently wrong.)
     """
     filled: dict[int, nn.Parameter] = {}
+    # One buffer for all of them in turn.
+    largest = max(meta.numel() for meta in model.parameters())
+    whole = torch.empty(largest, dtype=model.dtype, device=device)
     for module, attribute, meta, name in _slots(model):
         if id(meta) not in filled:
-            empty = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-            parameter = nn.Parameter(empty, requires_grad=meta.requires_grad)
+            unset = whole[: meta.numel()].view(meta.shape)
+            parameter = nn.Parameter(unset, requires_grad=meta.requires_grad)
             filled[id(meta)] = parameter
             holder = nn.Module()
             holder.weight = parameter
             deepspeed.zero.Init(module=holder, config_dict_or_path=deepspeed_json, dtype=meta.dtype)
             _fill_partition(parameter, name, source)
+            _return_freed_memory()
         setattr(module, attribute, filled[id(meta)])
     _move_buffers(model, device)
 
@@ -70,6 +75,13 @@ def _fill_partition(parameter: Any, name: str, source: WeightSource) -> None:
     if end > start:
         values = source.read(name, parameter.ds_shape, start, end)
         partition.view(-1)[: end - start].copy_(values)
+
+
+def _return_freed_memory() -> None:
+    """Give what was freed back to the system: partitions taken in between keep glibc from it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _slots(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter, str]]:

@@ -47,14 +47,15 @@ class SeedWeights:
         if len(shape) < 2:
             return torch.ones(end - start)
         std = self._std * (self._residual_scale if _is_gpt2_residual(name) else 1.0)
-        first, last = start // CHUNK, math.ceil(end / CHUNK)
-        drawn = torch.cat([self._chunk(name, index) for index in range(first, last)])
-        return drawn[start - first * CHUNK : end - first * CHUNK].mul_(std)
-
-    def _chunk(self, name: str, index: int) -> torch.Tensor:
-        digest = hashlib.sha256(f"{self._seed}/{name}/{index}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-        return torch.randn(CHUNK, generator=generator)
+        values, chunk = torch.empty(end - start), torch.empty(CHUNK)
+        for index in range(start // CHUNK, math.ceil(end / CHUNK)):
+            digest = hashlib.sha256(f"{self._seed}/{name}/{index}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+            chunk.normal_(std=std, generator=generator)
+            base = index * CHUNK
+            first, last = max(start, base), min(end, base + CHUNK)
+            values[first - start : last - start] = chunk[first - base : last - base]
+        return values
 
 
 def _is_gpt2_residual(name: str) -> bool:

@@ -74,12 +74,13 @@ def stop_is_inside_the_run(draft: Draft) -> Iterator[Finding]:
 
 
 def warmup_fits_the_run(draft: Draft) -> Iterator[Finding]:
-    """The warmup ends within the run; a run of no steps only builds, and needs no warmup."""
+    """The warmup ends within the run, unless it is a short trial of a longer one."""
     warmup, total = draft.config.schedule.warmup_steps, draft.total_steps
     if warmup is not None and total and warmup > total:
-        yield error(
+        yield warning(
             "schedule.warmup_steps",
-            f"schedule.warmup_steps={warmup} is longer than the run of {total} steps",
+            f"schedule.warmup_steps={warmup} is longer than the run of {total} steps: "
+            "the learning rate never reaches its peak",
             f"schedule.warmup_steps={total} at most, or leave it out: warmup_fraction applies",
         )
 

@@ -1,0 +1,49 @@
+"""Which stream gets what, and when it is coloured."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+
+from trainctl.cli.console import print_json, put, say, short_count
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_data_and_talk_have_their_own_streams(capsys: pytest.CaptureFixture[str]) -> None:
+    put("data [/not] :markup:", style="good")
+    say("talk", style="error")
+    assert capsys.readouterr() == ("data [/not] :markup:\n", "talk\n")
+
+
+def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    say("bad", style="error")
+    say("plain")
+    assert sys.stderr.getvalue() == "\x1b[31mbad\x1b[0m\nplain\n"
+
+
+def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    put("good", style="good")
+    assert sys.stdout.getvalue() == "good\n"
+
+
+def test_json_keeps_every_digit(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"third": 1 / 3, "text": "é"})
+    assert json.loads(capsys.readouterr().out) == {"third": 1 / 3, "text": "é"}
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(12, "12"), (8190, "8.19 k"), (6.74e9, "6.74 B"), (1.5e13, "15 T")]
+)
+def test_short_count(number: float, text: str) -> None:
+    assert short_count(number) == text

@@ -1,0 +1,33 @@
+"""Runs inside a rank: how much its peak memory grows while a ZeRO-3 model is built."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainctl.train.build import materialise_partitioned
+from trainctl.train.model import skeleton
+from trainctl.train.weights import SeedWeights
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"no {name} in /proc/self/status")
+
+
+def growth(cases: list[Any], process: Any) -> dict[str, int]:
+    """Bytes that the peak grew by, and the sizes that it is held against."""
+    plan = cases[0].plan
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    before = _status("VmRSS")
+    model = skeleton(plan.config.model, torch.float32)
+    total = sum(p.numel() for p in model.parameters()) * 4
+    block = sum(p.numel() for p in model.model.layers[0].parameters()) * 4
+    materialise_partitioned(model, SeedWeights(1, std=0.02), process.device, plan.deepspeed)
+    return {
+        "growth": _status("VmHWM") - before,
+        "shard": total // process.world_size,
+        "block": block,
+    }
