@@ -130,7 +130,9 @@ def test_planning_loads_no_torch(arguments: list[str]) -> None:
     assert not _loaded(arguments) & set(HEAVY)
 
 
-@pytest.mark.parametrize("module", ["trainctl.agent.__main__", "trainctl.train.__main__"])
+@pytest.mark.parametrize(
+    "module", ["trainctl.agent.__main__", "trainctl.train.__main__", "trainctl.train.offline"]
+)
 def test_what_runs_on_a_node_loads_no_hydra(module: str) -> None:
     script = f"import sys, importlib; importlib.import_module({module!r}); print(*sys.modules)"
     done = subprocess.run(

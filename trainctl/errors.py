@@ -24,9 +24,12 @@ class ExitCode(IntEnum):
     environment = 4
     """This machine is not what the plan needs: devices, memory, packages, ports, space."""
     run_state = 5
-    """The folder is not a run, is in use by another launch, or has no checkpoint to resume from."""
+    """The folder is not a run, is in use by another launch, or has no checkpoint to go on from;
+    or a checkpoint is damaged."""
     training_failed = 6
     """A rank ended with an error of its own; its log says which."""
+    requeue = 75
+    """Asked to stop, saved and stopped (EX_TEMPFAIL of sysexits.h): start the same again."""
     interrupted = 130
     terminated = 143
 

@@ -45,7 +45,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         numbers.append(attempt.number)
         return Outcome(exit_code=0, state=State.finished)
 
-    monkeypatch.setattr("trainctl.launch.local.run_attempt", record)
+    monkeypatch.setattr("trainctl.launch.local.run_launch", record)
     return numbers
 
 
@@ -178,7 +178,7 @@ def test_a_failure_shows_the_log_and_passes_the_exit_code_on(
         log=Path("rank-1.log"),
         log_tail=("last words",),
     )
-    monkeypatch.setattr("trainctl.launch.local.run_attempt", lambda *_, **__: outcome)
+    monkeypatch.setattr("trainctl.launch.local.run_launch", lambda *_, **__: outcome)
     assert run(["launch", *SMALL]) == 137
     assert capsys.readouterr().err.splitlines()[-4:] == [
         "the end of rank-1.log:",

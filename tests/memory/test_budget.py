@@ -163,6 +163,18 @@ def test_nvme_holds_shard_master_and_moments() -> None:
     assert memory.host.components["nvme_parameter_buffers"] == 2**30
 
 
+def test_writing_checkpoints_behind_takes_a_copy_on_the_host() -> None:
+    options = {"zero_stage__stage": 3, "offload__optimizer": OffloadDevice.cpu}
+    copied = budget(make_plan(LLAMA_3_8B, checkpoint__asynchronous=True, **options))
+    waiting = budget(make_plan(LLAMA_3_8B, **options))
+    copy = copied.host.components["checkpoint_copy"]
+    assert copy == pytest.approx(12 * 8_030_261_248, rel=1e-3)
+    assert copied.host.bytes_per_node == waiting.host.bytes_per_node + copy
+    options |= {"offload__optimizer": OffloadDevice.nvme, "offload__nvme_path": "/n"}
+    on_nvme = budget(make_plan(LLAMA_3_8B, checkpoint__asynchronous=True, **options))
+    assert "checkpoint_copy" not in on_nvme.host.components
+
+
 def test_offloaded_block_inputs_move_to_the_host() -> None:
     common = {"sequence_length": 8192, "activation_checkpointing__mode": CheckpointingMode.full}
     stay = budget(make_plan(LLAMA_3_8B, **common))

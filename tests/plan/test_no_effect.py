@@ -28,6 +28,15 @@ def test_the_table_names_keys_of_the_schema_once():
         ({"zero_stage__overlap_comm": True, "zero_stage__stage": 0}, {"zero_stage__stage": 1}),
         ({"precision__loss_scale": 8.0}, {"precision__compute": "fp16"}),
         ({"offload__nvme_path": "/n"}, {"offload__parameters": "nvme", "zero_stage__stage": 3}),
+        (
+            {
+                "checkpoint__asynchronous": True,
+                "offload__optimizer": "nvme",
+                "offload__nvme_path": "/n",
+                "zero_stage__stage": 3,
+            },
+            {"offload__optimizer": "cpu"},
+        ),
         ({"model__sliding_window": 512}, {"model__family": "mistral"}),
         ({"model__path": "/m"}, {"model__family": "hf"}),
         ({"optimizer__matrix_lr": 0.1}, {"optimizer__kind": "muon"}),

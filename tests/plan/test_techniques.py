@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_cases import config_with, gpus, keys
 
-from trainctl.config.schema import OffloadDevice, RunConfig
+from trainctl.config.schema import RunConfig
 from trainctl.plan.resolve import resolve
 from trainctl.plan.techniques import not_yet
 
@@ -18,7 +18,14 @@ from trainctl.plan.techniques import not_yet
         {"schedule__kind": "linear"},
         {"zero_stage__stage": 3, "activation_checkpointing__mode": "full"},
         {"precision__compute": "fp32"},
-        {"checkpoint__best_of": "loss"},
+        {"checkpoint__best_of": "loss", "checkpoint__asynchronous": True},
+        {"offload__optimizer": "cpu"},
+        {
+            "zero_stage__stage": 3,
+            "offload__optimizer": "nvme",
+            "offload__parameters": "nvme",
+            "offload__nvme_path": "/n",
+        },
     ],
 )
 def test_what_can_be_trained_today_is_not_refused(changes):
@@ -30,8 +37,7 @@ def test_what_can_be_trained_today_is_not_refused(changes):
     [
         ({"optimizer__kind": "lion"}, "optimizer.kind=lion"),
         ({"schedule__kind": "wsd"}, "schedule.kind=wsd"),
-        ({"offload__optimizer": "cpu"}, "offload.optimizer=cpu"),
-        ({"offload__parameters": "nvme"}, "offload.parameters=nvme"),
+        ({"offload__optimizer": "cpu", "offload__ratio": 0.5}, "offload.ratio=0.5"),
         ({"offload__zenflow": True}, "offload.zenflow=true"),
         ({"offload__super_offload": True}, "offload.super_offload=true"),
         ({"zero_stage__hpz_partition_size": 8}, "zero_stage.hpz_partition_size=8"),
@@ -53,7 +59,6 @@ def test_what_can_be_trained_today_is_not_refused(changes):
             {"activation_checkpointing__partition_across_tensor_ranks": True},
             ".partition_across_tensor_ranks=true",
         ),
-        ({"checkpoint__asynchronous": True}, "checkpoint.asynchronous=true"),
         ({"stability__on_bad_loss": "rewind"}, "stability.on_bad_loss=rewind"),
         ({"stability__spike_factor": 2.0}, "stability.spike_factor=2.0"),
         ({"stability__z_loss": 1e-4}, "stability.z_loss=0.0001"),
@@ -72,8 +77,6 @@ def test_each_technique_to_come_is_named_with_its_key(changes, key):
 
 
 def test_an_untrainable_plan_is_still_a_plan():
-    config = config_with(zero_stage__stage=3, offload__optimizer="cpu")
-    assert config.offload.optimizer is OffloadDevice.cpu
-    plan = resolve(config, gpus()).plan
+    plan = resolve(config_with(schedule__kind="wsd"), gpus()).plan
     assert plan is not None
-    assert plan.not_yet == ("offload.optimizer=cpu: training with offload is not there yet",)
+    assert plan.not_yet == ("schedule.kind=wsd: training with the wsd schedule is not there yet",)

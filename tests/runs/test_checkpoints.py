@@ -1,11 +1,14 @@
 """Which folders count as checkpoints, what is kept, and what a damaged one says."""
 
+import hashlib
 import json
 
 import pytest
 
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
+
+FILE = "rank-00000.safetensors"
 
 
 @pytest.fixture
@@ -16,14 +19,15 @@ def run(tmp_path):
 def make(run, step, metrics=None):
     folder = checkpoints.temporary_path(run, step)
     folder.mkdir(parents=True)
-    (folder / "rank-00000.safetensors").write_bytes(b"x" * 10)
+    content = b"x" * 10
+    (folder / FILE).write_bytes(content)
     manifest = {
         "format": checkpoints.FORMAT,
         "step": step,
         "metrics": metrics or {},
-        "files": [{"name": "rank-00000.safetensors", "bytes": 10, "sha256": ""}],
+        "files": [{"name": FILE, "bytes": 10, "sha256": hashlib.sha256(content).hexdigest()}],
     }
-    (folder / checkpoints.MANIFEST).write_text(json.dumps(manifest))
+    checkpoints.write_manifest(folder, manifest)
     return checkpoints.commit(run, step)
 
 
@@ -94,3 +98,76 @@ def test_leftovers_are_cleaned(run):
 
 def test_no_checkpoints_folder_is_no_checkpoint(run):
     assert checkpoints.newest_checkpoint(run) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: (p / FILE).write_bytes(b"x" * 9 + b"y"), f"{FILE} is damaged"),
+        (lambda p: (p / FILE).write_bytes(b"x" * 9), f"{FILE} has 9 bytes, not 10"),
+        (lambda p: (p / FILE).unlink(), f"{FILE} is missing"),
+        (lambda p: replace_in(p / "manifest.json", '"step": 10', '"step": 11'), "manifest.json is"),
+        (lambda p: replace_in(p / "manifest.json", '"bytes": 10', '"bytes": "a"'), "manifest.json"),
+        (lambda p: (p / "manifest.json").unlink(), "manifest is not readable"),
+    ],
+)
+def test_verify_reads_every_byte_and_names_the_file(run, damage, message):
+    path = make(run, 10)
+    assert checkpoints.verify(path) == []
+    damage(path)
+    (problem,) = checkpoints.verify(path)
+    assert message in problem
+
+
+def replace_in(file, old, new):
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def test_a_manifest_without_a_checksum_of_its_own_is_read(run):
+    """The first ones had none."""
+    path = make(run, 10)
+    manifest = checkpoints.read_manifest(path)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoints.read_manifest(path) == manifest
+
+
+@pytest.mark.parametrize("content", [None, "", "step-00000099\n", "../x\n", "/etc\n", "\0"])
+def test_no_pointer_is_trusted(run, content):
+    make(run, 10)
+    make(run, 20)
+    pointer = run.checkpoints / "latest"
+    pointer.unlink()
+    if content is not None:
+        pointer.write_text(content)
+    newest, passed_over = checkpoints.newest_checkpoint(run)
+    assert newest is not None and newest.step == 20 and passed_over == []
+    make(run, 30)
+    assert pointer.read_text() == "step-00000030\n"
+
+
+def test_one_that_is_set_aside_does_not_count(run):
+    make(run, 10)
+    aside = checkpoints.set_aside(make(run, 20))
+    assert aside.is_dir() and steps(run) == [10]
+    checkpoints.rotate(run, keep=1, best_of=None)
+    assert aside.is_dir()
+
+
+def test_the_phases_of_a_commit_are_told_in_order(run):
+    told = []
+    make(run, 10)
+    make(run, 20)
+    folder = checkpoints.temporary_path(run, 30)
+    folder.mkdir()
+    checkpoints.write_manifest(folder, {"format": checkpoints.FORMAT, "files": []})
+    checkpoints.commit(run, 30, lambda phase: told.append((phase, steps(run))))
+    checkpoints.rotate(
+        run, keep=2, best_of=None, reached=lambda phase: told.append((phase, steps(run)))
+    )
+    assert told == [
+        ("rename", [10, 20]),
+        ("pointer", [10, 20, 30]),
+        ("rotation", [20, 30]),
+    ]

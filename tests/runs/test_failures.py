@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainctl.runs import failures
+from trainctl.runs import causes, failures
 
 TRACEBACK = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -66,7 +66,7 @@ def test_how_a_rank_ended_in_words_and_as_an_exit_code(tmp_path: Path) -> None:
     assert failures.sentence({"rank": None, "message": "the corpus is empty"}) == (
         "the corpus is empty"
     )
-    assert [failures.exit_code(code) for code in (-9, -15, 1, 77)] == [137, 143, 6, 6]
+    assert [causes.exit_code(code) for code in (-9, -15, 1, 77)] == [137, 143, 6, 6]
     assert failures.signal_name(35) == "signal 35"
 
 

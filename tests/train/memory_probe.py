@@ -10,7 +10,8 @@ from trainctl.train.model import skeleton
 from trainctl.train.weights import SeedWeights
 
 
-def _status(name: str) -> int:
+def status_bytes(name: str) -> int:
+    """A size that the kernel reports of this process, such as VmRSS."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
@@ -21,13 +22,13 @@ def growth(cases: list[Any], process: Any) -> dict[str, int]:
     """Bytes that the peak grew by, and the sizes that it is held against."""
     plan = cases[0].plan
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
-    before = _status("VmRSS")
+    before = status_bytes("VmRSS")
     model = skeleton(plan.config.model, torch.float32)
     total = sum(p.numel() for p in model.parameters()) * 4
     block = sum(p.numel() for p in model.model.layers[0].parameters()) * 4
     materialise_partitioned(model, SeedWeights(1, std=0.02), process.device, plan.deepspeed)
     return {
-        "growth": _status("VmHWM") - before,
+        "growth": status_bytes("VmHWM") - before,
         "shard": total // process.world_size,
         "block": block,
     }

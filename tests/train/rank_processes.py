@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trainctl.config.codec import to_plain
 from trainctl.config.schema import Accelerator, DataConfig, DataKind, ModelConfig, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
+from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
 from trainctl.train.prepare import prepare
@@ -73,7 +75,9 @@ def train_cases(world_size: int, cases: list[Case], *, probe: str = "") -> list[
         probe: ``module:function`` called as ``function(cases, process)`` in place of training.
     """
     for case in cases:
-        case.run.root.mkdir(parents=True, exist_ok=True)
+        attempt = case.run.attempt(case.attempt)
+        attempt.root.mkdir(parents=True, exist_ok=True)
+        write_json(attempt.plan, to_plain(case.plan))
         prepare(case.plan, case.run)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -122,6 +126,24 @@ def with_stop(plan: RunPlan, step: int) -> RunPlan:
     return replace(plan, stop_step=step)
 
 
+class _Watched:
+    """The training data of a rank, with a record of the samples that it really gave out."""
+
+    def __init__(self, data: Any, case: Case) -> None:
+        self._data = data
+        self._path = case.run.root / f"seen-{case.attempt}.jsonl"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+    def step(self, first_sample: int) -> Any:
+        batches = self._data.step(first_sample)
+        ids = [int(sample) for batch in batches for sample in batch.sample_ids]
+        with self._path.open("a") as file:  # one short write: the ranks' lines do not mix
+            file.write(json.dumps({"first": first_sample, "ids": ids}) + "\n")
+        return batches
+
+
 def _main() -> None:
     cases, probe = pickle.load(sys.stdin.buffer)
     import importlib
@@ -142,6 +164,7 @@ def _main() -> None:
     else:
         for case in cases:
             session = assemble(case.plan, case.run, process)
+            session.training = _Watched(session.training, case)  # type: ignore[assignment]
             events = EventWriter(case.run.events, case.attempt) if process.is_first else None
             Trainer(session, events).train()
             process.barrier()

@@ -7,18 +7,24 @@ import os
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainctl.agent.guard import Guard, leave
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.causes import Cause, disk_is_full, exit_code, host_oom_kills
 from trainctl.runs.command import read_command
 from trainctl.runs.directory import read_plan
-from trainctl.runs.failures import describe, error_line, exit_code, is_lost_peer, settle
+from trainctl.runs.failures import describe, error_line, is_lost_peer, settle
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import PARENT_VARIABLE, RunTag, die_with_parent, sweep
 from trainctl.runs.records import EventWriter
 from trainctl.runs.status import State, read_status, write_status
+
+if TYPE_CHECKING:
+    from trainctl.agent.elastic import RankExit
+    from trainctl.agent.watch import HungRank
 
 
 def main() -> NoReturn:
@@ -68,6 +74,7 @@ class Agent:
 
     def _supervise(self) -> int:
         from trainctl.agent.elastic import RankExit, run_ranks
+        from trainctl.agent.watch import Watch
 
         plan = read_plan(self._attempt.plan)
         command = read_command(self._attempt)
@@ -85,21 +92,55 @@ class Agent:
             prepare(plan, self._run)
 
         code = 0
+        oom_kills = host_oom_kills()
 
-        def on_failure(ended: RankExit) -> None:
+        def on_failure(failed: RankExit | HungRank) -> None:
             nonlocal code
-            rank, return_code = ended.rank, ended.return_code
-            pid: int | None = ended.pid
-            culprit = self._rank_behind(ended.rank, command.ranks_per_node)
-            if culprit is not None:
-                rank, pid, return_code = culprit, None, 1
-            log = self._attempt.rank_log(rank)
-            return_code = settle(return_code, log)
-            code = exit_code(return_code)
-            self._report(rank=rank, pid=pid, **describe(return_code, log))
+            if isinstance(failed, RankExit):
+                kills = host_oom_kills() - oom_kills
+                code = self._report_exit(failed, command.ranks_per_node, kills)
+            else:
+                code = self._report_hung(failed)
 
-        run_ranks(command, self._tag, guard, self._grace_seconds, on_failure)
+        launcher = plan.config.launcher
+        watch = Watch(
+            self._attempt,
+            heartbeat_seconds=launcher.heartbeat_seconds,
+            slow_phase_seconds=launcher.slow_phase_seconds,
+        )
+        run_ranks(command, self._tag, guard, watch, self._grace_seconds, on_failure)
         return code
+
+    def _report_exit(self, ended: RankExit, ranks: int, oom_kills: int) -> int:
+        """Record the rank that failed, or the one that this comes from; the launch's exit code."""
+        rank, return_code = ended.rank, ended.return_code
+        pid: int | None = ended.pid
+        culprit = self._rank_behind(ended.rank, ranks)
+        if culprit is not None:
+            rank, pid, return_code = culprit, None, 1
+        log = self._attempt.rank_log(rank)
+        return_code = settle(return_code, log)
+        fields = describe(
+            return_code,
+            log,
+            host_oom_kills=oom_kills,
+            disk_is_full=disk_is_full(self._run.root),
+        )
+        self._report(rank=rank, pid=pid, **fields)
+        return exit_code(return_code, Cause(fields["cause"]))
+
+    def _report_hung(self, hung: HungRank) -> int:
+        """Record the rank that hangs; the launch's exit code."""
+        self._report(
+            rank=hung.rank,
+            pid=hung.pid,
+            cause=Cause.hung.value,
+            message=hung.message,
+            hint="the ranks' logs have the stacks of all that answered",
+            log=str(self._attempt.rank_log(hung.rank)),
+            log_tail=list(hung.details),
+        )
+        return int(ExitCode.training_failed)
 
     def _rank_behind(self, ended: int, ranks: int) -> int | None:
         """The rank whose error a lost connection of the ended rank comes from, if its log tells.
@@ -121,6 +162,7 @@ class Agent:
             "node": self._node,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "cause": Cause.reported.value,
             "exit_code": None,
             "signal": None,
             "hint": "",
@@ -132,12 +174,15 @@ class Agent:
             with EventWriter(self._run.events, self._attempt.number) as writer:
                 writer.write("failure", **record)
         except OSError as error:
-            print(f"cannot record {record}: {error}", file=sys.stderr)
+            with suppress(OSError):  # the log is on the same disk
+                print(f"cannot record {record}: {error}", file=sys.stderr)
 
     def _report_orphaned(self) -> None:
         """What the launcher would have written, had it lived."""
         message = f"the launcher (process {self._launcher_pid}) ended without stopping this attempt"
-        self._report(message=message, hint="continue with `trainctl resume`")
+        self._report(
+            cause=Cause.killed.value, message=message, hint="continue with `trainctl resume`"
+        )
         status = read_status(self._run)
         if status is not None and status.attempt == self._attempt.number:
             write_status(self._run, status.changed(State.failed, message=message))

@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from trainctl.agent.guard import Guard
+from trainctl.agent.watch import HungRank, Watch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.command import AttemptCommand
 from trainctl.runs.processes import PARENT_VARIABLE, RunTag, sweep
@@ -61,8 +62,9 @@ def run_ranks(
     command: AttemptCommand,
     tag: RunTag,
     guard: Guard,
+    watch: Watch,
     grace_seconds: float,
-    on_failure: Callable[[RankExit], None],
+    on_failure: Callable[[RankExit | HungRank], None],
 ) -> None:
     """Start the ranks of this node and wait for all to end.
 
@@ -70,6 +72,7 @@ def run_ranks(
         command: What to start.
         tag: What all processes of the attempt carry.
         guard: Has the signals.
+        watch: Finds a rank that hangs.
         grace_seconds: Between SIGTERM and SIGKILL for the ranks that outlive the first failure.
         on_failure: Called at once with the first rank that fails, before the others are stopped.
 
@@ -91,7 +94,7 @@ def run_ranks(
         master_addr=LOOPBACK,
         master_port=rendezvous.port,
     )
-    agent = RankAgent(spec, tag, guard, grace_seconds, on_failure)
+    agent = RankAgent(spec, tag, guard, watch, grace_seconds, on_failure)
     try:
         agent.run()
     except SignalException:  # elastic's handlers are in place for a moment, while it starts ranks
@@ -106,14 +109,17 @@ class RankAgent(LocalElasticAgent):
         spec: WorkerSpec,
         tag: RunTag,
         guard: Guard,
+        watch: Watch,
         grace_seconds: float,
-        on_failure: Callable[[RankExit], None],
+        on_failure: Callable[[RankExit | HungRank], None],
     ) -> None:
         super().__init__(spec, logs_specs=RankLogs())
         self._tag = tag
         self._guard = guard
+        self._watch = watch
         self._grace_seconds = grace_seconds
         self._on_failure = on_failure
+        self._has_failed = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started = super()._start_workers(worker_group)
@@ -129,13 +135,24 @@ class RankAgent(LocalElasticAgent):
             for worker, code in codes.items()
             if code not in (None, 0)
         ]
-        if not failed and None in codes.values():
-            return RunResult(state=WorkerState.HEALTHY)
+        alive = {worker.global_rank: worker.id for worker, code in codes.items() if code is None}
+        if not failed and alive:
+            hung = self._watch.find_hung(alive)
+            if hung is None:
+                return RunResult(state=WorkerState.HEALTHY)
+            self._report(hung)
+            sweep(self._tag, grace_seconds=0)  # its peers wait for it, and it may be stopped
         if failed:
             # A peer of a killed rank fails a moment later by a broken connection, hence this order.
-            self._on_failure(min(failed, key=lambda ended: (ended.return_code > 0, ended.rank)))
+            self._report(min(failed, key=lambda ended: (ended.return_code > 0, ended.rank)))
             sweep(self._tag, grace_seconds=self._grace_seconds)
         return super()._monitor_workers(worker_group)
+
+    def _report(self, failed: RankExit | HungRank) -> None:
+        """Only the first: what follows are the ranks that were ended for it."""
+        if not self._has_failed:
+            self._has_failed = True
+            self._on_failure(failed)
 
 
 class RankLogs(LogsSpecs):

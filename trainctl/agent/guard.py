@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from trainctl.runs.processes import RunTag, die_with_parent, sweep
@@ -86,6 +87,7 @@ class Guard:
 
 def leave(code: int) -> NoReturn:
     """End this process now: libraries that fail while they unload must not change its code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # a full disk
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

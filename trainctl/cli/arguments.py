@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +38,32 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print plan, budget and commands; start nothing.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Start although the budget does not fit.")]
+
+Run = Annotated[
+    Path | None,
+    typer.Argument(metavar="[RUN]", help="A run directory; else the newest.", show_default=False),
+]
+NamedRun = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+Step = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="The checkpoint after N steps; else the newest.", show_default=False
+    ),
+]
+Best = Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")]
+
+
+class Device(StrEnum):
+    """Where a model runs outside training."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+OnDevice = Annotated[
+    Device, typer.Option("--device", help="auto: an accelerator with room for it, else the CPU.")
+]
 
 
 def split_target(arguments: list[str] | None) -> tuple[str | None, list[str]]:

@@ -44,11 +44,11 @@ def print_json(value: Any) -> None:
     put(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def rich_console() -> Console:
-    """Rich on stdout, for what needs it; without colour where `put` has none."""
+def rich_console(*, stderr: bool = False) -> Console:
+    """Rich on stdout or stderr, for what needs it; without colour where `put` has none."""
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = Console(highlight=False, markup=False, emoji=False, stderr=stderr)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
@@ -57,6 +57,19 @@ def rich_console() -> Console:
 def gib(size: float) -> str:
     """Bytes as GiB with a unit, such as ``12.50 GiB``."""
     return f"{size / 2**30:,.2f} GiB"
+
+
+def size_text(size: float) -> str:
+    """Bytes in three figures, such as ``9.68 MiB``."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size:g} B"
+
+
+def printable(line: str) -> str:
+    """A line that a model wrote, without the escape sequences that a terminal would obey."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in line)
 
 
 def short_count(number: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from trainctl import __version__
-from trainctl.cli import check, config, launch, recipes
+from trainctl.cli import check, checkpoint, config, evaluate, export, launch, recipes, sample
 from trainctl.errors import ExitCode, TrainctlError
 
 # The base class of every usage error, wherever the installed typer keeps it.
@@ -25,6 +26,10 @@ app = typer.Typer(
 )
 app.command(rich_help_panel="Train")(launch.launch)
 app.command(rich_help_panel="Train")(launch.resume)
+app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="Use what was trained")
+app.command(rich_help_panel="Use what was trained")(evaluate.evaluate)
+app.command(rich_help_panel="Use what was trained")(sample.sample)
+app.command(rich_help_panel="Use what was trained")(export.export)
 app.command(rich_help_panel="Plan")(check.validate)
 app.command(rich_help_panel="Plan")(check.estimate_memory)
 app.add_typer(config.app, name="config", rich_help_panel="Plan")
@@ -71,6 +76,9 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(error, USAGE_ERROR):
             _show_usage_error(error)
             return ExitCode.bad_input
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _show_full_disk(error)
+            return ExitCode.environment
         _show_bug(error)
         return ExitCode.internal_error
     return ExitCode.success
@@ -104,6 +112,13 @@ def _show_usage_error(error: Exception) -> None:
     elif not hint and context is not None:
         hint = f"{context.command_path} --help"
     show_error(message, hint)
+
+
+def _show_full_disk(error: OSError) -> None:
+    from trainctl.cli.findings import show_error
+
+    where = f"{error.filename}: " if error.filename else ""
+    show_error(f"{where}{error.strerror}", "free space, then repeat the command")
 
 
 def _show_bug(error: Exception) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from trainctl.cli.console import put, rich_console
+from trainctl.cli.console import printable, put, rich_console
 from trainctl.runs.records import number
 
 Event = Mapping[str, Any]
@@ -124,7 +124,8 @@ def event_lines(event: Event) -> list[str]:
             origin = f"resumed from {event['resumed_from']}" if event["resumed_from"] else "start"
             size = f"{event['world_size']} processes, {event['num_parameters']:,} parameters"
             text = f"{event['train_tokens']:,} tokens, {event['held_out_tokens']:,} more held out"
-            return [f"{origin}: {size}, {text}"]
+            passed_over = [f"checkpoint passed over: {problem}" for problem in event["passed_over"]]
+            return [*passed_over, f"{origin}: {size}, {text}"]
         case "evaluation":
             line = f"evaluation at step {event['step']}: held-out loss {number(event['loss']):.4f}"
             entropy = event.get("unigram_entropy")
@@ -133,14 +134,17 @@ def event_lines(event: Event) -> list[str]:
             return [line]
         case "checkpoint":
             return [f"checkpoint at step {event['step']}: {event['path']}"]
+        case "restart":
+            return [
+                f"failed: {event['cause']}",
+                f"restart {event['number']} of {event['of']} from step {event['step']:,}",
+            ]
         case "sample":
-            return ["sampled text:", *(f"  {_safe(line)}" for line in event["text"].splitlines())]
+            return [
+                "sampled text:",
+                *(f"  {printable(line)}" for line in event["text"].splitlines()),
+            ]
     return []
-
-
-def _safe(line: str) -> str:
-    """A model may write escape sequences that a terminal would obey."""
-    return "".join(character if character.isprintable() else "\ufffd" for character in line)
 
 
 def clock(seconds: float | None) -> str:

@@ -72,7 +72,7 @@ def resume_run(
         typer.Exit: The run did not end well; carries its exit code.
     """
     from trainctl.config.diff import diff
-    from trainctl.runs.directory import open_run
+    from trainctl.runs.directory import last_config, open_run
     from trainctl.runs.lock import hold
 
     run = open_run(root)
@@ -84,7 +84,7 @@ def resume_run(
                 hint=f"trainctl launch --resume auto --run-dir {root} starts it from the beginning",
                 exit_code=ExitCode.run_state,
             )
-        before = _last_config(run)
+        before = last_config(run)
         planned = plan(configure(before))
         _show_changes(diff(before, planned.composed.config))
         if checkpoint is not None and _is_done(checkpoint, planned):
@@ -151,7 +151,7 @@ def _check_machine(planned: Planned) -> None:
 def _run_attempt(run: RunPaths, made: RunPlan, *, checkpoint_bytes: int, as_json: bool) -> None:
     """Start the next attempt, show its records, and say how it ended."""
     from trainctl.cli.progress import Progress
-    from trainctl.launch.local import run_attempt
+    from trainctl.launch.local import run_launch
     from trainctl.runs.directory import new_attempt
     from trainctl.runs.lock import hold
 
@@ -161,10 +161,12 @@ def _run_attempt(run: RunPaths, made: RunPlan, *, checkpoint_bytes: int, as_json
         if not as_json:
             put(f"run directory: {run.root}")
         with Progress(stop_step=made.stop_step, every_steps=every, as_json=as_json) as progress:
-            outcome = run_attempt(run, attempt, made, progress, checkpoint_bytes=checkpoint_bytes)
+            outcome = run_launch(run, attempt, made, progress, checkpoint_bytes=checkpoint_bytes)
     if outcome.exit_code:
         _show_failure(run, outcome)
         raise typer.Exit(outcome.exit_code)
+    if outcome.message:
+        say(outcome.message)
     if not as_json:
         put(f"run directory: {run.root}")
 
@@ -221,16 +223,6 @@ def _newest_checkpoint(run: RunPaths) -> CheckpointInfo | None:
     for problem in passed_over:
         say(f"warning: checkpoint passed over: {problem}", style="warning")
     return checkpoint
-
-
-def _last_config(run: RunPaths) -> RunConfig:
-    """The configuration of the last attempt, or of the run if there was none."""
-    from trainctl.config.store import load_config
-    from trainctl.runs.directory import last_attempt, read_plan
-
-    number = last_attempt(run)
-    file = run.attempt(number).plan
-    return read_plan(file).config if file.is_file() else load_config(run.config)
 
 
 def _show_changes(changes: Sequence[Change]) -> None:

@@ -428,6 +428,13 @@ class TrainingConfig:
         unit="optimizer steps",
         minimum=1,
     )
+    time_limit_minutes: float | None = option(
+        None,
+        "Save and end in time before this launch has lasted so long, with the exit code that "
+        "a scheduler requeues (75).",
+        unit="minutes",
+        above=0,
+    )
     sequence_length: int = option(2048, "Length of a packed sample.", unit="tokens", minimum=2)
     global_batch_size: int | None = option(
         None, "Sequences in an optimizer step, over all ranks.", unit="sequences", minimum=1
@@ -474,7 +481,12 @@ class CheckpointConfig:
         None, "Also keep the best by this metric of an evaluation ('loss': smaller is better)."
     )
     at_end: bool = option(True, "Save when the launch ends in good order.")
-    asynchronous: bool = option(False, "Write behind the training.")
+    asynchronous: bool = option(
+        False, "Copy the state to host memory and write it behind the training."
+    )
+    compare_replay: bool = option(
+        True, "After a resume, stop if a step that is done again has another loss than before."
+    )
 
 
 class OnBadLoss(Enum):
@@ -556,6 +568,29 @@ class LauncherConfig:
     )
     communication_timeout_seconds: float = option(
         600.0, "A collective that takes longer fails.", unit="seconds", above=0
+    )
+    stop_grace_seconds: float = option(
+        0.0,
+        "After SIGTERM: time to finish the step, save and end with exit code 75; 0 ends at once.",
+        unit="seconds",
+        minimum=0,
+    )
+    max_restarts: int = option(
+        0,
+        "Times that a launch starts again by itself, from the newest checkpoint, after a failure.",
+        minimum=0,
+    )
+    heartbeat_seconds: float = option(
+        600.0,
+        "A rank that gives no sign of life for so long, in a step or an evaluation, is hung.",
+        unit="seconds",
+        above=0,
+    )
+    slow_phase_seconds: float = option(
+        3600.0,
+        "As heartbeat_seconds, while a rank starts (up to its first step), saves or ends.",
+        unit="seconds",
+        above=0,
     )
 
 

@@ -14,6 +14,8 @@ from typing import Any
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.outcome import Outcome
+from trainctl.launch.restarts import run_with_restarts
+from trainctl.launch.stop import Stop, TimeLimit
 from trainctl.launch.supervise import Attempt, supervise
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
@@ -22,6 +24,7 @@ from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import PARENT_VARIABLE, RunTag, sweep
 from trainctl.runs.provenance import select
+from trainctl.runs.records import read_events
 
 _LEFTOVER_GRACE_SECONDS = 1.0
 
@@ -35,7 +38,7 @@ def render(
     cores: int,
     rank_command: Sequence[str] | None = None,
 ) -> AttemptCommand:
-    """What `run_attempt` starts. Pure: reads and starts nothing.
+    """What `run_launch` starts for an attempt. Pure: reads and starts nothing.
 
     Args:
         plan: The plan.
@@ -80,7 +83,7 @@ def _environment(plan: RunPlan, shell: Mapping[str, str], *, threads: int) -> di
     return variables | launcher.environment
 
 
-def run_attempt(
+def run_launch(
     run: RunPaths,
     attempt: AttemptPaths,
     plan: RunPlan,
@@ -89,16 +92,17 @@ def run_attempt(
     rank_command: Sequence[str] | None = None,
     checkpoint_bytes: int | None = None,
 ) -> Outcome:
-    """Start an attempt on this machine and see it to its end. Call it in the main thread.
+    """Start an attempt on this machine and see it, and those that replace it when it fails, to
+    the end. Call it in the main thread.
 
-    SIGINT, SIGTERM and SIGHUP stop every rank, a second one without grace. When this returns or
-    raises, no process of the attempt is left.
+    SIGINT, SIGTERM and SIGHUP stop every rank, a second one without grace; see `Stop` for when
+    SIGTERM saves first. When this returns or raises, no process of the run is left.
 
     Args:
         run: The run; its lock is taken unless this process holds it.
-        attempt: The attempt, as `new_attempt` made it.
+        attempt: The first attempt, as `new_attempt` made it.
         plan: Its plan.
-        on_event: Called with each record of this attempt soon after it is written.
+        on_event: Called with each record of this launch soon after it is written.
         rank_command: Another command line for the ranks, which then needs no corpus prepared.
         checkpoint_bytes: Size of a checkpoint, if known: that much space must be free.
 
@@ -107,30 +111,31 @@ def run_attempt(
     """
     if checkpoint_bytes is not None:
         require_space(run.root, checkpoint_bytes)
-    command = render(
-        plan,
-        run,
-        attempt,
-        environment=os.environ,
-        cores=len(os.sched_getaffinity(0)),
-        rank_command=rank_command,
-    )
+    launcher = plan.config.launcher
+    cores = len(os.sched_getaffinity(0))
+
     with hold(run) as lock:
         identity = run_id(run)
         # Only after the launcher and the agent of an earlier attempt were killed at one blow.
         sweep(RunTag(identity, run.root), grace_seconds=_LEFTOVER_GRACE_SECONDS)
-        write_command(attempt, command)
-        tag = RunTag(identity, run.root, attempt.number)
+        limit = TimeLimit(plan.config.training.time_limit_minutes, read_events(run.events))
 
-        def start() -> subprocess.Popen[bytes]:
-            return _start_agent(command.nodes[0], tag, attempt.agent_log(0), lock)
+        def run_one(attempt: AttemptPaths, stop: Stop) -> Outcome:
+            command = render(
+                plan, run, attempt, environment=os.environ, cores=cores, rank_command=rank_command
+            )
+            write_command(attempt, command)
+            tag = RunTag(identity, run.root, attempt.number)
+            return supervise(
+                Attempt(run, attempt, tag, ranks=plan.mesh.world_size),
+                lambda: _start_agent(command.nodes[0], tag, attempt.agent_log(0), lock),
+                on_event,
+                stop,
+                grace_seconds=launcher.grace_seconds,
+            )
 
-        return supervise(
-            Attempt(run, attempt, tag, ranks=plan.mesh.world_size),
-            start,
-            on_event,
-            grace_seconds=plan.config.launcher.grace_seconds,
-        )
+        with Stop(run, stop_grace_seconds=launcher.stop_grace_seconds, limit=limit) as stop:
+            return run_with_restarts(run, attempt, plan, on_event, stop, run_one)
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:

@@ -19,6 +19,7 @@ class Outcome:
         hint: What may help.
         log: The log that tells more, if there is one.
         log_tail: Its last lines.
+        may_pass: Whether another attempt may end better.
     """
 
     exit_code: int
@@ -27,3 +28,4 @@ class Outcome:
     hint: str = ""
     log: Path | None = None
     log_tail: tuple[str, ...] = ()
+    may_pass: bool = False

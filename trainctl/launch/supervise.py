@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 
+from trainctl.errors import ExitCode
 from trainctl.launch.outcome import Outcome
+from trainctl.launch.stop import Agent, Stop
+from trainctl.runs.causes import Cause
 from trainctl.runs.failures import describe, sentence, signal_name
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.processes import RunTag, sweep
@@ -23,10 +24,6 @@ from trainctl.runs.status import State, Status, write_status
 _POLL_SECONDS = 0.1
 _AGENT_MARGIN_SECONDS = 1.0
 """What an agent may take beyond the grace to end its ranks and itself."""
-
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-Agent = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +47,7 @@ def supervise(
     attempt: Attempt,
     start: Callable[[], Agent],
     on_event: Callable[[Event], None],
+    stop: Stop,
     *,
     grace_seconds: float,
 ) -> Outcome:
@@ -59,6 +57,7 @@ def supervise(
         attempt: What it is.
         start: Starts the agent.
         on_event: Called with each record of the attempt.
+        stop: Has the signals and the time limit; is entered.
         grace_seconds: Between SIGTERM and SIGKILL.
     """
     now = time.time()
@@ -71,8 +70,8 @@ def supervise(
         updated=now,
     )
     write_status(attempt.run, status)
-    records = _Records(attempt, on_event)
-    with EventWriter(attempt.run.events, attempt.paths.number) as writer, StopSignals() as stop:
+    records = _Records(attempt, on_event, stop)
+    with EventWriter(attempt.run.events, attempt.paths.number) as writer:
         writer.write("launch", host=status.host, pid=status.pid, ranks=attempt.ranks)
         agent = start()
         try:
@@ -80,6 +79,7 @@ def supervise(
             deadline = None
             while agent.poll() is None:
                 records.poll()
+                stop.check_time()
                 if status.state is State.starting and records.has_started:
                     status = status.changed(State.running)
                     write_status(attempt.run, status)
@@ -97,23 +97,30 @@ def supervise(
         code = agent.returncode
         records.poll()
         if code != 0 and not records.failure and not stop.received:
-            writer.write("failure", **_agent_death(attempt, agent.pid, code))
-            records.poll()
-        outcome = _outcome(code, stop.received, records.failure, stuck)
-        write_status(
-            attempt.run,
-            status.changed(outcome.state, exit_code=outcome.exit_code, message=outcome.message),
-        )
+            failure = _agent_death(attempt, agent.pid, code)
+            try:
+                writer.write("failure", **failure)
+                records.poll()
+            except OSError as error:
+                records.failure = {**failure, **_full_disk(attempt, error)}
+        outcome = _outcome(code, stop, records, stuck)
+        with suppress(OSError):  # on a full disk the message has to do
+            write_status(
+                attempt.run,
+                status.changed(outcome.state, exit_code=outcome.exit_code, message=outcome.message),
+            )
         return outcome
 
 
 class _Records:
-    """Passes records on, and keeps the first failure."""
+    """Passes records on, and keeps the first failure and the end."""
 
-    def __init__(self, attempt: Attempt, on_event: Callable[[Event], None]) -> None:
+    def __init__(self, attempt: Attempt, on_event: Callable[[Event], None], stop: Stop) -> None:
         self._follower = EventFollower(attempt.run.events, attempt.paths.number)
         self._on_event = on_event
+        self._stop = stop
         self.failure: Event | None = None
+        self.end: Event | None = None
         self.has_started = False
 
     def poll(self) -> None:
@@ -122,54 +129,10 @@ class _Records:
             self.has_started |= kind in ("start", "step")
             if kind == "failure" and self.failure is None:
                 self.failure = event
+            elif kind == "end":
+                self.end = event
+            self._stop.observe(event)
             self._on_event(event)
-
-
-class StopSignals:
-    """While it is entered, signals end the attempt instead of this process.
-
-    The first is passed to the agent, which ends its ranks within the grace; another kills all at
-    once. Both are done in the handler, so that a launcher that is stuck writing to its terminal
-    stops its ranks too. A signal that this process was told to ignore (nohup) stays ignored.
-    """
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._agent: Agent | None = None
-        self._tag: RunTag | None = None
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def forward_to(self, agent: Agent, tag: RunTag) -> None:
-        """The agent to stop; at once if a signal came before it was started."""
-        self._agent, self._tag = agent, tag
-        if self.received:
-            agent.terminate()
-
-    def __enter__(self) -> Self:
-        for number in _STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        is_first = self.received is None
-        if is_first:
-            self.received = signal.Signals(number)
-        if self._agent is None or self._tag is None:
-            return
-        if is_first:
-            self._agent.terminate()
-        else:
-            sweep(self._tag, grace_seconds=0)
 
 
 def _agent_death(attempt: Attempt, pid: int, code: int) -> dict[str, Any]:
@@ -180,18 +143,34 @@ def _agent_death(attempt: Attempt, pid: int, code: int) -> dict[str, Any]:
     return {"rank": None, "node": 0, "host": socket.gethostname(), "pid": pid, **fields}
 
 
-def _outcome(
-    code: int, received: signal.Signals | None, failure: Event | None, stuck: set[int]
-) -> Outcome:
+def _full_disk(attempt: Attempt, error: OSError) -> dict[str, Any]:
+    """What is said instead when nothing can be recorded, by a rank, the agent or this process."""
+    return {
+        "cause": Cause.disk_full.value,
+        "message": f"the run stopped: nothing more can be written to {attempt.run.root} "
+        f"({error.strerror})",
+        "hint": Cause.disk_full.hint,
+    }
+
+
+def _outcome(code: int, stop: Stop, records: _Records, stuck: set[int]) -> Outcome:
     left = f"; processes {sorted(stuck)} do not end, not even by SIGKILL" if stuck else ""
     if code == 0:
-        return Outcome(exit_code=0, state=State.finished)
-    if received is not None:
+        end = records.end
+        if end is None or end["reason"] != "stop_requested":
+            return Outcome(exit_code=0, state=State.finished)
         return Outcome(
-            exit_code=128 + received,
+            exit_code=ExitCode.requeue if stop.asked else ExitCode.success,
             state=State.stopped,
-            message=f"stopped by {signal_name(received)}{left}",
+            message=f"saved and stopped after step {end['step']} for {stop.asked or 'a request'}",
         )
+    if stop.received is not None:
+        return Outcome(
+            exit_code=128 + stop.received,
+            state=State.stopped,
+            message=f"stopped by {signal_name(stop.received)}{left}",
+        )
+    failure = records.failure
     assert failure is not None
     return Outcome(
         exit_code=code if code > 0 else 128 - code,
@@ -200,4 +179,5 @@ def _outcome(
         hint=failure["hint"],
         log=Path(failure["log"]),
         log_tail=tuple(failure["log_tail"]),
+        may_pass=Cause(failure["cause"]).may_pass and not stuck and not stop.is_wanted,
     )

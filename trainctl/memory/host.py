@@ -46,6 +46,7 @@ def host_budget(plan: RunPlan, engine: Engine, stage: Stage, device_peak: int) -
     per_rank = {"processes": device_peak if on_cpu else HOST_RUNTIME.usual}
     per_rank |= _offloaded_optimizer(engine, stage)
     per_rank |= _offloaded_parameters(engine, stage)
+    per_rank |= _checkpoint_copy(plan, engine)
     settings = plan.config.activation_checkpointing
     if settings.offload_to_cpu:
         activations = stage_activations(
@@ -106,6 +107,16 @@ def _offloaded_parameters(engine: Engine, stage: Stage) -> dict[str, int]:
         "parameters": _pinned(engine, engine.weight_bytes * kept),
         "nvme_parameter_buffers": _pinned(engine, engine.weight_bytes * pool),
     }
+
+
+def _checkpoint_copy(plan: RunPlan, engine: Engine) -> dict[str, int]:
+    """Bytes per rank of the copy that is written behind the training: all states, dealt out."""
+    nvme = engine.offload.optimizer is OffloadDevice.nvme
+    if not plan.config.checkpoint.asynchronous or nvme:
+        return {}
+    share = checkpoint_bytes(plan, engine) // plan.mesh.world_size
+    on_host = engine.offloads_optimizer or engine.on_cpu
+    return {"checkpoint_copy": share if on_host else _pinned(engine, share)}
 
 
 def _pinned(engine: Engine, size: int) -> int:

@@ -59,10 +59,8 @@ def _layout(config: RunConfig) -> Iterator[tuple[str, object, str]]:
         yield "zero_stage.quantized_weights", "true", "ZeRO++ qwZ"
     if zero.quantized_gradients:
         yield "zero_stage.quantized_gradients", "true", "ZeRO++ qgZ"
-    if offload.optimizer is not OffloadDevice.none:
-        yield "offload.optimizer", offload.optimizer.value, "offload"
-    if offload.parameters is not OffloadDevice.none:
-        yield "offload.parameters", offload.parameters.value, "offload"
+    if offload.optimizer is not OffloadDevice.none and offload.ratio < 1:
+        yield "offload.ratio", offload.ratio, "a part of the optimizer on the device"
     if offload.zenflow:
         yield "offload.zenflow", "true", "ZenFlow"
     if offload.super_offload:
@@ -102,8 +100,6 @@ def _run(config: RunConfig) -> Iterator[tuple[str, object, str]]:
     if recompute.partition_across_tensor_ranks:
         key = "activation_checkpointing.partition_across_tensor_ranks"
         yield key, "true", "partitioned block inputs"
-    if config.checkpoint.asynchronous:
-        yield "checkpoint.asynchronous", "true", "asynchronous checkpoints"
     if stability.on_bad_loss is not OnBadLoss.stop:
         name = stability.on_bad_loss.value
         yield "stability.on_bad_loss", name, f"{name} after a bad loss"

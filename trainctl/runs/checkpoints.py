@@ -1,20 +1,26 @@
-"""Committed checkpoints of a run: names, manifests, pointers, rotation. No torch.
+"""Committed checkpoints of a run: names, manifests, checksums, pointers, rotation. No torch.
 
 A checkpoint is written under a temporary name and renamed when every file is complete, so a folder
-named `step-…` with a readable manifest whose files all have the listed sizes is a whole one.
-Everything else is ignored by whoever loads, lists or counts.
+named `step-…` with an undamaged manifest whose files all have the listed sizes is a whole one.
+Everything else is ignored by whoever loads, lists or counts. Whole is what a look at names and
+sizes tells; `verify` also reads every byte, and that is done before anything is loaded.
+
+The pointers `latest` and `best` are written for people and never read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainctl.runs.atomic import sync_directory, write_text
+from trainctl.runs.atomic import sync_directory, write_json, write_text
 from trainctl.runs.layout import RunPaths
 
 FORMAT = 1
@@ -25,6 +31,15 @@ LATEST = "latest"
 BEST = "best"
 
 _NAME = re.compile(r"step-(\d{8,})")
+_DIGEST = "sha256"
+"""Key of the manifest's own checksum, over everything else in it."""
+
+Reached = Callable[[str], None]
+"""Told the phases of a save as they begin: a hook for tests that kill there."""
+
+
+def _unwatched(phase: str) -> None:
+    """No test is watching."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,57 +69,121 @@ def temporary_path(run: RunPaths, step: int) -> Path:
     return run.checkpoints / f".{checkpoint_name(step)}.tmp"
 
 
+def write_manifest(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Write the manifest of a checkpoint, with the checksum of its own content.
+
+    Raises:
+        OSError: The disk is full, or the folder is gone.
+    """
+    write_json(folder / MANIFEST, {**fields, _DIGEST: _digest(fields)})
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint folder.
 
     Raises:
-        ValueError: It is missing, unreadable, of a newer format, or a listed file is not there
-            with its size; says which.
+        ValueError: It is missing, damaged or of a newer format, or a listed file is not there with
+            its size; says which.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name}: manifest is not readable ({error})") from None
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), list):
         raise ValueError(f"{path.name}: not a manifest")
-    if manifest.get("format", 0) > FORMAT:
+    digest = manifest.pop(_DIGEST, None)
+    if digest is not None and digest != _digest(manifest):
+        raise ValueError(f"{path.name}: {MANIFEST} is damaged (its checksum does not match)")
+    found = manifest.get("format")
+    if not isinstance(found, int) or found > FORMAT:
         raise ValueError(
-            f"{path.name}: format {manifest['format']} is newer than this trainctl reads ({FORMAT})"
+            f"{path.name}: format {found} is newer than this trainctl reads ({FORMAT})"
         )
     for entry in manifest["files"]:
-        file = path / Path(entry["name"]).name
+        try:
+            file, expected = path / Path(entry["name"]).name, int(entry["bytes"])
+        except (TypeError, KeyError, ValueError):
+            raise ValueError(f"{path.name}: not a manifest") from None
         size = file.stat().st_size if file.is_file() else None
-        if size != entry["bytes"]:
-            found = "is missing" if size is None else f"has {size} bytes, not {entry['bytes']}"
-            raise ValueError(f"{path.name}: {file.name} {found}")
+        if size != expected:
+            problem = "is missing" if size is None else f"has {size} bytes, not {expected}"
+            raise ValueError(f"{path.name}: {file.name} {problem}")
     return manifest
+
+
+def verify(path: Path) -> list[str]:
+    """What is wrong with a checkpoint, having read every byte of it; empty if it is intact."""
+    try:
+        manifest = read_manifest(path)
+    except ValueError as error:
+        return [str(error)]
+    return verify_files(path, manifest["files"])
+
+
+def verify_files(path: Path, entries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What is wrong with some of a checkpoint's files; `read_manifest` has found them in size.
+
+    Args:
+        path: The checkpoint.
+        entries: From its manifest; ranks share out the work by these.
+    """
+    problems = []
+    for entry in entries:
+        file = path / Path(entry["name"]).name
+        try:
+            with file.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            problems.append(f"{path.name}: {file.name} cannot be read ({error.strerror})")
+            continue
+        if digest != entry.get("sha256"):
+            problems.append(f"{path.name}: {file.name} is damaged (its checksum does not match)")
+    return problems
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it no longer counts; a person may look at it."""
+    aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
+    path.rename(aside)
+    return aside
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    """SHA-256 of JSON values, whatever the layout of the text that held them."""
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def list_checkpoints(run: RunPaths) -> list[CheckpointInfo]:
     """Whole checkpoints of the run, oldest first."""
-    return [info for info, _ in _examine(run) if info is not None]
+    return [info for info, _ in examine(run) if info is not None]
 
 
 def newest_checkpoint(run: RunPaths) -> tuple[CheckpointInfo | None, list[str]]:
     """The newest whole checkpoint, and why newer folders were passed over."""
     passed_over: list[str] = []
-    for info, problem in reversed(_examine(run)):
+    for info, problem in reversed(examine(run)):
         if info is not None:
             return info, passed_over
         passed_over.append(problem)
     return None, passed_over
 
 
-def _examine(run: RunPaths) -> list[tuple[CheckpointInfo | None, str]]:
-    """Every folder with a checkpoint's name, oldest first: what it is, or what is wrong with it."""
+def checkpoint_folders(run: RunPaths) -> list[tuple[int, Path]]:
+    """Step and path of every folder with a checkpoint's name, whole or not, oldest first."""
     found: list[tuple[int, Path]] = []
     if run.checkpoints.is_dir():
         for path in run.checkpoints.iterdir():
             match = _NAME.fullmatch(path.name)
             if match and path.is_dir():
                 found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def examine(run: RunPaths) -> list[tuple[CheckpointInfo | None, str]]:
+    """What each of these folders is, or what is wrong with it."""
     results: list[tuple[CheckpointInfo | None, str]] = []
-    for step, path in sorted(found):
+    for step, path in checkpoint_folders(run):
         try:
             manifest = read_manifest(path)
         except ValueError as error:
@@ -115,26 +194,47 @@ def _examine(run: RunPaths) -> list[tuple[CheckpointInfo | None, str]]:
     return results
 
 
-def commit(run: RunPaths, step: int) -> Path:
+def commit(run: RunPaths, step: int, reached: Reached = _unwatched) -> Path:
     """Give a complete temporary checkpoint its name, then move the `latest` pointer to it.
 
     A folder of that name that an earlier attempt left (it then resumed from before it) is replaced.
+
+    Args:
+        run: The run.
+        step: Optimizer steps of the checkpoint.
+        reached: Told ``rename`` and ``pointer`` as they begin.
+
+    Raises:
+        OSError: It could not be renamed, and does not count.
     """
     temporary, final = temporary_path(run, step), run.checkpoints / checkpoint_name(step)
     sync_directory(temporary)
+    reached("rename")
     if final.exists():
-        shutil.rmtree(final)
+        _remove(final)
     temporary.rename(final)
     sync_directory(run.checkpoints)
-    write_text(run.checkpoints / LATEST, final.name + "\n")
+    reached("pointer")
+    _point(run, LATEST, final)
     return final
 
 
-def rotate(run: RunPaths, *, keep: int, best_of: str | None) -> list[Path]:
+def rotate(
+    run: RunPaths, *, keep: int, best_of: str | None, reached: Reached = _unwatched
+) -> list[Path]:
     """Delete all but the newest `keep` whole checkpoints and the best one; say which went.
 
     The best has the smallest `best_of` among the metrics in the manifests; the `best` pointer names
     it. Folders that are not whole checkpoints are left for a person to look at.
+
+    Args:
+        run: The run.
+        keep: Number of the newest to keep, at least 1.
+        best_of: Metric of the best.
+        reached: Told ``rotation`` when there is something to delete.
+
+    Raises:
+        OSError: One could not be deleted.
     """
     checkpoints = list_checkpoints(run)
     kept = {info.path for info in checkpoints[-keep:]}
@@ -143,14 +243,45 @@ def rotate(run: RunPaths, *, keep: int, best_of: str | None) -> list[Path]:
         if scored:
             best = min(scored, key=lambda info: info.metrics[best_of])
             kept.add(best.path)
-            write_text(run.checkpoints / BEST, best.path.name + "\n")
+            _point(run, BEST, best.path)
     removed = [info.path for info in checkpoints if info.path not in kept]
     for path in removed:
-        # Renamed first: a deletion that is cut short must not leave a folder that looks whole.
-        doomed = path.with_name(f".{path.name}.removed")
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        _remove(path, reached)
     return removed
+
+
+def delete(run: RunPaths, path: Path) -> None:
+    """Delete one checkpoint and take the pointers off it; call it while holding the run's lock.
+
+    Raises:
+        OSError: It could not be deleted.
+    """
+    _remove(path)
+    newest, _ = newest_checkpoint(run)
+    if newest is not None:
+        _point(run, LATEST, newest.path)
+    else:
+        (run.checkpoints / LATEST).unlink(missing_ok=True)
+    best = run.checkpoints / BEST
+    if best.is_file() and best.read_text().strip() == path.name:
+        best.unlink()
+
+
+def _remove(path: Path, reached: Reached = _unwatched) -> None:
+    """Delete a checkpoint; renamed first, so that one whose deletion is cut short never counts."""
+    doomed = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    reached("rotation")
+    shutil.rmtree(doomed)
+
+
+def _point(run: RunPaths, pointer: str, path: Path) -> None:
+    """Move a pointer; it is a convenience, so a disk that is full for it spoils no checkpoint."""
+    try:
+        write_text(run.checkpoints / pointer, path.name + "\n")
+    except OSError as error:
+        print(f"the pointer {pointer} stays where it was: {error}", flush=True)
 
 
 def clean_temporary(run: RunPaths) -> None:

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from trainctl.errors import ExitCode
+from trainctl.runs.causes import Cause, cause_of
 from trainctl.runs.records import Event
 
 TAIL_LINES = 20
@@ -29,11 +29,6 @@ _HINTS: dict[int, str] = {
 
 _REPORTED = "error: "
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:( |$)")
-_LOST_PEER = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|remote process exited"
-    r"|DistNetworkError",
-    re.IGNORECASE,
-)
 
 
 def signal_name(number: int) -> str:
@@ -42,11 +37,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def exit_code(return_code: int) -> int:
-    """Exit code of a launch whose rank ended so; negative is a signal, as `subprocess` has it."""
-    return 128 - return_code if return_code < 0 else int(ExitCode.training_failed)
 
 
 def log_tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
@@ -91,39 +81,44 @@ def settle(return_code: int, log: Path) -> int:
 
 def is_lost_peer(error: str) -> bool:
     """Whether an error only says that another rank went away: a consequence, not a cause."""
-    return _LOST_PEER.search(error) is not None
+    return cause_of(1, error) in (Cause.lost_peer, Cause.communication_timeout)
 
 
-def describe(return_code: int, log: Path) -> dict[str, Any]:
+def describe(
+    return_code: int, log: Path, *, host_oom_kills: int = 0, disk_is_full: bool = False
+) -> dict[str, Any]:
     """Fields of a `failure` record for a process that ended.
 
     Args:
         return_code: Of the process; negative is a signal.
         log: What it wrote.
+        host_oom_kills: Processes that the kernel killed for memory while it ran.
+        disk_is_full: Whether the disk of the log is.
 
     Returns:
-        `exit_code` (None for a signal), `signal` (None for an exit code), `message` (how it
-        ended, as in ``rank 1 was killed by SIGKILL``), `hint`, `log`, `log_tail`.
+        `cause`, `exit_code` (None for a signal), `signal` (None for an exit code), `message` (how
+        it ended, as in ``rank 1 was killed by SIGKILL``), `hint`, `log`, `log_tail`.
     """
-    tail = log_tail(log)
-    if return_code < 0:
-        name = signal_name(-return_code)
-        return {
-            "exit_code": None,
-            "signal": name,
-            "message": f"was killed by {name}",
-            "hint": _HINTS.get(-return_code, ""),
-            "log": str(log),
-            "log_tail": tail,
-        }
-    error = error_line(log)
+    error, lines = error_line(log), log_tail(log, lines=_TAIL_BYTES)
+    cause = cause_of(
+        return_code, error, lines, host_oom_kills=host_oom_kills, disk_is_full=disk_is_full
+    )
+    is_signal = return_code < 0
+    how = f"was killed by {signal_name(-return_code)}"
+    if not is_signal:
+        how = f"ended with exit code {return_code}"
+    if cause.words:
+        how += f" ({cause.words})"
+    if error and not is_signal:
+        how += f": {error}"
     return {
-        "exit_code": return_code,
-        "signal": None,
-        "message": f"ended with exit code {return_code}" + (f": {error}" if error else ""),
-        "hint": "",
+        "cause": cause.value,
+        "exit_code": None if is_signal else return_code,
+        "signal": signal_name(-return_code) if is_signal else None,
+        "message": how,
+        "hint": cause.hint or _HINTS.get(-return_code, ""),
         "log": str(log),
-        "log_tail": tail,
+        "log_tail": lines[-TAIL_LINES:],
     }
 
 

@@ -8,11 +8,13 @@ RUN/
   status.json            state of the newest attempt
   events.jsonl           records of every attempt
   checkpoints/           committed checkpoints `step-00000040/`, and `latest`, a pointer
+  requests/              what a running launch is asked to do at its next step
   attempts/N/            one launch or resume, N from 1
     plan.json            the frozen plan
     ds_config.json       what DeepSpeed gets
     command.json         what was started on each node
     logs/                rank-0.log ..., agent-0.log
+    heartbeats/          rank-0 ...: when each rank last did what
 """
 
 from __future__ import annotations
@@ -53,6 +55,9 @@ class AttemptPaths:
     def agent_log(self, node: int) -> Path:
         return self.logs / f"agent-{node}.log"
 
+    def heartbeat(self, rank: int) -> Path:
+        return self.root / "heartbeats" / f"rank-{rank}"
+
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
@@ -91,6 +96,10 @@ class RunPaths:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def requests(self) -> Path:
+        return self.root / "requests"
 
     @property
     def attempts(self) -> Path:

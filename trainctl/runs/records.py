@@ -83,10 +83,10 @@ class EventFollower:
 
     Args:
         path: The run's `events.jsonl`; need not exist yet.
-        attempt: Records of other attempts are passed over.
+        attempt: Records of other attempts are passed over; None gives those of all.
     """
 
-    def __init__(self, path: Path, attempt: int) -> None:
+    def __init__(self, path: Path, attempt: int | None = None) -> None:
         self._path = path
         self._attempt = attempt
         self._offset = path.stat().st_size if path.exists() else 0
@@ -102,7 +102,9 @@ class EventFollower:
             return []
         self._offset += len(data)
         *lines, self._partial = (self._partial + data).split(b"\n")
-        return [event for event in _parse(lines) if event.get("attempt") == self._attempt]
+        return [
+            event for event in _parse(lines) if self._attempt in (None, event.get("attempt"))
+        ]
 
 
 def read_events(path: Path) -> list[Event]:

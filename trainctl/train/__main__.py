@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
+import signal
 import sys
 from pathlib import Path
 
+from trainctl.runs.heartbeats import Heartbeat
+from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import die_with_parent
 
 
@@ -17,19 +21,21 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     arguments = parser.parse_args()
+    run = RunPaths(arguments.run.resolve())
+    # Before the first beat: an agent that finds this rank silent asks for its stacks by the signal.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    heartbeat = Heartbeat(run.attempt(arguments.attempt).heartbeat(int(os.environ["RANK"])))
     # Only now the slow imports: a rank whose agent has gone must not outlive this line.
     from trainctl.errors import TrainctlError
     from trainctl.runs.directory import read_plan
-    from trainctl.runs.layout import RunPaths
 
-    run = RunPaths(arguments.run.resolve())
     plan = read_plan(run.attempt(arguments.attempt).plan)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ["DS_ACCELERATOR"] = "cpu" if plan.hardware.accelerator.value == "cpu" else "cuda"
     try:
         from trainctl.train.rank import train_rank
 
-        train_rank(plan, run, arguments.attempt)
+        train_rank(plan, run, arguments.attempt, heartbeat)
     except TrainctlError as error:
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:

@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
@@ -38,12 +39,13 @@ def materialise_partitioned(
 ) -> None:
     """Give each rank its partition of every parameter: ZeRO stage 3.
 
-    DeepSpeed partitions one parameter at a time, so no rank ever holds more than that unpartitioned,
-    and each rank then computes or reads the values of its own partition only. (The usual `zero.Init`
-    around the constructor lets the model initialise tensors that are no longer whole, which is
-    silently wrong.)
+    DeepSpeed partitions one parameter at a time, so no rank ever holds more than that
+    unpartitioned, and each rank then computes or reads the values of its own partition only. (The
+    usual `zero.Init` around the constructor lets the model initialise tensors that are no longer
+    whole, which is silently wrong.)
     """
     filled: dict[int, nn.Parameter] = {}
+    swapper = None  # to NVMe, with buffers that all parameters share
     # One buffer for all of them in turn.
     largest = max(meta.numel() for meta in model.parameters())
     whole = torch.empty(largest, dtype=model.dtype, device=device)
@@ -54,7 +56,13 @@ def materialise_partitioned(
             filled[id(meta)] = parameter
             holder = nn.Module()
             holder.weight = parameter
-            deepspeed.zero.Init(module=holder, config_dict_or_path=deepspeed_json, dtype=meta.dtype)
+            deepspeed.zero.Init(
+                module=holder,
+                config_dict_or_path=deepspeed_json,
+                dtype=meta.dtype,
+                param_swapper=swapper,
+            )
+            swapper = parameter.nvme_swapper
             _fill_partition(parameter, name, source)
             _return_freed_memory()
         setattr(module, attribute, filled[id(meta)])
@@ -70,11 +78,16 @@ def partition_range(parameter: Any) -> tuple[int, int]:
 
 def _fill_partition(parameter: Any, name: str, source: WeightSource) -> None:
     start, end = partition_range(parameter)
+    on_nvme = parameter.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE
+    if on_nvme:
+        parameter.nvme_swapper.swap_in([parameter], async_op=False)
     partition = parameter.ds_tensor.data
     partition.zero_()
     if end > start:
         values = source.read(name, parameter.ds_shape, start, end)
         partition.view(-1)[: end - start].copy_(values)
+    if on_nvme:
+        parameter.nvme_swapper.swap_out_and_release([parameter])
 
 
 def _return_freed_memory() -> None:

@@ -1,53 +1,90 @@
-"""Held-out loss, and a text sampled from the model."""
+"""Held-out loss, and a text sampled from the model: of the engine's, or of one outside training.
+
+Both take the model as a function from a batch to its logits, shape (samples, length, vocabulary).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
+from torch import nn
 
 from trainctl.train.data import IGNORED_LABEL, MicroBatch, PackedDataset
-from trainctl.train.engine import Engine
 from trainctl.train.loss import summed_cross_entropy
-from trainctl.train.process import Process
 from trainctl.train.tokenizer import Tokenizer
+
+Logits = Callable[[MicroBatch], torch.Tensor]
+
+
+def _unwatched(done: int, total: int) -> None:
+    """Nobody wants to know."""
+
+
+def _alone(*values: float) -> list[float]:
+    """The sums over one process."""
+    return list(values)
+
+
+@contextmanager
+def inference(module: nn.Module) -> Iterator[None]:
+    """Within it the module keeps no graph and drops nothing out; afterwards it trains."""
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train()
 
 
 def evaluate(
-    engine: Engine,
-    process: Process,
+    logits: Logits,
     dataset: PackedDataset,
     *,
     num_samples: int,
     micro_batch_size: int,
-    data_rank: int,
-    data_size: int,
+    data_rank: int = 0,
+    data_size: int = 1,
+    sum_over_ranks: Callable[..., list[float]] = _alone,
+    progress: Callable[[int, int], None] = _unwatched,
 ) -> float | None:
     """Mean loss in nats per token over the first held-out samples; None if there are none.
 
     Every rank runs the same number of forward passes (ZeRO-3 gathers parameters in each), on
     samples without labels where the real ones have run out.
+
+    Args:
+        logits: The model.
+        dataset: The held-out samples.
+        num_samples: How many of them, at most.
+        micro_batch_size: Samples in a forward pass.
+        data_rank: Of this process among those that share the work.
+        data_size: Number of those.
+        sum_over_ranks: Each of its arguments summed over them.
+        progress: Called with the samples done and their number.
     """
     count = min(num_samples, dataset.num_samples)
     if count == 0:
         return None
     loss_sum = torch.zeros((), dtype=torch.float64)
     labels_seen = 0
-    engine.deepspeed.eval()
-    with torch.no_grad():
-        for start in range(0, count, micro_batch_size * data_size):
-            first = start + data_rank * micro_batch_size
-            indices = np.arange(first, first + micro_batch_size)
-            batch = dataset.micro_batch(np.where(indices < count, indices, -1))
-            labels = batch.labels.to(process.device)
-            loss_sum += summed_cross_entropy(engine.logits(batch), labels).double().cpu()
-            labels_seen += batch.num_labels
-    engine.deepspeed.train()
-    total, number = process.sum(float(loss_sum), labels_seen)
+    for start in range(0, count, micro_batch_size * data_size):
+        progress(start, count)
+        first = start + data_rank * micro_batch_size
+        indices = np.arange(first, first + micro_batch_size)
+        batch = dataset.micro_batch(np.where(indices < count, indices, -1))
+        output = logits(batch)
+        loss_sum += summed_cross_entropy(output, batch.labels.to(output.device)).double().cpu()
+        labels_seen += batch.num_labels
+    progress(count, count)
+    total, number = sum_over_ranks(float(loss_sum), labels_seen)
     return total / number
 
 
 def sample_text(
-    engine: Engine,
+    logits: Logits,
     tokenizer: Tokenizer,
     *,
     prompt: str,
@@ -55,28 +92,35 @@ def sample_text(
     window: int,
     seed: int,
     temperature: float = 0.8,
+    progress: Callable[[int, int], None] = _unwatched,
 ) -> str:
     """The prompt continued by the model.
 
     All ranks take part and draw the same tokens (ZeRO-3 gathers parameters in each pass).
 
     Args:
+        logits: The model.
+        tokenizer: Of the run.
+        prompt: The text to go on from.
+        num_tokens: To draw, at most: the end of the document ends the text.
         window: Tokens of context given to the model at a time.
         seed: Of the draws.
-        temperature: Divides the logits.
+        temperature: Divides the logits; 0 takes the likeliest token each time.
+        progress: Called with the tokens drawn and their number.
     """
     ids = tokenizer.encode(prompt).tolist() or [0]
     generator = torch.Generator().manual_seed(seed)
-    engine.deepspeed.eval()
-    with torch.no_grad():
-        for _ in range(num_tokens):
-            logits = engine.logits(_context(ids[-window:]))[0, -1].float().cpu()
-            probabilities = (logits[: tokenizer.vocab_size] / temperature).softmax(dim=-1)
+    for drawn in range(num_tokens):
+        progress(drawn, num_tokens)
+        scores = logits(_context(ids[-window:]))[0, -1, : tokenizer.vocab_size].float().cpu()
+        if temperature == 0:
+            token = int(scores.argmax())
+        else:
+            probabilities = (scores / temperature).softmax(dim=-1)
             token = int(torch.multinomial(probabilities, 1, generator=generator))
-            if token == tokenizer.end_of_document:
-                break
-            ids.append(token)
-    engine.deepspeed.train()
+        if token == tokenizer.end_of_document:
+            break
+        ids.append(token)
     return tokenizer.decode(ids)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import deepspeed
 import torch
@@ -24,12 +25,14 @@ class Process:
         device: Device of this rank's tensors.
         control: A gloo group of all ranks for decisions and small host data, so that these never
             wait behind, or need memory on, the device.
+        timeout: Of a collective.
     """
 
     rank: int
     world_size: int
     device: torch.device
     control: dist.ProcessGroup
+    timeout: timedelta
 
     @property
     def is_first(self) -> bool:
@@ -45,8 +48,24 @@ class Process:
         """Whether the flag is set on at least one rank: the same answer on all."""
         return self.sum(float(flag))[0] > 0
 
+    def gather(self, value: Any) -> list[Any]:
+        """A small value of each rank, by rank: the same list on all."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """The first rank's value, on all ranks."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
+
     def barrier(self) -> None:
         dist.barrier(group=self.control)
+
+    def apart(self) -> Process:
+        """The same rank with a control group of its own, for another thread; on all ranks."""
+        return replace(self, control=dist.new_group(backend="gloo", timeout=self.timeout))
 
 
 def start_process(plan: RunPlan) -> Process:
@@ -65,6 +84,7 @@ def start_process(plan: RunPlan) -> Process:
         world_size=dist.get_world_size(),
         device=torch.device(accelerator.device_name(local_rank)),
         control=dist.new_group(backend="gloo", timeout=timeout),
+        timeout=timeout,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 from trainctl.plan.types import RunPlan
+from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
 from trainctl.train.process import start_process, stop_process
@@ -12,7 +13,7 @@ from trainctl.train.session import assemble
 from trainctl.train.trainer import Trainer
 
 
-def train_rank(plan: RunPlan, run: RunPaths, attempt: int) -> None:
+def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat) -> None:
     """Train as the plan says.
 
     Raises:
@@ -23,7 +24,8 @@ def train_rank(plan: RunPlan, run: RunPaths, attempt: int) -> None:
     process = start_process(plan)
     session = assemble(plan, run, process)
     events = EventWriter(run.events, attempt) if process.is_first else None
-    Trainer(session, events).train()
+    Trainer(session, events, heartbeat).train()
+    heartbeat.beat(Phase.end)
     # In this order: DeepSpeed's threads use the groups, and dying with them alive aborts.
     process.barrier()
     session.engine.close()

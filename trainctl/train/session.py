@@ -13,15 +13,16 @@ import torch
 from trainctl.config.schema import ModelFamily
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.types import RunPlan
-from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.train import build
-from trainctl.train.checkpoint import Checkpoint, Progress
+from trainctl.train.checkpoint import Checkpoint, CheckpointWeights, Progress
 from trainctl.train.corpus import Corpus
 from trainctl.train.data import PackedDataset, TrainingData
 from trainctl.train.engine import Engine
 from trainctl.train.model import TORCH_TYPES, skeleton, wrap_blocks
 from trainctl.train.process import Process
+from trainctl.train.replay import Replay
+from trainctl.train.restore import newest_intact, weights_of
 from trainctl.train.state import OptimizerState
 from trainctl.train.tokenizer import Tokenizer, load_tokenizer
 from trainctl.train.weights import SafetensorsWeights, SeedWeights, WeightSource
@@ -34,7 +35,9 @@ class Session:
     Attributes:
         shapes: Of every parameter, by canonical name.
         wrapped_blocks: Decoder blocks whose activations are recomputed.
+        replay: Steps that an earlier attempt has done already, to compare with.
         resumed_from: The checkpoint that this attempt goes on from, if any.
+        passed_over: What is wrong with the newer ones.
     """
 
     plan: RunPlan
@@ -49,7 +52,9 @@ class Session:
     progress: Progress
     shapes: dict[str, list[int]]
     wrapped_blocks: int
+    replay: Replay
     resumed_from: Path | None
+    passed_over: tuple[str, ...]
 
     @property
     def num_parameters(self) -> int:
@@ -62,9 +67,10 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     deepspeed.utils.logger.setLevel(logging.getLevelName(config.logging.deepspeed_level.upper()))
     corpus = Corpus.load(run.corpus)
     checkpoint = _newest(run, process, corpus)
+    progress = checkpoint.progress if checkpoint else Progress()
     model = skeleton(config.model, TORCH_TYPES[config.precision.compute])
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    source = checkpoint or _initial_weights(plan)
+    source = checkpoint or _initial_weights(plan, process)
     if config.zero_stage.stage == 3:
         build.materialise_partitioned(model, source, process.device, plan.deepspeed)
     else:
@@ -84,37 +90,33 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         state=state,
         training=_training_data(plan, process, corpus),
         held_out=_dataset(plan, corpus, held_out=True),
-        progress=checkpoint.progress if checkpoint else Progress(),
+        progress=progress,
         shapes=shapes,
         wrapped_blocks=wrapped,
+        replay=Replay.of(run, plan, process, progress.step),
         resumed_from=checkpoint.path if checkpoint else None,
+        passed_over=checkpoint.passed_over if checkpoint else (),
     )
 
 
 def _newest(run: RunPaths, process: Process, corpus: Corpus) -> Checkpoint | None:
-    """The checkpoint to go on from: all ranks read the same one, found before any is written."""
-    info, passed_over = checkpoints.newest_checkpoint(run)
-    process.barrier()
-    if process.is_first:
-        for reason in passed_over:
-            print(f"checkpoint passed over: {reason}", flush=True)
-        checkpoints.clean_temporary(run)
-    if info is None:
-        return None
-    checkpoint = Checkpoint(info.path)
-    if checkpoint.manifest["corpus_digest"] != corpus.digest:
+    """The checkpoint to go on from."""
+    checkpoint = newest_intact(run, process)
+    if checkpoint is not None and checkpoint.manifest["corpus_digest"] != corpus.digest:
         raise TrainctlError(
-            f"{info.path.name} was trained on another corpus",
+            f"{checkpoint.path.name} was trained on another corpus",
             hint="restore the files, or start a new run",
             exit_code=ExitCode.run_state,
         )
     return checkpoint
 
 
-def _initial_weights(plan: RunPlan) -> WeightSource:
+def _initial_weights(plan: RunPlan, process: Process) -> WeightSource:
     model = plan.config.model
     if model.initial_weights is not None:
-        return SafetensorsWeights(Path(model.initial_weights).expanduser())
+        folder = Path(model.initial_weights).expanduser()
+        checkpoint = weights_of(folder, process)
+        return CheckpointWeights(checkpoint) if checkpoint else SafetensorsWeights(folder)
     residual = 1 / math.sqrt(2 * model.num_layers) if model.family is ModelFamily.gpt2 else 1.0
     seed = plan.config.training.seed
     return SeedWeights(seed, std=model.initializer_range, residual_scale=residual)

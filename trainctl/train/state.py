@@ -8,10 +8,12 @@ optimizer state share that geometry. Saving and loading need nothing else.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
 from trainctl.train.build import partition_range
@@ -43,9 +45,18 @@ class Fragment:
 
 
 class OptimizerState:
-    """The flat tensors of this rank's optimizer and the fragments in them."""
+    """The flat tensors of this rank's optimizer and the fragments in them.
+
+    Attributes:
+        optimizer: The one that makes the update, inside DeepSpeed's wrapper.
+        tensors: Those that it updates, flat.
+        fragments: Which elements of which parameters lie where in them.
+        is_swapped: Whether some of them lie on NVMe between uses: their values are there only
+            within `resident`.
+    """
 
     def __init__(self, engine: Engine, rank: int, world_size: int) -> None:
+        self._engine = engine
         wrapper = engine.deepspeed.optimizer
         self.optimizer: torch.optim.Optimizer = getattr(wrapper, "optimizer", wrapper)
         if engine.stage == 3:
@@ -62,6 +73,7 @@ class OptimizerState:
                 Fragment(engine.names[p], 0, p.numel(), index, 0, owned=index % world_size == rank)
                 for index, (p, _) in enumerate(pairs)
             ]
+        self.is_swapped = any(self._is_on_nvme(index) for index in range(len(self.tensors)))
 
     def state_names(self) -> list[str]:
         """Names of the optimizer's tensor states, such as exp_avg; empty before the first step."""
@@ -81,23 +93,76 @@ class OptimizerState:
                         raise RuntimeError(f"optimizer state {name} differs between parameters")
         return found
 
+    def numel(self, index: int) -> int:
+        """Elements of one of the optimizer's tensors, wherever it lies."""
+        if self._is_on_nvme(index):
+            return int(self._engine.deepspeed.optimizer.fp16_partitioned_groups_flat_numel[index])
+        return self.tensors[index].numel()
+
+    @contextmanager
+    def resident(self, index: int, *, changes: bool = False) -> Iterator[None]:
+        """Within it one of the optimizer's tensors and its states are in memory.
+
+        Args:
+            index: Of the tensor.
+            changes: Whether to write them back to NVMe, if they come from there.
+        """
+        if not self._is_on_nvme(index):
+            yield
+            return
+        wrapper = self._engine.deepspeed.optimizer
+        wrapper._optimizer_states_and_gradient_swap_in(index)
+        yield
+        if changes:
+            wrapper._optimizer_states_and_gradient_swap_out(index)
+        else:
+            wrapper._release_swap_buffers(index)
+
     def tensor(self, index: int, state: str) -> torch.Tensor:
         """An optimizer's tensor or one of its states, flat; writing to it changes the engine's."""
         master = self.tensors[index]
         value = master if state == MASTER else self.optimizer.state[master][state]
         return value.detach().view(-1)
 
-    def create(self, names: list[str], scalars: dict[str, float]) -> None:
+    def create(self, index: int, names: list[str], scalars: dict[str, float]) -> None:
         """Make the states that the optimizer would make at its first step, to be loaded into."""
-        for tensor in self.tensors:
-            self.optimizer.state[tensor] = {
-                # torch keeps the step count as a tensor on the CPU.
-                **{
-                    name: torch.tensor(value, dtype=torch.float32)
-                    for name, value in scalars.items()
-                },
-                **{name: torch.zeros_like(tensor, requires_grad=False) for name in names},
-            }
+        tensor = self.tensors[index]
+        self.optimizer.state[tensor] = {
+            **{name: self._scalar(value) for name, value in scalars.items()},
+            **{name: torch.zeros_like(tensor, requires_grad=False) for name in names},
+        }
+
+    def catch_up(self, scalars: dict[str, float]) -> None:
+        """Bring the optimizer where its steps would have brought it, beyond the states.
+
+        CPUAdam keeps the powers of its betas as running products in fp32 (csrc/includes/
+        cpu_adam.h, IncrementStep); a power computed at once differs in the last bit.
+        """
+        if isinstance(self.optimizer, DeepSpeedCPUAdam):
+            one = torch.zeros(1)
+            for step in range(1, int(scalars.get("step", 0)) + 1):
+                group = self.optimizer.param_groups[0]
+                self.optimizer.ds_opt_adam.adam_update(
+                    self.optimizer.opt_id,
+                    step,
+                    0.0,
+                    *group["betas"],
+                    group["eps"],
+                    0.0,
+                    group["bias_correction"],
+                    *(one, one, one, one),
+                )
+
+    def _scalar(self, value: float) -> torch.Tensor | int:
+        # CPUAdam counts steps in an int; torch in a tensor on the CPU.
+        if isinstance(self.optimizer, DeepSpeedCPUAdam):
+            return int(value)
+        return torch.tensor(value, dtype=torch.float32)
+
+    def _is_on_nvme(self, index: int) -> bool:
+        """Whether DeepSpeed swaps the tensor: the small ones stay in memory."""
+        wrapper = self._engine.deepspeed.optimizer
+        return self._engine.stage == 3 and wrapper._swappable_optimizer_subgroup(index)
 
 
 def _is_elementwise(value: Any, tensor: torch.Tensor) -> bool:

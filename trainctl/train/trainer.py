@@ -8,9 +8,11 @@ import time
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.schedule import learning_rate_factor
 from trainctl.runs import checkpoints
+from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.records import EventWriter
-from trainctl.train.checkpoint import save
-from trainctl.train.evaluation import evaluate, sample_text
+from trainctl.runs.requests import Request, pending_requests, withdraw_request
+from trainctl.train.evaluation import evaluate, inference, sample_text
+from trainctl.train.saver import Saver
 from trainctl.train.session import Session, seed_step
 
 
@@ -20,24 +22,37 @@ class Trainer:
     Args:
         session: The assembled rank.
         events: Writer of the records; only the first rank has one.
+        heartbeat: Tells the agent what this rank is doing; None where no agent watches.
     """
 
-    def __init__(self, session: Session, events: EventWriter | None) -> None:
+    def __init__(
+        self, session: Session, events: EventWriter | None, heartbeat: Heartbeat | None = None
+    ) -> None:
         self._session = session
         self._events = events
+        self._heartbeat = heartbeat
         self._saved_at = time.monotonic()
-        self._saved_step = session.progress.step
         self._metrics: dict[str, float] = {}
+        self._saver = Saver(
+            session.run, session.process, session.state, session.plan.config.checkpoint
+        )
         self._best = self._best_so_far()
 
     def train(self) -> None:
-        """Run the loop: step, evaluate, save, until the plan's stopping step."""
+        """Run the loop: step, evaluate, save, until the plan's stopping step or a request."""
         session = self._session
         plan, progress, training = session.plan, session.progress, session.plan.config.training
         self._record_start()
-        while progress.step < plan.stop_step:
+        stop = False
+        while not stop and progress.step < plan.stop_step:
             started = time.monotonic()
-            loss, grad_norm, factor = self._step()
+            try:
+                loss, grad_norm, factor = self._step()
+            except TrainctlError:
+                # All ranks stop here together, so what is being written can be completed.
+                self._finish_saving()
+                raise
+            self._beat(Phase.step)
             self._record(
                 "step",
                 step=progress.step,
@@ -53,11 +68,17 @@ class Trainer:
             every = training.evaluate_every_steps
             if last or (every is not None and progress.step % every == 0):
                 self._evaluate()
-            if self._save_is_due(last):
+            save_is_due, stop = self._decide(last)
+            if save_is_due:
                 self._save()
-        self._sample()
-        done = progress.step >= plan.total_steps
-        self._record("end", step=progress.step, reason="complete" if done else "stop_after_steps")
+        done = progress.step >= plan.stop_step
+        self._beat(Phase.end)
+        if done:
+            self._sample()
+        self._finish_saving()
+        complete = progress.step >= plan.total_steps
+        reason = "complete" if complete else "stop_after_steps" if done else "stop_requested"
+        self._record("end", step=progress.step, reason=reason)
 
     def _step(self) -> tuple[float, float, float]:
         """One optimizer step: the loss, the gradient norm, and the learning rate's factor."""
@@ -73,6 +94,15 @@ class Trainer:
                 hint="the weights were not updated; resume goes on from the last checkpoint",
                 exit_code=ExitCode.training_failed,
             )
+        expected = session.replay.check(progress.step + 1, loss)
+        if expected is not None:
+            self._record(
+                "replay",
+                step=progress.step + 1,
+                loss=loss,
+                expected=expected.loss,
+                expected_attempt=expected.attempt,
+            )
         factor = learning_rate_factor(
             plan.config.schedule,
             progress.step,
@@ -87,15 +117,18 @@ class Trainer:
 
     def _evaluate(self) -> None:
         session = self._session
-        loss = evaluate(
-            session.engine,
-            session.process,
-            session.held_out,
-            num_samples=session.plan.config.training.evaluation_samples,
-            micro_batch_size=session.plan.batch.micro_batch_size,
-            data_rank=session.training.data_rank,
-            data_size=session.training.data_size,
-        )
+        with inference(session.engine.deepspeed):
+            loss = evaluate(
+                session.engine.logits,
+                session.held_out,
+                num_samples=session.plan.config.training.evaluation_samples,
+                micro_batch_size=session.plan.batch.micro_batch_size,
+                data_rank=session.training.data_rank,
+                data_size=session.training.data_size,
+                sum_over_ranks=session.process.sum,
+                progress=lambda *_: self._beat(Phase.evaluate),
+            )
+        self._beat(Phase.step)
         if loss is not None:
             self._metrics = {"loss": loss}
             self._record(
@@ -105,43 +138,63 @@ class Trainer:
                 unigram_entropy=session.corpus.unigram_entropy,
             )
 
-    def _save_is_due(self, last: bool) -> bool:
-        config, step = self._session.plan.config.checkpoint, self._session.progress.step
-        if step == self._saved_step:
-            return False
+    def _decide(self, last: bool) -> tuple[bool, bool]:
+        """Whether to save and whether to stop now: the same on all ranks, by one all-reduce."""
+        session = self._session
+        config, step = session.plan.config.checkpoint, session.progress.step
         minutes = (time.monotonic() - self._saved_at) / 60
-        return self._session.process.any(
-            (last and config.at_end)
+        asked = pending_requests(session.run) if session.process.is_first else set()
+        due = (
+            bool(asked)
+            or (last and config.at_end)
             or (config.every_steps is not None and step % config.every_steps == 0)
             or (config.every_minutes is not None and minutes >= config.every_minutes)
             or self._metrics.get(config.best_of or "", math.inf) < self._best
         )
+        save, stop, failed = session.process.sum(
+            float(due), float(Request.stop in asked), float(self._saver.has_failed)
+        )
+        if failed:
+            self._saver.wait()  # raises
+        self._record_saved()
+        for request in asked:
+            withdraw_request(session.run, request)
+        return save > 0, stop > 0
 
     def _save(self) -> None:
         session = self._session
-        config = session.plan.config
-        started = time.monotonic()
-        path = save(
-            session.run,
-            session.process,
-            session.state,
-            session.progress,
-            shapes=session.shapes,
-            metrics=self._metrics,
-            layout={"zero_stage": config.zero_stage.stage, "data": session.plan.mesh.data},
-            corpus_digest=session.corpus.digest,
+        config, progress = session.plan.config, session.progress
+        self._beat(Phase.save)
+        self._saver.save(
+            {
+                "step": progress.step,
+                "samples": progress.samples,
+                "tokens": progress.tokens,
+                "metrics": self._metrics,
+                "layout": {"zero_stage": config.zero_stage.stage, "data": session.plan.mesh.data},
+                "corpus_digest": session.corpus.digest,
+                "shapes": session.shapes,
+            }
         )
-        self._saved_at, self._saved_step = time.monotonic(), session.progress.step
+        self._saved_at = time.monotonic()
         self._best = min(self._best, self._metrics.get(config.checkpoint.best_of or "", math.inf))
-        self._record(
-            "checkpoint",
-            step=session.progress.step,
-            path=str(path.relative_to(session.run.root)),
-            seconds=self._saved_at - started,
-        )
-        if session.process.is_first:
-            checkpoints.rotate(
-                session.run, keep=config.checkpoint.keep, best_of=config.checkpoint.best_of
+        self._record_saved()
+        self._beat(Phase.step)
+
+    def _finish_saving(self) -> None:
+        """Wait until what is being written is committed."""
+        self._saver.wait()
+        self._record_saved()
+
+    def _record_saved(self) -> None:
+        """A record of each checkpoint committed since the last call."""
+        for saved in self._saver.take_saved():
+            self._record(
+                "checkpoint",
+                step=saved.step,
+                path=str(saved.path.relative_to(self._session.run.root)),
+                seconds=saved.seconds,
+                stall_seconds=saved.stall_seconds,
             )
 
     def _best_so_far(self) -> float:
@@ -154,14 +207,15 @@ class Trainer:
         training = session.plan.config.training
         if training.sample_tokens == 0:
             return
-        text = sample_text(
-            session.engine,
-            session.tokenizer,
-            prompt=training.sample_prompt,
-            num_tokens=training.sample_tokens,
-            window=training.sequence_length,
-            seed=training.seed,
-        )
+        with inference(session.engine.deepspeed):
+            text = sample_text(
+                session.engine.logits,
+                session.tokenizer,
+                prompt=training.sample_prompt,
+                num_tokens=training.sample_tokens,
+                window=training.sequence_length,
+                seed=training.seed,
+            )
         self._record("sample", step=session.progress.step, text=text)
 
     def _record_start(self) -> None:
@@ -179,7 +233,12 @@ class Trainer:
             held_out_tokens=session.corpus.held_out.tokens,
             unigram_entropy=session.corpus.unigram_entropy,
             resumed_from=resumed_from.name if resumed_from else None,
+            passed_over=session.passed_over,
         )
+
+    def _beat(self, phase: Phase) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.beat(phase, self._session.progress.step)
 
     def _record(self, event: str, **fields: object) -> None:
         if self._events is not None:

@@ -143,6 +143,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "offload of the optimizer or the parameters",
     ),
     (
+        ("checkpoint.asynchronous",),
+        lambda c: c.offload.optimizer is not OffloadDevice.nvme,
+        "an optimizer in memory: what is on NVMe is not copied, but written while training waits",
+    ),
+    (
         ("offload.nvme_path",),
         lambda c: OffloadDevice.nvme in (c.offload.optimizer, c.offload.parameters),
         "offload.optimizer=nvme or offload.parameters=nvme",

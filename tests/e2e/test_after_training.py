@@ -1,0 +1,82 @@
+"""What a user does with a run's checkpoints: evaluate, sample, export, and save one now."""
+
+import json
+import signal
+import time
+
+import torch
+from commands import TINY, events, finish, start, trainctl
+from transformers import AutoModelForCausalLM
+
+from trainctl.runs.checkpoints import list_checkpoints
+from trainctl.runs.layout import RunPaths
+
+
+def as_json(*arguments, cwd):
+    code, out, err = finish(start(*arguments, "--json", cwd=cwd))
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_evaluate_sample_and_export_repeat_what_the_run_recorded(tmp_path):
+    run = tmp_path / "run"
+    trainctl(
+        "launch", *TINY, "training.steps=4", "training.evaluate_every_steps=2",
+        "checkpoint.every_steps=2", "training.sample_tokens=12", "zero_stage=3",
+        "--run-dir", "run",
+        cwd=tmp_path,
+    )  # fmt: skip
+    early, late = events(run, "evaluation")
+
+    found = as_json("evaluate", "run", cwd=tmp_path)
+    assert found["checkpoint"] == "step-00000004" and found["samples"] == 4
+    assert abs(found["loss"] - late["loss"]) < 1e-6
+    assert found["unigram_entropy"] == late["unigram_entropy"]
+    found = as_json("evaluate", "run", "--step", "2", cwd=tmp_path)
+    assert abs(found["loss"] - early["loss"]) < 1e-6
+    more = as_json("evaluate", "run", "--best", "--samples", "9", cwd=tmp_path)
+    assert more["samples"] == 9 and more["loss"] != found["loss"]
+    assert more["checkpoint"] == "step-00000004"  # the later one has learnt more
+
+    (sample,) = events(run, "sample")
+    again = as_json("sample", "run", "def ", "--tokens", "12", cwd=tmp_path)
+    assert again["text"] == sample["text"] and again["seed"] == 1234
+    said = trainctl("sample", "run", "--tokens", "3", "--seed", "5", "--", "--x=1", cwd=tmp_path)
+    assert "--x=1" in said
+
+    # A damaged newest one is not used: the one before it is, and that is said.
+    damaged = run / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-3] ^= 1
+    damaged.write_bytes(content)
+    said = trainctl("export", "run", "exported", "--dtype", "bf16", cwd=tmp_path)
+    assert "passed over: step-00000004: rank-00000.safetensors is damaged" in said
+    assert "exported step-00000002" in said and "byte tokenizer has none" in said
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert model.dtype == torch.bfloat16
+    said = trainctl("export", "run", "exported", cwd=tmp_path, code=2)
+    assert "not an empty folder" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "run"]
+
+
+def test_checkpoint_now_saves_while_the_run_trains(tmp_path):
+    run = tmp_path / "run"
+    launch = start("launch", *TINY, "training.steps=100000", "--run-dir", "run", cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        while not (run / "events.jsonl").is_file() or not events(run, "step"):
+            assert time.monotonic() < deadline and launch.poll() is None
+            time.sleep(0.1)
+        saved = as_json("checkpoint", "now", "run", cwd=tmp_path)
+        (info,) = list_checkpoints(RunPaths(run))
+        assert info.step == saved["step"] and str(info.path) == saved["path"]
+        assert "intact" in trainctl("checkpoint", "verify", "run", cwd=tmp_path)
+        last = events(run, "step")[-1]["step"]
+        while events(run, "step")[-1]["step"] < last + 3:  # it goes on
+            assert time.monotonic() < deadline and launch.poll() is None
+            time.sleep(0.1)
+        assert "in use" in trainctl("checkpoint", "rm", "run", str(info.step), cwd=tmp_path, code=5)
+    finally:
+        launch.send_signal(signal.SIGTERM)
+        finish(launch)
+    assert "is not training" in trainctl("checkpoint", "now", "run", cwd=tmp_path, code=5)

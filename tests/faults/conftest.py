@@ -1,0 +1,28 @@
+"""One undisturbed run that every struck one is compared with, and a run to strike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import curve, trainctl
+from struck import CONFIG, STEPS, Curve, Struck
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    """Loss and gradient norm of every step of a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    trainctl("launch", *CONFIG, "--run-dir", "run", cwd=folder)
+    steps = curve(folder / "run")
+    assert len(steps) == STEPS
+    return steps
+
+
+@pytest.fixture
+def struck(tmp_path: Path) -> Iterator[Struck]:
+    """A run to strike; whatever a test does, none of its processes outlives it."""
+    run = Struck(tmp_path)
+    yield run
+    run.close()

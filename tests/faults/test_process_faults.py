@@ -1,0 +1,158 @@
+"""`kill -9` of every process of a run, one that stops answering, and requests to stop.
+
+The faults of a test strike one run in turn, each after the resume from the one before: at its end
+every loss has to be that of the run that nothing happened to.
+"""
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+from commands import finish
+from struck import CONFIG, SAVES_EVERY, STEPS
+
+from trainctl.runs.heartbeats import Phase, read_beat
+
+pytestmark = pytest.mark.slow
+
+
+def test_kill_9_of_a_rank_of_the_agent_and_of_the_launcher(struck, undisturbed):
+    launcher = struck.launch(*CONFIG)
+    struck.wait_for_step(25)
+    rank = struck.rank(1)
+    os.kill(rank, signal.SIGKILL)
+    struck.finish(launcher, 137, "rank 1 (node 0", f"process {rank}) was killed by SIGKILL")
+    (failure,) = struck.events("failure")
+    assert (failure["rank"], failure["cause"], failure["signal"]) == (1, "killed", "SIGKILL")
+    assert struck.saved[-1] in (20, 30, 40), "what was committed by then"
+
+    launcher = struck.launch()
+    struck.wait_for_step(65)
+    agent = struck.agent()
+    os.kill(agent, signal.SIGKILL)
+    struck.finish(launcher, 137, f"the agent (node 0, process {agent}) was killed by SIGKILL")
+
+    launcher = struck.launch()
+    struck.wait_for_step(105)
+    os.kill(launcher.pid, signal.SIGKILL)
+    struck.finish(launcher, -signal.SIGKILL)
+    assert struck.status()["message"] == (
+        f"the launcher (process {launcher.pid}) ended without stopping this attempt"
+    )
+    struck.complete(undisturbed)
+    assert [event["attempt"] for event in struck.events("start")] == [1, 2, 3, 4]
+
+
+def is_between_saves(struck):
+    """Whether the rank is in a step that no save follows: in a save it may be silent for longer."""
+    beat = read_beat(struck.paths.attempt(1).heartbeat(1))
+    return beat is not None and beat.phase is Phase.step and beat.step % SAVES_EVERY in range(1, 6)
+
+
+def test_a_stopped_rank_is_found_and_the_launch_starts_again_by_itself(struck, undisturbed):
+    launcher = struck.launch(*CONFIG, "launcher.max_restarts=1", "launcher.heartbeat_seconds=2")
+    struck.wait_for_step(50)
+    rank = struck.rank(1)
+    struck.wait(lambda: is_between_saves(struck))
+    os.kill(rank, signal.SIGSTOP)
+    stopped = time.time()
+    struck.finish(launcher, 0, "rank 1", "is hung", "process state T (stopped)", "restart 1 of 1")
+    (failure,) = struck.events("failure")
+    assert (failure["rank"], failure["cause"]) == (1, "hung")
+    assert 2 <= failure["time"] - stopped < 10
+    stacks = struck.paths.attempt(1).rank_log(0).read_text()
+    assert "(most recent call first)" in stacks and "distributed_c10d.py" in stacks
+    assert struck.curve == undisturbed
+    again = next(event for event in struck.events("step") if event["attempt"] == 2)
+    print(
+        f"hung rank: found after {failure['time'] - stopped:.1f} s, "
+        f"training again {again['time'] - failure['time']:.1f} s later"
+    )
+
+
+def test_a_killed_rank_with_restarts_needs_nobody(struck, undisturbed):
+    launcher = struck.launch(*CONFIG, "launcher.max_restarts=2")
+    struck.wait_for_step(30)
+    for rank, step in ((0, 70), (1, STEPS)):
+        struck_at = time.time()
+        attempts = len(struck.events("start"))
+        os.kill(struck.rank(rank), signal.SIGKILL)
+        struck.wait(lambda attempts=attempts: len(struck.events("start")) > attempts)
+        failure = struck.events("failure")[-1]
+        print(
+            f"killed rank: reported after {failure['time'] - struck_at:.2f} s, "
+            f"started again {struck.events('start')[-1]['time'] - struck_at:.1f} s after the kill"
+        )
+        struck.wait_for_step(step)
+    struck.finish(launcher, 0, "restart 1 of 2", "restart 2 of 2")
+    assert struck.curve == undisturbed
+    assert struck.status()["attempt"] == 3
+
+
+def test_sigterm_with_grace_saves_and_is_requeued(struck, undisturbed):
+    launcher = struck.launch(*CONFIG, "launcher.stop_grace_seconds=60")
+    struck.wait_for_step(30)
+    os.kill(launcher.pid, signal.SIGTERM)
+    asked = time.monotonic()
+    struck.finish(launcher, 75, "saved and stopped after step", "for SIGTERM")
+    print(f"SIGTERM with grace: gone after {time.monotonic() - asked:.1f} s")
+    assert struck.saved[-1] == struck.steps_done, "no step is lost"
+    assert struck.status()["state"] == "stopped"
+    assert struck.events("end")[-1]["reason"] == "stop_requested"
+    assert not list(struck.paths.requests.iterdir())
+
+    # The limit is over when the ranks are up: one step, a save, the code for the scheduler.
+    done = struck.steps_done
+    said = struck.finish(struck.launch("training.time_limit_minutes=0.02"), 75, "the time limit")
+    assert struck.saved[-1] == struck.steps_done == done + 1, said
+
+    # A second SIGTERM does not wait for the save that the first one asked for.
+    launcher = struck.launch("training.time_limit_minutes=null")
+    struck.wait_for_step(done + 20)
+    os.kill(struck.rank(0), signal.SIGSTOP)  # it can follow no request
+    os.kill(launcher.pid, signal.SIGTERM)
+    time.sleep(1)
+    assert launcher.poll() is None
+    os.kill(launcher.pid, signal.SIGTERM)
+    struck.finish(launcher, 143, "stopped by SIGTERM")
+
+    # Nor does the launch wait longer than the grace.
+    launcher = struck.launch("launcher.stop_grace_seconds=2", "launcher.grace_seconds=0.5")
+    struck.wait_for_step(struck.steps_done + 1)
+    os.kill(struck.rank(0), signal.SIGSTOP)
+    os.kill(launcher.pid, signal.SIGTERM)
+    struck.finish(launcher, 143, "stopped by SIGTERM")
+    struck.complete(undisturbed)
+
+
+def test_a_crash_loop_ends_after_three_restarts_without_progress(struck, undisturbed):
+    launcher = struck.launch(
+        *CONFIG, "launcher.max_restarts=100", TRAINCTL_FAULT="phase:manifest:0:20"
+    )
+    struck.finish(launcher, 137, "gave up: 3 restarts brought no new checkpoint")
+    assert struck.saved == [10]
+    assert [event["step"] for event in struck.events("restart")] == [10, 10, 10]
+    struck.complete(undisturbed)
+
+
+def test_a_taken_port_and_two_trainers_in_one_directory(struck, undisturbed):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        launcher = struck.launch(*CONFIG, f"launcher.port={port}", "launcher.max_restarts=3")
+        struck.finish(launcher, 4, f"launcher.port={port} on 127.0.0.1: Address already in use")
+    assert not struck.events("restart"), "a port that is taken stays taken"
+
+    launch = ("launch", *CONFIG, "--run-dir", "run", "--resume", "auto")
+    first = struck.trainctl(*launch)
+    struck.wait_for_step(20)
+    message = f"is in use by another launch: process {first.pid} on "
+    for second in (("resume", "run"), launch):
+        code, out, err = finish(struck.trainctl(*second))
+        assert code == 5 and message in out + err
+        assert first.poll() is None
+    struck.finish(first, 0)
+    assert struck.curve == undisturbed

@@ -1,0 +1,144 @@
+"""Kills inside a save, a disk that is full, and checkpoints and pointers that were damaged."""
+
+import os
+import resource
+import shutil
+import subprocess
+from contextlib import suppress
+
+import pytest
+from struck import CONFIG
+
+from trainctl.runs.checkpoints import checkpoint_name
+
+pytestmark = pytest.mark.slow
+
+PHASES = (
+    ("fragment", 0),
+    ("fragment", 1),
+    ("manifest", 0),
+    ("rename", 0),
+    ("pointer", 0),
+    ("rotation", 0),
+)
+"""Where, and on which rank, a save is cut short."""
+
+COMMITTED = ("pointer", "rotation")
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_kill_9_in_each_phase_of_a_save(struck, undisturbed, asynchronous):
+    """One phase after the other strikes the same run, each at the second save after its resume."""
+    overrides = (*CONFIG, f"checkpoint.asynchronous={asynchronous}", "checkpoint.keep=1")
+    saved = 0
+    for phase, rank in PHASES:
+        step = saved + 20
+        fault = f"phase:{phase}:{rank}:{step}"
+        launcher = struck.launch(*overrides, TRAINCTL_FAULT=fault)
+        said = struck.finish(launcher, 137, f"rank {rank} (node 0", "was killed by SIGKILL")
+        if phase in COMMITTED:
+            assert struck.saved[-1] == step, f"{fault}: it was committed\n{said}"
+        else:
+            assert struck.saved == [step - 10], f"{fault}: it was not committed\n{said}"
+        assert f"continues from step {struck.saved[-1]:,}" in said, fault
+        saved, overrides = struck.saved[-1], ()
+    struck.complete(undisturbed)
+    names = {path.name for path in struck.paths.checkpoints.iterdir()}
+    assert names == {"latest", checkpoint_name(200)}, "cut saves and deletions are cleared away"
+
+
+@pytest.fixture
+def small_disk(struck):
+    """The run's directory is a disk of 16 MB."""
+    struck.root.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(struck.root)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield struck.root
+    struck.close()
+    subprocess.run(["umount", "--lazy", str(struck.root)], check=True)
+
+
+def fill(path, leaving):
+    """Write the file until its disk has so many bytes left."""
+    with path.open("wb") as stream, suppress(OSError):  # the run may be quicker
+        stream.write(bytes(shutil.disk_usage(path.parent).free - leaving))
+
+
+@pytest.mark.parametrize("leaving", [0, 60_000, 400_000])
+def test_a_full_disk(struck, undisturbed, small_disk, leaving):
+    """With nothing left not even a record can be written; with a little a save begins or not."""
+    launcher = struck.launch(*CONFIG)
+    struck.wait_for_step(30)
+    fill(small_disk / "checkpoints" / "filler", leaving)
+    said = struck.finish(launcher, 4)
+    assert "No space left on device" in said or "free" in said
+    kept = struck.saved
+    assert kept and not list(struck.paths.checkpoints.glob("step-*.tmp"))
+    (small_disk / "checkpoints" / "filler").unlink()
+    struck.complete(undisturbed)
+
+
+def test_a_file_that_cannot_grow(struck, undisturbed):
+    """A write that fails half way, where the space seemed to be there (a quota, ulimit -f)."""
+    launcher = struck.launch(*CONFIG)
+    struck.wait_for_step(30)
+    limit = 20_000
+    resource.prlimit(struck.rank(1), resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    kept = struck.saved
+    struck.finish(launcher, 4, "rank 1", "File too large")
+    assert struck.saved[0] == kept[0]
+    assert not list(struck.paths.checkpoints.glob(".*.tmp")), "the failed save is cleared away"
+    struck.complete(undisturbed)
+
+
+def newest_fragment_file(struck):
+    return next(
+        (struck.paths.checkpoints / checkpoint_name(struck.saved[-1])).glob("*.safetensors")
+    )
+
+
+def flip_a_byte(struck):
+    file = newest_fragment_file(struck)
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    return file
+
+
+def truncate(struck):
+    file = newest_fragment_file(struck)
+    os.truncate(file, file.stat().st_size - 8)
+    return file
+
+
+def lose(struck):
+    file = newest_fragment_file(struck)
+    file.unlink()
+    return file
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, truncate, lose])
+def test_a_damaged_checkpoint_is_passed_over(struck, undisturbed, damage):
+    struck.finish(struck.launch(*CONFIG, "training.stop_after_steps=35"), 0)
+    assert struck.saved == [20, 30, 35]
+    file = damage(struck)
+    said = struck.finish(struck.launch("training.stop_after_steps=null"), 0)
+    assert "passed over" in said and file.name in said and checkpoint_name(35) in said, said
+    assert struck.events("start")[-1]["resumed_from"] == checkpoint_name(30)
+    assert struck.curve == undisturbed
+
+
+def test_the_pointer_is_never_trusted(struck, undisturbed):
+    struck.finish(struck.launch(*CONFIG, "training.stop_after_steps=30"), 0)
+    pointer = struck.paths.checkpoints / "latest"
+    shutil.copytree(struck.paths.checkpoints / checkpoint_name(20), struck.root / "x")
+    for step, text in ((60, ""), (90, "step-00009999\n"), (120, "../x\n"), (150, None)):
+        if text is None:
+            pointer.unlink()
+        else:
+            pointer.write_text(text)
+        struck.finish(struck.launch(f"training.stop_after_steps={step}"), 0)
+        assert struck.events("start")[-1]["resumed_from"] == checkpoint_name(step - 30), text
+        assert pointer.read_text() == f"{checkpoint_name(step)}\n"
+    struck.complete(undisturbed, "training.stop_after_steps=null")

@@ -1,0 +1,101 @@
+"""When a launch starts again by itself, and when it gives up. The attempts are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from supervised import make_plan
+
+from trainctl.launch import restarts
+from trainctl.launch.outcome import Outcome
+from trainctl.launch.restarts import run_with_restarts
+from trainctl.launch.stop import Stop, TimeLimit
+from trainctl.runs.directory import create_run, new_attempt
+from trainctl.runs.layout import AttemptPaths
+from trainctl.runs.requests import Request, file_request, pending_requests
+from trainctl.runs.status import State
+
+FAILED = Outcome(exit_code=137, state=State.failed, message="killed", may_pass=True)
+FINAL = Outcome(exit_code=4, state=State.failed, message="port taken")
+DONE = Outcome(exit_code=0, state=State.finished)
+
+
+def play(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, *attempts: tuple[Outcome, int]
+) -> tuple[Outcome, list[int], list[dict[str, Any]]]:
+    """Outcome, numbers of the attempts and restart records, for attempts that end so, each with
+    that newest checkpoint."""
+    plan = make_plan(max_restarts=most)
+    run = create_run(plan.config, root=tmp_path, folder=tmp_path)
+    saved, numbers, records = 0, [], []
+    monkeypatch.setattr(restarts, "_saved_step", lambda _: saved)
+
+    def run_one(attempt: AttemptPaths, stop: Stop) -> Outcome:
+        nonlocal saved
+        outcome, saved = attempts[len(numbers)]
+        numbers.append(attempt.number)
+        return outcome
+
+    stop = Stop(run, stop_grace_seconds=0, limit=TimeLimit(None))
+    first = new_attempt(run, plan)
+    outcome = run_with_restarts(run, first, plan, records.append, stop, run_one)
+    return outcome, numbers, records
+
+
+def test_it_goes_on_until_an_attempt_ends_well(tmp_path, monkeypatch):
+    outcome, numbers, records = play(
+        tmp_path, monkeypatch, 5, (FAILED, 10), (FAILED, 10), (DONE, 20)
+    )
+    assert outcome is DONE and numbers == [1, 2, 3]
+    assert [(record["number"], record["of"], record["step"]) for record in records] == [
+        (1, 5, 10),
+        (2, 5, 10),
+    ]
+    assert records[0]["cause"] == "killed" and records[0]["event"] == "restart"
+
+
+@pytest.mark.parametrize(("most", "outcome"), [(0, FAILED), (5, FINAL), (5, DONE)])
+def test_it_does_not_start_again(tmp_path, monkeypatch, most, outcome):
+    assert play(tmp_path, monkeypatch, most, (outcome, 10)) == (outcome, [1], [])
+
+
+def test_the_number_of_restarts_is_bounded(tmp_path, monkeypatch):
+    failures = [(FAILED, 10 * attempt) for attempt in range(1, 9)]
+    outcome, numbers, _ = play(tmp_path, monkeypatch, 6, *failures)
+    assert numbers == list(range(1, 8)) and outcome.exit_code == 137
+    assert outcome.message == "killed; launcher.max_restarts=6 is used up"
+
+
+def test_three_restarts_without_a_new_checkpoint_are_enough(tmp_path, monkeypatch):
+    saved = (0, 10, 10, 10, 20, 20, 20, 20)
+    outcome, numbers, _ = play(tmp_path, monkeypatch, 99, *((FAILED, step) for step in saved))
+    assert len(numbers) == 8
+    assert outcome.message == "killed; gave up: 3 restarts brought no new checkpoint"
+
+
+def test_a_new_launch_takes_no_request_of_an_old_one(tmp_path):
+    plan = make_plan()
+    run = create_run(plan.config, root=tmp_path, folder=tmp_path)
+    file_request(run, Request.stop)
+    with Stop(run, stop_grace_seconds=0, limit=TimeLimit(None)) as stop:
+        assert not pending_requests(run) and not stop.is_wanted
+        stop.check_time()
+        assert not stop.is_wanted
+    with Stop(run, stop_grace_seconds=0, limit=TimeLimit(1e-9)) as stop:
+        stop.check_time()
+        assert stop.asked == "the time limit" and pending_requests(run) == {Request.stop}
+
+
+def test_the_margin_of_a_time_limit_learns_from_the_records():
+    step = {"event": "step", "attempt": 1}
+    limit = TimeLimit(100.0, [{"event": "checkpoint", "attempt": 1, "seconds": 30.0}])
+    assert limit.margin_seconds == 2 * 30 + 60
+    for now, attempt in ((0.0, 1), (7.0, 1), (1000.0, 2), (1003.0, 2)):
+        limit.observe({**step, "time": now, "attempt": attempt})
+    assert limit.margin_seconds == 2 * (30 + 7) + 60, "not the time between two attempts"
+    assert not limit.is_near() and not TimeLimit(None).is_near()
+    near = TimeLimit((limit.margin_seconds + 1) / 60)
+    near.observe({"event": "checkpoint", "seconds": 60.0})
+    assert near.is_near()

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.requests import Request, file_request, pending_requests, withdraw_request
+
+
+def test_a_request_is_there_until_it_is_withdrawn(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path)
+    assert pending_requests(run) == set()
+    file_request(run, Request.stop, "SIGTERM")
+    file_request(run, Request.stop, "SIGTERM")
+    file_request(run, Request.checkpoint)
+    assert pending_requests(run) == {Request.stop, Request.checkpoint}
+    assert json.loads((run.requests / "stop").read_text())["reason"] == "SIGTERM"
+    withdraw_request(run, Request.stop)
+    withdraw_request(run, Request.stop)
+    assert pending_requests(run) == {Request.checkpoint}
+
+
+def test_what_is_no_request_is_not_followed(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path)
+    run.requests.mkdir()
+    for name in ("halt", ".stop.123.tmp", "STOP"):
+        (run.requests / name).touch()
+    assert pending_requests(run) == set()

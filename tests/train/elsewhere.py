@@ -1,0 +1,143 @@
+"""Runs that move between layouts: other process counts, ZeRO stages, offload on and off.
+
+A journey is one run in several legs, each a layout. Every leg but the last goes two steps beyond
+its last checkpoint, so that the next one replays them and its first losses are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
+
+from trainctl.config.schema import DataType, OffloadDevice
+from trainctl.plan.types import RunPlan
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events
+from trainctl.train.corpus import Corpus
+from trainctl.train.order import sample_indices
+
+SAVE_EVERY, OVERSHOOT, STEPS = 3, 2, 9
+
+PROCESSES = ((2, 1), (1, 2), (2, 4), (4, 2))
+STAGES = ((1, 3), (3, 1), (3, 2), (2, 0), (0, 3))
+
+
+@dataclass(frozen=True, order=True)
+class Leg:
+    """A layout."""
+
+    processes: int
+    stage: int
+    offload: str = "none"
+
+    def plan(self) -> RunPlan:
+        config = tiny_config(steps=STEPS)
+        config.precision.compute = DataType.fp32
+        config.optimizer.lr = 1e-3
+        config.schedule.warmup_steps = 2
+        config.zero_stage.stage = self.stage
+        config.offload.optimizer = OffloadDevice(self.offload)
+        config.checkpoint.every_steps = SAVE_EVERY
+        config.checkpoint.at_end = False
+        return tiny_plan(config, self.processes)
+
+
+Journey = tuple[Leg, ...]
+
+REFERENCE: Journey = (Leg(1, 0),)
+"""Undisturbed, on one process and without ZeRO."""
+
+
+def plain(processes: tuple[int, int], stages: tuple[int, int]) -> Journey:
+    """From one layout to another."""
+    return tuple(Leg(*leg) for leg in zip(processes, stages, strict=True))
+
+
+def offloaded(processes: tuple[int, int], stages: tuple[int, int]) -> Journey:
+    """The same with the optimizer in host memory on the way; ZeRO 0 has no offload."""
+    start, end = plain(processes, stages)
+    host = end if end.stage > 0 else Leg(end.processes, start.stage)
+    return start, Leg(host.processes, host.stage, "cpu"), end
+
+
+def travel(folder: Path, journeys: Iterable[Journey]) -> dict[Journey, RunPaths]:
+    """Run the journeys; legs that begin alike are run once, many in one process start."""
+    wanted = [REFERENCE, *journeys]
+    for length in range(1, 1 + max(map(len, wanted))):
+        ending = {journey for journey in wanted if len(journey) == length}
+        leaving = {journey[:length] for journey in wanted if len(journey) > length}
+        for goes_on, begun in ((False, ending), (True, leaving)):
+            for batch in _batches(sorted(begun)):
+                cases = []
+                for part in batch:
+                    run = _place(folder, part, goes_on)
+                    if length > 1:
+                        shutil.copytree(_place(folder, part[:-1], True).root, run.root)
+                    stop = length * SAVE_EVERY + OVERSHOOT if goes_on else STEPS
+                    cases.append(Case(with_stop(part[-1].plan(), stop), run, attempt=length))
+                train_cases(batch[0][-1].processes, cases)
+    return {journey: _place(folder, journey, False) for journey in wanted}
+
+
+def _place(folder: Path, journey: Journey, goes_on: bool) -> RunPaths:
+    name = "_".join(f"{leg.processes}p-zero{leg.stage}-{leg.offload}" for leg in journey)
+    return RunPaths(folder / (f"{name}_on" if goes_on else name))
+
+
+def _batches(begun: list[Journey]) -> Iterator[list[Journey]]:
+    """Those that one process start can do: the same process count, one ZeRO-3 engine at most."""
+    by_size: dict[int, list[Journey]] = defaultdict(list)
+    for journey in begun:
+        by_size[journey[-1].processes].append(journey)
+    for alike in by_size.values():
+        with_3 = [journey for journey in alike if journey[-1].stage == 3]
+        without = [journey for journey in alike if journey[-1].stage != 3]
+        for index in range(max(1, len(with_3))):
+            yield (without if index == 0 else []) + with_3[index : index + 1]
+
+
+def largest_difference(run: RunPaths, reference: RunPaths) -> float:
+    """Largest difference of a loss from the undisturbed curve's, in nats."""
+    expected, found = curve(reference), curve(run)
+    assert list(found) == list(expected) == list(range(1, STEPS + 1))
+    return max(abs(found[step][0] - loss) for step, (loss, _) in expected.items())
+
+
+def replayed_steps(run: RunPaths) -> int:
+    """Steps whose loss was compared with that of the leg before."""
+    return sum(event["event"] == "replay" for event in read_events(run.events))
+
+
+def sees_every_sample_once(run: RunPaths, plan: RunPlan) -> bool:
+    """Whether the ranks really read the samples of the run's order, each one once.
+
+    What a leg did beyond its last checkpoint does not count: the weights never saw it.
+    """
+    seen: dict[int, list[int]] = {}
+    for file in sorted(run.root.glob("seen-*.jsonl"), key=lambda path: int(path.stem[5:])):
+        of_attempt: dict[int, list[int]] = defaultdict(list)
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            of_attempt[record["first"]] += record["ids"]
+        seen |= of_attempt
+    corpus = Corpus.load(run.corpus)
+    size = plan.batch.global_batch_size
+    counters = np.arange(STEPS * size, dtype=np.int64)
+    order = sample_indices(
+        counters,
+        num_samples=(corpus.train.tokens - 1) // plan.batch.sequence_length,
+        seed=plan.config.training.seed,
+        shuffle=plan.config.data.shuffle,
+    )
+    expected = {
+        step * size: sorted(order[step * size : (step + 1) * size].tolist())
+        for step in range(STEPS)
+    }
+    return {first: sorted(ids) for first, ids in seen.items()} == expected

@@ -1,0 +1,28 @@
+"""Run as a process: how much its peak memory grows while a checkpoint is exported."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+from memory_probe import status_bytes
+
+from trainctl.train.export import export
+from trainctl.train.model import skeleton
+
+
+def main() -> None:
+    config, checkpoint, out, shard_bytes = pickle.load(sys.stdin.buffer)
+    skeleton(config.model, torch.bfloat16)  # so that transformers' imports are not counted
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    before = status_bytes("VmRSS")
+    exported = export(config, checkpoint, out, dtype=torch.bfloat16, shard_bytes=shard_bytes)
+    growth = status_bytes("VmHWM") - before
+    print(json.dumps({"growth": growth, "bytes": exported.size_bytes, "files": exported.files}))
+
+
+if __name__ == "__main__":
+    main()

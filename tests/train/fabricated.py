@@ -1,0 +1,52 @@
+"""A checkpoint that no training made: random master weights, each parameter in two fragments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from trainctl.config.schema import ModelConfig
+from trainctl.runs import checkpoints
+from trainctl.runs.layout import RunPaths
+from trainctl.train.model import skeleton
+from trainctl.train.tensor_file import write_tensors
+
+
+def fabricate(run: RunPaths, model: ModelConfig, *, step: int = 1) -> Path:
+    """Commit it; the files of two ranks, as ZeRO-3 partitions."""
+    folder = checkpoints.temporary_path(run, step)
+    folder.mkdir(parents=True)
+    shapes = {name: p.shape for name, p in skeleton(model, torch.float32).named_parameters()}
+    files, fragments = [], []
+    for rank in range(2):
+        file, offset, parts = f"rank-{rank:05d}.safetensors", 0, []
+        for name, shape in shapes.items():
+            half = -(-shape.numel() // 2)
+            start = rank * half
+            numel = min(half, shape.numel() - start)
+            parts.append(torch.randn(numel) * 0.02)
+            fragments.append(
+                {"parameter": name, "start": start, "numel": numel,
+                 "file": file, "tensor": 0, "offset": offset}
+            )  # fmt: skip
+            offset += numel
+        size, digest = write_tensors(folder / file, {"master/0": torch.cat(parts)})
+        files.append({"name": file, "bytes": size, "sha256": digest})
+    checkpoints.write_manifest(
+        folder,
+        {
+            "format": checkpoints.FORMAT,
+            "step": step,
+            "samples": 0,
+            "tokens": 0,
+            "metrics": {},
+            "corpus_digest": "",
+            "states": ["master"],
+            "scalars": {},
+            "shapes": {name: list(shape) for name, shape in shapes.items()},
+            "files": files,
+            "fragments": fragments,
+        },
+    )
+    return checkpoints.commit(run, step)

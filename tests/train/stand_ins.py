@@ -1,0 +1,69 @@
+"""A rank without an engine: the state that a saver copies, and a process group of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainctl.train.process import Process
+from trainctl.train.state import MASTER, Fragment
+
+NUMEL = 1000
+
+
+class PlainState:
+    """Two tensors of fp32 and one moment of each, whole on this rank."""
+
+    is_swapped = False
+
+    def __init__(self, value: float, rank: int = 0) -> None:
+        self.fragments = [
+            Fragment(f"parameter.{rank}.{index}", 0, NUMEL, index, 0, owned=True)
+            for index in range(2)
+        ]
+        self._tensors = [
+            {name: torch.full((NUMEL,), value) for name in (MASTER, "exp_avg")} for _ in range(2)
+        ]
+
+    def fill(self, value: float) -> None:
+        for states in self._tensors:
+            for tensor in states.values():
+                tensor.fill_(value)
+
+    def state_names(self) -> list[str]:
+        return ["exp_avg"]
+
+    def scalars(self) -> dict[str, float]:
+        return {"step": 1.0}
+
+    def numel(self, index: int) -> int:
+        return NUMEL
+
+    def tensor(self, index: int, name: str) -> torch.Tensor:
+        return self._tensors[index][name]
+
+    def resident(self, index: int) -> Any:
+        return nullcontext()
+
+
+def facts(step: int) -> dict[str, Any]:
+    """What a manifest says besides the fragments."""
+    shapes = {f"parameter.{rank}.{index}": [NUMEL] for rank in range(2) for index in range(2)}
+    return {"step": step, "samples": 0, "tokens": 0, "metrics": {}, "shapes": shapes}
+
+
+@contextmanager
+def only_rank() -> Iterator[Process]:
+    """This process as the only rank."""
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        group = dist.new_group(backend="gloo")
+        yield Process(0, 1, torch.device("cpu"), group, timeout)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,72 @@
+"""The process behind `evaluate`, `sample` and `export`: its answers when something is missing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from fabricated import fabricate
+from rank_processes import tiny_config, tiny_plan
+
+from trainctl.errors import ExitCode
+from trainctl.runs.atomic import write_json
+from trainctl.runs.directory import new_attempt
+from trainctl.runs.layout import RunPaths
+from trainctl.train.corpus import CACHE_VARIABLE, Corpus
+from trainctl.train.prepare import prepare
+
+
+def offline(task, *arguments):
+    """Exit code and last answer."""
+    done = subprocess.run(
+        [sys.executable, "-m", "trainctl.train.offline", task, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run with one attempt and a corpus, but no checkpoint."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    run = RunPaths(tmp_path / "run")
+    plan = tiny_plan(tiny_config(steps=1), 1)
+    run.root.mkdir()
+    new_attempt(run, plan)
+    prepare(plan, run)
+    return run
+
+
+def test_a_checkpoint_that_goes_meanwhile_is_an_answer(run):
+    """Rotation may take it between the choice and the reading."""
+    missing = run.checkpoints / "step-00000001"
+    drawn = ("--prompt=x", "--tokens=1", "--temperature=1")
+    code, answer = offline("sample", run.root, missing, *drawn)
+    assert code == ExitCode.run_state == answer["error"]["exit_code"]
+    assert answer["error"]["message"] == "step-00000001 was removed while it was read"
+
+
+def test_a_corpus_that_the_cache_lost_is_made_again_if_it_is_the_same(run, tmp_path):
+    checkpoint = fabricate(run, tiny_config().model)
+    shutil.rmtree(tmp_path / "cache")
+    code, answer = offline("evaluate", run.root, checkpoint, "--samples=2")
+    assert code == 0 and answer["result"]["samples"] == 2
+    assert answer["result"]["loss"] == pytest.approx(5.56, abs=0.3)  # ln 260: it knows nothing
+    shutil.rmtree(tmp_path / "cache")
+    write_json(run.corpus, asdict(replace(Corpus.load(run.corpus), digest="another")))
+    code, answer = offline("evaluate", run.root, checkpoint, "--samples=2")
+    assert code == ExitCode.run_state and "text of this run" in answer["error"]["message"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a cuda device")
+def test_a_device_that_is_not_here_is_refused(run):
+    checkpoint = fabricate(run, tiny_config().model)
+    code, answer = offline("evaluate", run.root, checkpoint, "--device=cuda")
+    assert code == ExitCode.environment and "no cuda device" in answer["error"]["message"]

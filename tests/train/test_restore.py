@@ -1,0 +1,144 @@
+"""Which checkpoint is read when some are damaged, and what replayed steps have to show."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rank_processes import tiny_config, tiny_plan
+from stand_ins import NUMEL, PlainState, facts, only_rank
+
+from trainctl.config.codec import to_plain
+from trainctl.config.schema import CheckpointConfig, DataType
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs import checkpoints
+from trainctl.runs.atomic import write_json
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import EventWriter
+from trainctl.train.replay import Replay
+from trainctl.train.restore import newest_intact, weights_of
+from trainctl.train.saver import Saver
+
+
+@pytest.fixture
+def process():
+    with only_rank() as rank:
+        yield rank
+
+
+@pytest.fixture
+def run(tmp_path, process):
+    """A run with three checkpoints, whose weights are the step."""
+    made = RunPaths(tmp_path / "run")
+    for step in (1, 2, 3):
+        saver = Saver(made, process, PlainState(float(step)), CheckpointConfig(keep=3))
+        saver.save(facts(step))
+    return made
+
+
+def file_of(run, step):
+    return run.checkpoints / f"step-{step:08d}" / "rank-00000.safetensors"
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_byte_is_found_and_the_next_older_one_is_read(run, process, capsys):
+    flip(file_of(run, 3))
+    file_of(run, 2).write_bytes(b"")
+    found = newest_intact(run, process)
+    assert found is not None and found.progress.step == 1
+    said = capsys.readouterr().out
+    assert "step-00000003: rank-00000.safetensors is damaged" in said
+    assert "step-00000002: rank-00000.safetensors has 0 bytes" in said
+    # Had it stayed, rotation would keep it as the newest in place of an intact one.
+    assert [info.step for info in checkpoints.list_checkpoints(run)] == [1]
+    assert len(list(run.checkpoints.glob("step-00000003.damaged-*"))) == 1
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(run, process):
+    for step in (1, 2, 3):
+        flip(file_of(run, step))
+    with pytest.raises(TrainctlError, match="no checkpoint of the run is intact") as failure:
+        newest_intact(run, process)
+    assert failure.value.exit_code is ExitCode.run_state
+    assert len(checkpoints.list_checkpoints(run)) == 3
+
+
+def test_weights_come_from_a_run_or_one_of_its_checkpoints(run, process, tmp_path):
+    shape = torch.Size([NUMEL])
+    from_run = weights_of(run.root, process)
+    from_checkpoint = weights_of(file_of(run, 2).parent, process)
+    assert torch.all(from_run.read("parameter.0.0", shape, 0, NUMEL) == 3.0)
+    assert torch.all(from_checkpoint.read("parameter.0.0", shape, 10, 20) == 2.0)
+    assert weights_of(tmp_path, process) is None
+    flip(file_of(run, 2))
+    with pytest.raises(TrainctlError, match=r"model\.initial_weights: .* is damaged"):
+        weights_of(file_of(run, 2).parent, process)
+
+
+def replay(folder, process, now, *, before=None, loss=5.0):
+    """What the records of steps 11 and 12 make a resume at step 10 expect."""
+    run = RunPaths(folder)
+    attempt = run.attempt(1)
+    attempt.root.mkdir(parents=True, exist_ok=True)
+    write_json(attempt.plan, to_plain(before or now))
+    with EventWriter(run.events, 1) as events:
+        for step in (10, 11, 12, 13):
+            events.write("step", step=step, loss=loss)
+    return Replay.of(run, now, process, 10)
+
+
+def plan(**changes):
+    config = tiny_config(steps=100)
+    config.precision.compute = DataType.fp32
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        setattr(getattr(config, section), name, value)
+    return tiny_plan(config, 2)
+
+
+def test_another_loss_at_a_replayed_step_stops_and_says_both(tmp_path, process):
+    expected = replay(tmp_path, process, plan())
+    assert sorted(expected.expected) == [11, 12]
+    assert expected.check(11, 5.0 + 4e-5) is not None
+    assert expected.check(13, 1.0) is None
+    with pytest.raises(TrainctlError, match=r"step 12 is 5\.01, but attempt 1 had 5\.0") as failure:
+        expected.check(12, 5.01)
+    assert failure.value.exit_code is ExitCode.training_failed
+    with pytest.raises(TrainctlError):
+        expected.check(11, float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({}, [11, 12]),
+        ({"zero_stage__stage": 3}, [11, 12]),
+        ({"checkpoint__keep": 9}, [11, 12]),
+        ({"optimizer__lr": 0.5}, [11]),
+        ({"checkpoint__compare_replay": False}, []),
+        ({"training__seed": 8}, []),
+        ({"training__global_batch_size": 16}, []),
+    ],
+)
+def test_only_what_must_be_equal_is_compared(tmp_path, process, changes, steps):
+    assert sorted(replay(tmp_path, process, plan(**changes), before=plan()).expected) == steps
+
+
+def test_low_precision_on_either_side_widens_the_tolerance(tmp_path, process):
+    low = plan(precision__compute=DataType.bf16)
+    for folder, now, before in (("a", plan(), low), ("b", low, plan())):
+        expected = replay(tmp_path / folder, process, now, before=before)
+        assert expected.check(11, 5.004) is not None
+        with pytest.raises(TrainctlError):
+            expected.check(11, 5.006)
+
+
+def test_without_records_there_is_nothing_to_compare(tmp_path, process):
+    made = plan()
+    assert Replay.of(RunPaths(tmp_path), made, process, 10).expected == {}
+    beyond = replay(tmp_path, process, replace(made, total_steps=200), before=made)
+    assert sorted(beyond.expected) == [11]

@@ -1,0 +1,180 @@
+"""Saving behind the training: what is saved, who waits, and what is left when it goes wrong."""
+
+import os
+import shutil
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rank_processes import Case, tiny_config, tiny_plan, train_cases
+from stand_ins import NUMEL, PlainState, facts, only_rank
+
+from trainctl.config.schema import CheckpointConfig
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs import checkpoints
+from trainctl.runs.layout import RunPaths
+from trainctl.train import saver as saver_module
+from trainctl.train.checkpoint import Checkpoint
+from trainctl.train.faults import VARIABLE
+from trainctl.train.save import write_checkpoint
+from trainctl.train.saver import Saver
+
+BEHIND = CheckpointConfig(keep=1, asynchronous=True)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunPaths(tmp_path)
+
+
+@pytest.fixture
+def process():
+    with only_rank() as rank:
+        yield rank
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Writers wait at this gate before they begin."""
+    gate = threading.Event()
+
+    def hold(*arguments, **options):
+        assert gate.wait(60)
+        return write_checkpoint(*arguments, **options)
+
+    monkeypatch.setattr(saver_module, "write_checkpoint", hold)
+    return gate
+
+
+def saved_steps(run):
+    return [info.step for info in checkpoints.list_checkpoints(run)]
+
+
+def saved_values(run, step):
+    checkpoint = Checkpoint(run.checkpoints / checkpoints.checkpoint_name(step))
+    return checkpoint.read("parameter.0.1", torch.Size([NUMEL]), 0, NUMEL)
+
+
+def test_the_state_at_the_save_is_written_while_training_changes_it(run, process, held):
+    state = PlainState(1.0)
+    saver = Saver(run, process, state, BEHIND)
+    saver.save(facts(1))
+    state.fill(2.0)
+    assert saved_steps(run) == [] and saver.take_saved() == []
+    held.set()
+    saver.wait()
+    (saved,) = saver.take_saved()
+    assert saved.step == 1 and 0 < saved.stall_seconds < saved.seconds
+    assert torch.all(saved_values(run, 1) == 1.0)
+
+
+def test_the_next_save_waits_for_the_last(run, process, held):
+    saver = Saver(run, process, PlainState(1.0), BEHIND)
+    saver.save(facts(1))
+    threading.Timer(0.5, held.set).start()
+    saver.save(facts(2))
+    assert held.is_set()
+    saver.wait()
+    assert [saved.step for saved in saver.take_saved()] == [1, 2]
+    assert saved_steps(run) == [2]
+
+
+def test_what_does_not_fit_is_not_begun(run, process, monkeypatch):
+    state = PlainState(1.0)
+    config = CheckpointConfig(keep=1)
+    Saver(run, process, state, config).save(facts(1))
+    full = SimpleNamespace(total=10**9, free=2 * 2 * 4 * NUMEL)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(TrainctlError, match=r"could not be saved: .*GB are free") as failure:
+        Saver(run, process, state, config).save(facts(2))
+    assert failure.value.exit_code is ExitCode.environment
+    names = sorted(path.name for path in run.checkpoints.iterdir())
+    assert names == ["latest", "step-00000001"]
+
+
+def test_a_pointer_that_cannot_move_spoils_nothing(run, process):
+    (run.checkpoints / "latest").mkdir(parents=True)
+    Saver(run, process, PlainState(1.0), CheckpointConfig(keep=1)).save(facts(1))
+    assert saved_steps(run) == [1]
+
+
+def test_a_failure_on_one_rank_is_raised_on_all(tmp_path):
+    """And after it the next save works: two real ranks, the second one's file cannot be made."""
+    case = Case(tiny_plan(tiny_config(steps=1), 2), RunPaths(tmp_path))
+    for result in train_cases(2, [case], probe="test_saver:fail_on_one_rank"):
+        assert "rank 1: " in result["problem"]
+        assert result["after_failure"] == []
+        assert result["after_next"] == [2]
+
+
+def fail_on_one_rank(cases, process):
+    """What each rank sees; runs in the ranks."""
+    run = cases[0].run
+    saver = Saver(run, process, PlainState(1.0, process.rank), BEHIND)
+    original = saver_module.write_checkpoint
+
+    def with_blocked_file(run, process, part, fields, **options):
+        def tensors():
+            if process.rank == 1:
+                raise OSError("no space for this test")
+            return part.tensors()
+
+        blocked = saver_module.replace(part, tensors=tensors)
+        return original(run, process, blocked, fields, **options)
+
+    saver_module.write_checkpoint = with_blocked_file
+    saver.save(facts(1))
+    try:
+        saver.wait()
+        problem = ""
+    except TrainctlError as error:
+        problem = error.message
+    process.barrier()  # the first rank clears up
+    after_failure = saved_steps(run) + [path.name for path in run.checkpoints.glob(".*")]
+    process.barrier()
+    saver_module.write_checkpoint = original
+    saver.save(facts(2))
+    saver.wait()
+    return {"problem": problem, "after_failure": after_failure, "after_next": saved_steps(run)}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_kill_in_any_phase_leaves_a_whole_checkpoint(tmp_path, asynchronous):
+    """SIGKILL in each phase of the second save; the first counts until the second has its name."""
+    config = CheckpointConfig(keep=1, asynchronous=asynchronous)
+    expected = {
+        "fragment": [1],
+        "manifest": [1],
+        "rename": [1],
+        "pointer": [1, 2],
+        "rotation": [2],
+    }
+    for phase, steps in expected.items():
+        run = RunPaths(tmp_path / phase)
+        assert _killed_at(run, phase, config) == signal.SIGKILL
+        assert saved_steps(run) == steps, phase
+        for info in checkpoints.list_checkpoints(run):
+            assert checkpoints.verify(info.path) == []
+        checkpoints.clean_temporary(run)
+        assert not list(run.checkpoints.glob(".step-*"))
+        pointer = run.checkpoints / "latest"
+        assert pointer.read_text().strip() == f"step-{2 if phase == 'rotation' else 1:08d}"
+
+
+def _killed_at(run, phase, config):
+    """The signal that ended a process which saved twice with the fault armed for the second."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.environ[VARIABLE] = f"phase:{phase}:0:2"
+            with only_rank() as process:
+                saver = Saver(run, process, PlainState(1.0), config)
+                for step in (1, 2):
+                    saver.save(facts(step))
+                saver.wait()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WTERMSIG(status)

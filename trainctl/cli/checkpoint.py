@@ -1,0 +1,233 @@
+"""`trainctl checkpoint`: list, verify, remove, and save now."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainctl.cli.arguments import Json, NamedRun, Run
+from trainctl.errors import ExitCode, TrainctlError
+
+if TYPE_CHECKING:
+    from trainctl.runs.layout import RunPaths
+    from trainctl.runs.records import Event, EventFollower
+
+_POLL_SECONDS = 0.2
+
+app = typer.Typer(help="List, verify, remove and save checkpoints.", add_completion=False)
+
+
+@app.command("ls")
+def list_(run: Run = None, as_json: Json = False) -> None:
+    """List the checkpoints of a run, oldest first.
+
+    Sizes are compared with the manifest; `verify` also reads every byte.
+    """
+    from trainctl.cli.console import print_json, say
+    from trainctl.cli.intact import open_or_newest
+
+    paths = open_or_newest(run)
+    rows = _rows(paths)
+    if as_json:
+        print_json({"schema": 1, "run": str(paths.root), "checkpoints": rows})
+    elif rows:
+        _print_table(rows)
+    else:
+        say(f"{paths.root} has no checkpoint yet")
+
+
+@app.command()
+def verify(
+    run: Run = None,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of this step; else all of them.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Read every byte of the checkpoints and compare it with their checksums.
+
+    Exits with 5 if one is damaged.
+    """
+    from trainctl.cli import intact
+    from trainctl.cli.console import print_json, put
+    from trainctl.cli.meter import Meter
+
+    paths = intact.open_or_newest(run)
+    with Meter() as meter:
+        rows: list[dict[str, Any]] = [
+            {"step": number, "path": str(path), "problems": intact.verify(path, meter)}
+            for number, path in intact.select(paths, None if step is None else [step])
+        ]
+    if as_json:
+        print_json({"schema": 1, "run": str(paths.root), "checkpoints": rows})
+    else:
+        for row in rows:
+            if not row["problems"]:
+                put(f"{Path(row['path']).name}: intact")
+            for problem in row["problems"]:
+                put(problem, style="error")
+    if any(row["problems"] for row in rows):
+        raise typer.Exit(ExitCode.run_state)
+
+
+@app.command()
+def rm(
+    run: NamedRun,
+    steps: Annotated[list[int], typer.Argument(metavar="STEP...", help="Which ones.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if no intact checkpoint is left then.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove checkpoints of a run that is not training.
+
+    Example: trainctl checkpoint rm runs/NAME 1000 2000
+    """
+    from trainctl.cli.console import print_json, put
+    from trainctl.cli.intact import select
+    from trainctl.runs.checkpoints import delete
+    from trainctl.runs.directory import open_run
+    from trainctl.runs.lock import hold
+
+    paths = open_run(run)
+    with hold(paths):  # a trainer's own rotation must not meet this
+        doomed = select(paths, steps)
+        if not force:
+            _require_another(paths, [path for _, path in doomed])
+        for _, path in doomed:
+            delete(paths, path)
+    if as_json:
+        print_json(
+            {"schema": 1, "run": str(paths.root), "removed": [str(path) for _, path in doomed]}
+        )
+    else:
+        for _, path in doomed:
+            put(f"removed {path}")
+
+
+@app.command()
+def now(run: Run = None, as_json: Json = False) -> None:
+    """Have a run that is training save at its next step, and wait until that is committed."""
+    from trainctl.cli.console import print_json, put, say
+    from trainctl.cli.intact import open_or_newest
+    from trainctl.runs.lock import holder
+    from trainctl.runs.records import EventFollower, read_events
+    from trainctl.runs.requests import Request, file_request, withdraw_request
+
+    paths = open_or_newest(run)
+    if holder(paths) is None:
+        raise TrainctlError(
+            f"{paths.root} is not training",
+            hint="`trainctl checkpoint ls` shows what it saved",
+            exit_code=ExitCode.run_state,
+        )
+    follower = EventFollower(paths.events)
+    steps = [event for event in read_events(paths.events) if event["event"] == "step"]
+    since = _place(steps[-1]) if steps else (0, 0)
+    file_request(paths, Request.checkpoint, "trainctl checkpoint now")
+    say("asked; the run saves at its next step")
+    saved = _wait_for_save(paths, follower, since)
+    if saved is None:
+        withdraw_request(paths, Request.checkpoint)
+        raise TrainctlError(f"{paths.root} ended before it saved", exit_code=ExitCode.run_state)
+    path = paths.root / saved["path"]
+    if as_json:
+        where = {"run": str(paths.root), "step": saved["step"], "path": str(path)}
+        print_json({"schema": 1, **where})
+    else:
+        put(f"saved {path}")
+
+
+def _place(event: Event) -> tuple[int, int]:
+    """Attempt and step of a record: a later attempt may replay steps."""
+    return int(event["attempt"]), int(event["step"])
+
+
+def _wait_for_save(run: RunPaths, follower: EventFollower, since: tuple[int, int]) -> Event | None:
+    """The record of the first save at or after that place; None if the launch ended without one.
+
+    A save that was under way when this was asked for is of an earlier step.
+    """
+    from trainctl.runs.lock import holder
+
+    while True:
+        training = holder(run) is not None  # asked first: the last records come before the end
+        for event in follower.poll():
+            if event["event"] == "checkpoint" and _place(event) >= since:
+                return event
+        if not training:
+            return None
+        time.sleep(_POLL_SECONDS)
+
+
+def _rows(run: RunPaths) -> list[dict[str, Any]]:
+    """What `ls` shows of each folder; the path to a damaged one comes with what is wrong."""
+    from trainctl.runs.checkpoints import checkpoint_folders, list_checkpoints, verify
+    from trainctl.runs.directory import last_config
+
+    infos = list_checkpoints(run)
+    whole = {info.path: info for info in infos}
+    metric = last_config(run).checkpoint.best_of or "loss"
+    scored = [info for info in infos if metric in info.metrics]
+    best = min(scored, key=lambda info: info.metrics[metric]) if scored else None
+    rows = []
+    for step, path in checkpoint_folders(run):
+        info = whole.get(path)
+        rows.append(
+            {
+                "step": step,
+                "path": str(path),
+                "saved": path.stat().st_mtime,
+                "bytes": info.size_bytes if info else None,
+                "metrics": info.metrics if info else {},
+                "newest": info is not None and info is infos[-1],
+                "best": info is not None and info is best,
+                "problem": "" if info else verify(path)[0],
+            }
+        )
+    return rows
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    from trainctl.cli.console import rich_console, say, size_text
+
+    table = Table("step", "saved", "size", "metrics", "", box=None, pad_edge=False)
+    table.columns[0].justify = table.columns[2].justify = "right"
+    for row in rows:
+        marks = [mark for mark in ("newest", "best") if row[mark]]
+        table.add_row(
+            f"{row['step']}",
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["saved"])),
+            size_text(row["bytes"]) if row["bytes"] is not None else "-",
+            " ".join(f"{name} {value:.4f}" for name, value in row["metrics"].items()),
+            "damaged" if row["problem"] else ", ".join(marks),
+        )
+    rich_console().print(table)
+    for row in rows:
+        if row["problem"]:
+            say(f"warning: {row['problem']}", style="warning")
+
+
+def _require_another(run: RunPaths, doomed: list[Path]) -> None:
+    """Refuse if the run had an intact checkpoint before, and none after."""
+    from trainctl.cli.intact import verify
+    from trainctl.cli.meter import Meter
+    from trainctl.runs.checkpoints import checkpoint_folders
+
+    kept = [path for _, path in reversed(checkpoint_folders(run)) if path not in doomed]
+    with Meter() as meter:
+        if any(not verify(path, meter) for path in kept):
+            return
+        last = next((path for path in reversed(doomed) if not verify(path, meter)), None)
+    if last is not None:
+        raise TrainctlError(
+            f"{last.name} is the last intact checkpoint of {run.root}",
+            hint="--force removes it all the same",
+            exit_code=ExitCode.run_state,
+        )

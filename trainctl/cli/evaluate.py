@@ -1,0 +1,52 @@
+"""`trainctl evaluate`: the held-out loss of a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainctl.cli.arguments import Best, Device, Json, OnDevice, Run, Step
+
+
+def evaluate(
+    run: Run = None,
+    step: Step = None,
+    best: Best = False,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Held-out samples; else the run's own number.",
+            show_default=False,
+        ),
+    ] = None,
+    device: OnDevice = Device.auto,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a checkpoint on the run's held-out text.
+
+    Examples: trainctl evaluate; trainctl evaluate runs/NAME --best --samples 512
+    """
+    from trainctl.cli.console import print_json, put
+    from trainctl.cli.intact import choose_checkpoint, open_or_newest
+    from trainctl.cli.meter import Meter
+    from trainctl.cli.offline import run_offline
+
+    paths = open_or_newest(run)
+    with Meter() as meter:
+        checkpoint = choose_checkpoint(paths, meter, step=step, best=best)
+        arguments: list[str | Path] = [paths.root, checkpoint, "--device", device.value]
+        if samples is not None:
+            arguments += ["--samples", str(samples)]
+        result = run_offline("evaluate", arguments, meter)
+    if as_json:
+        print_json({"schema": 1, "run": str(paths.root), "checkpoint": checkpoint.name, **result})
+        return
+    loss = result["loss"]
+    put(
+        f"{checkpoint.name}: held-out loss {loss:.4f} over {result['samples']:,} samples "
+        f"(perplexity {math.exp(loss):,.2f}; unigram entropy {result['unigram_entropy']:.4f})"
+    )

@@ -1,0 +1,65 @@
+"""`trainctl export`: a checkpoint as a transformers directory."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainctl.cli.arguments import Best, Json, NamedRun, Step
+from trainctl.errors import TrainctlError
+
+
+class ExportType(StrEnum):
+    """Number format of the exported weights."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+def export(
+    run: NamedRun,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    step: Step = None,
+    best: Best = False,
+    dtype: Annotated[
+        ExportType | None,
+        typer.Option(
+            help="Format of the weights; else the one that the run trains in.", show_default=False
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint as a directory that transformers loads.
+
+    Example: trainctl export runs/NAME exported --dtype bf16
+    """
+    from trainctl.cli.console import print_json, put, say, short_count, size_text
+    from trainctl.cli.intact import choose_checkpoint
+    from trainctl.cli.meter import Meter
+    from trainctl.cli.offline import run_offline
+    from trainctl.runs.directory import open_run
+
+    paths = open_run(run)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise TrainctlError(
+            f"{out} exists and is not an empty folder", hint="name another, or remove it"
+        )
+    with Meter() as meter:
+        checkpoint = choose_checkpoint(paths, meter, step=step, best=best)
+        arguments: list[str | Path] = [paths.root, checkpoint, out]
+        if dtype is not None:
+            arguments += ["--dtype", dtype.value]
+        result = run_offline("export", arguments, meter)
+    if as_json:
+        print_json({"schema": 1, "run": str(paths.root), "checkpoint": checkpoint.name, **result})
+        return
+    for note in result["notes"]:
+        say(f"note: {note}")
+    put(
+        f"exported {checkpoint.name} to {out}: {short_count(result['parameters'])} parameters, "
+        f"{size_text(result['bytes'])} of {result['dtype']}"
+    )

@@ -1,0 +1,78 @@
+"""The process with torch in which `export`, `sample` and `evaluate` are done."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainctl.cli.console import say
+from trainctl.cli.meter import Meter
+from trainctl.errors import ExitCode, TrainctlError
+
+
+def run_offline(task: str, arguments: Sequence[str | Path], meter: Meter) -> dict[str, Any]:
+    """Do a task of `trainctl.train.offline` in a process of its own; its result.
+
+    Raises:
+        TrainctlError: What the task says, or the process was killed (exit code 4).
+    """
+    from trainctl.runs.processes import PARENT_VARIABLE
+
+    command = [sys.executable, "-m", "trainctl.train.offline", task, *map(str, arguments)]
+    result: dict[str, Any] | None = None
+    with (
+        tempfile.TemporaryFile() as talk,
+        # In a session of its own: Ctrl-C reaches this process, which then asks that one to end.
+        subprocess.Popen(
+            command,
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=talk,
+            start_new_session=True,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                answer = json.loads(line)
+                if "progress" in answer:
+                    meter(*answer["progress"])
+                elif "error" in answer:
+                    raise _error(answer["error"])
+                else:
+                    result = answer["result"]
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            raise
+        if result is None:
+            talk.seek(0)
+            raise _failure(task, code, talk.read().decode(errors="replace"))
+    return result
+
+
+def _error(problem: dict[str, Any]) -> TrainctlError:
+    code = ExitCode(problem["exit_code"])
+    return TrainctlError(problem["message"], hint=problem["hint"], exit_code=code)
+
+
+def _failure(task: str, code: int, talk: str) -> Exception:
+    """Why a process ended without an answer: killed, or a bug."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = "the memory of this machine may not suffice" if name == "SIGKILL" else ""
+        return TrainctlError(
+            f"the process that was to {task} was ended by {name}",
+            hint=hint,
+            exit_code=ExitCode.environment,
+        )
+    say(talk.rstrip())
+    return RuntimeError(f"the process that was to {task} failed with the traceback above")

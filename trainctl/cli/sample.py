@@ -1,0 +1,53 @@
+"""`trainctl sample`: a text continued by a checkpoint's model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from trainctl.cli.arguments import Best, Device, Json, NamedRun, OnDevice, Step
+
+
+def sample(
+    run: NamedRun,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text to go on from.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to draw, at most.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 takes the likeliest token each time.")
+    ] = 0.8,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of the draws; else training.seed.", show_default=False),
+    ] = None,
+    step: Step = None,
+    best: Best = False,
+    device: OnDevice = Device.auto,
+    as_json: Json = False,
+) -> None:
+    """Continue a text with the model of a checkpoint.
+
+    Example: trainctl sample runs/NAME "def main" --tokens 64
+    """
+    from trainctl.cli.console import print_json, printable, put
+    from trainctl.cli.intact import choose_checkpoint
+    from trainctl.cli.meter import Meter
+    from trainctl.cli.offline import run_offline
+    from trainctl.runs.directory import open_run
+
+    paths = open_run(run)
+    with Meter() as meter:
+        checkpoint = choose_checkpoint(paths, meter, step=step, best=best)
+        # The form with `=`: the text may start with a dash.
+        drawn = [f"--prompt={text}", f"--tokens={tokens}", f"--temperature={temperature}"]
+        if seed is not None:
+            drawn.append(f"--seed={seed}")
+        arguments = [paths.root, checkpoint, *drawn, "--device", device.value]
+        result = run_offline("sample", arguments, meter)
+    if as_json:
+        asked = {"prompt": text, "temperature": temperature}
+        where = {"run": str(paths.root), "checkpoint": checkpoint.name}
+        print_json({"schema": 1, **where, **asked, **result})
+        return
+    for line in result["text"].splitlines():
+        put(printable(line))

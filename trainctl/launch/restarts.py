@@ -1,0 +1,76 @@
+"""Starting again after a failure, as long as it leads somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from trainctl.launch.outcome import Outcome
+from trainctl.launch.stop import Stop
+from trainctl.plan.types import RunPlan
+from trainctl.runs.checkpoints import newest_checkpoint
+from trainctl.runs.directory import new_attempt
+from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.records import Event, EventWriter
+from trainctl.runs.status import read_status, write_status
+
+FRUITLESS_RESTARTS = 3
+"""Restarts in a row without a new checkpoint after which a launch gives up."""
+
+
+def run_with_restarts(
+    run: RunPaths,
+    attempt: AttemptPaths,
+    plan: RunPlan,
+    on_event: Callable[[Event], None],
+    stop: Stop,
+    run_one: Callable[[AttemptPaths, Stop], Outcome],
+) -> Outcome:
+    """Run attempts until one ends well, or another would be in vain.
+
+    Progress is a newer committed checkpoint: steps that were not saved are done again.
+
+    Args:
+        run: The run; its lock is held.
+        attempt: The first attempt.
+        plan: Of all of them.
+        on_event: Called with a record of each restart.
+        stop: Whether the launch is to end.
+        run_one: Sees an attempt to its end.
+    """
+    most = plan.config.launcher.max_restarts
+    restarts = fruitless = 0
+    saved = _saved_step(run)
+    while True:
+        outcome = run_one(attempt, stop)
+        if outcome.exit_code == 0 or not outcome.may_pass or most == 0:
+            return outcome
+        before, saved = saved, _saved_step(run)
+        if saved > before:
+            fruitless = 0
+        if fruitless == FRUITLESS_RESTARTS:
+            return _give_up(
+                run, outcome, f"gave up: {fruitless} restarts brought no new checkpoint"
+            )
+        if restarts == most:
+            return _give_up(run, outcome, f"launcher.max_restarts={most} is used up")
+        restarts, fruitless = restarts + 1, fruitless + 1
+        with EventWriter(run.events, attempt.number) as events:
+            on_event(
+                events.write("restart", number=restarts, of=most, step=saved, cause=outcome.message)
+            )
+        attempt = new_attempt(run, plan)
+
+
+def _saved_step(run: RunPaths) -> int:
+    checkpoint, _ = newest_checkpoint(run)
+    return checkpoint.step if checkpoint else 0
+
+
+def _give_up(run: RunPaths, outcome: Outcome, why: str) -> Outcome:
+    outcome = replace(outcome, message=f"{outcome.message}; {why}")
+    status = read_status(run)
+    if status is not None:
+        state, code = outcome.state, outcome.exit_code
+        write_status(run, status.changed(state, exit_code=code, message=outcome.message))
+    return outcome

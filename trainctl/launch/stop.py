@@ -1,0 +1,161 @@
+"""How a launch is asked to end: by signals, or by its own time limit."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import psutil
+
+from trainctl.runs.failures import signal_name
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.processes import RunTag, sweep
+from trainctl.runs.records import Event
+from trainctl.runs.requests import Request, file_request, withdraw_request
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Agent = subprocess.Popen[bytes]
+
+
+class Stop:
+    """While it is entered, signals end the launch in good order instead of this process.
+
+    The first SIGTERM of a launch with `launcher.stop_grace_seconds` asks the ranks to save and
+    end. Every other first signal, and the end of that time, is passed to the agent, which ends its
+    ranks within the grace; another signal kills all at once. This is done in the handler, so that
+    a launcher that is stuck writing to its terminal stops its ranks too. A signal that this
+    process was told to ignore (nohup) stays ignored.
+
+    Args:
+        run: The run.
+        stop_grace_seconds: Time to save and end after SIGTERM; 0 ends at once.
+        limit: The launch's time limit.
+
+    Attributes:
+        received: The signal that ended the launch, if one did.
+        asked: What the ranks were asked to save and end for: a signal's name, or the time limit.
+    """
+
+    def __init__(self, run: RunPaths, *, stop_grace_seconds: float, limit: TimeLimit) -> None:
+        self.received: signal.Signals | None = None
+        self.asked = ""
+        self._run = run
+        self._grace_seconds = stop_grace_seconds
+        self._limit = limit
+        self._asked_by: signal.Signals | None = None
+        self._save_by = float("inf")
+        self._agent: Agent | None = None
+        self._tag: RunTag | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the launch is to end, at once or when it has saved."""
+        return self.received is not None or bool(self.asked)
+
+    def forward_to(self, agent: Agent, tag: RunTag) -> None:
+        """The agent to stop; at once if a signal came before it was started."""
+        self._agent, self._tag = agent, tag
+        if self.received:
+            agent.terminate()
+
+    def observe(self, event: Event) -> None:
+        """A record of the attempt: how long its steps and saves take."""
+        self._limit.observe(event)
+
+    def check_time(self) -> None:
+        """Ask for the end in time before the time limit, and end a save that takes too long."""
+        if not self.asked and self._limit.is_near():
+            self._ask("the time limit")
+        if self._asked_by is not None and time.monotonic() > self._save_by:
+            self._save_by = float("inf")
+            self._end(self._asked_by)
+
+    def __enter__(self) -> Self:
+        # Whoever asked an earlier launch has his answer.
+        for request in Request:
+            withdraw_request(self._run, request)
+        for number in _STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        received = signal.Signals(number)
+        may_save = received is signal.SIGTERM and self._grace_seconds > 0
+        if may_save and self._asked_by is None and self.received is None:
+            self._asked_by = received
+            self._save_by = time.monotonic() + self._grace_seconds
+            self._ask(signal_name(number))
+        else:
+            self._end(received)
+
+    def _ask(self, reason: str) -> None:
+        self.asked = self.asked or reason
+        try:
+            file_request(self._run, Request.stop, reason)
+        except OSError:  # the disk is full: nothing could be saved either
+            self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> None:
+        is_first = self.received is None
+        self.received = self.received or number
+        if self._agent is None or self._tag is None:
+            return
+        if is_first:
+            self._agent.terminate()
+        else:
+            sweep(self._tag, grace_seconds=0)
+
+
+class TimeLimit:
+    """Knows when a launch has to save and end, to be gone before its time is over.
+
+    The margin is twice the longest save and twice the longest time between two steps, of all that
+    the run has recorded, and a tenth of the limit (at most a minute) for processes to end.
+
+    Args:
+        minutes: Of the launch, from the start of this process; None is no limit.
+        past: Records of the run so far.
+    """
+
+    def __init__(self, minutes: float | None, past: Iterable[Event] = ()) -> None:
+        self._seconds = float("inf") if minutes is None else minutes * 60
+        age = time.time() - psutil.Process().create_time()
+        self._started = time.monotonic() - age
+        self._longest_save = self._longest_step = 0.0
+        self._last_step: Event | None = None
+        for event in past:
+            self.observe(event)
+
+    @property
+    def margin_seconds(self) -> float:
+        """How long before the limit the launch is asked to end."""
+        return 2 * (self._longest_save + self._longest_step) + min(60.0, self._seconds / 10)
+
+    def observe(self, event: Event) -> None:
+        """Learn from a record."""
+        if event["event"] == "checkpoint":
+            self._longest_save = max(self._longest_save, event.get("seconds", 0.0))
+        elif event["event"] == "step":
+            last, self._last_step = self._last_step, event
+            if last is not None and last["attempt"] == event["attempt"]:
+                self._longest_step = max(self._longest_step, event["time"] - last["time"])
+
+    def is_near(self) -> bool:
+        """Whether it is time to save and end."""
+        return time.monotonic() - self._started > self._seconds - self.margin_seconds

@@ -1,0 +1,202 @@
+"""Why a process died, as far as its return code, its log and the kernel's counters tell."""
+
+from __future__ import annotations
+
+import errno
+import re
+import tempfile
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+
+from trainctl.errors import ExitCode
+
+
+class Cause(StrEnum):
+    """The kinds of death that call for different answers."""
+
+    device_memory = "device_memory"
+    host_memory = "host_memory"
+    communication_timeout = "communication_timeout"
+    lost_peer = "lost_peer"
+    disk_full = "disk_full"
+    data = "data"
+    code = "code"
+    killed = "killed"
+    hung = "hung"
+    reported = "reported"
+    """Trainctl itself said what is wrong: the same start would end in the same way."""
+
+    @property
+    def words(self) -> str:
+        """As it is said; empty where the error says it all."""
+        return _WORDS.get(self, "")
+
+    @property
+    def hint(self) -> str:
+        """What may help."""
+        return _HINTS.get(self, "")
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether starting again may end better."""
+        return self not in (Cause.reported, Cause.disk_full)
+
+
+_WORDS = {
+    Cause.device_memory: "out of memory on the device",
+    Cause.host_memory: "out of memory on the host",
+    Cause.communication_timeout: "communication timed out",
+    Cause.lost_peer: "lost the connection to another rank",
+    Cause.disk_full: "disk full",
+    Cause.data: "could not read the data",
+}
+
+_HINTS = {
+    Cause.device_memory: "a smaller training.micro_batch_size, a higher zero_stage, or "
+    "activation_checkpointing=full; `trainctl estimate-memory` shows what takes the space",
+    Cause.host_memory: "more memory for the job, no offload, or fewer ranks on a host",
+    Cause.communication_timeout: "a rank was slow, hung or cut off: the other ranks' logs tell; "
+    "launcher.communication_timeout_seconds is the limit",
+    Cause.disk_full: "free space, then `trainctl resume`; checkpoints that were there are intact",
+    Cause.data: "the traceback in the log names the file",
+}
+
+# In this order: a full disk inside the data code is a full disk.
+_PATTERNS = [
+    (Cause.device_memory, r"(CUDA|HIP|XPU)( error:)? out of memory|OutOfMemoryError|ALLOC_FAILED"),
+    (
+        Cause.host_memory,
+        r"MemoryError|std::bad_alloc|Cannot allocate memory"
+        r"|DefaultCPUAllocator: (can't|not enough)",
+    ),
+    (
+        Cause.disk_full,
+        r"No space left on device|Disk quota exceeded|File too large|Errno (28|122|27)\b",
+    ),
+    (
+        Cause.communication_timeout,
+        r"Timed out waiting \d|collective operation timeout|DistStoreError: Timed out"
+        r"|wait timeout after",
+    ),
+    (
+        Cause.lost_peer,
+        r"connection (was )?(closed|reset|refused)|broken pipe|socket closed"
+        r"|remote process exited|DistNetworkError",
+    ),
+]
+
+_SMALL_FILE_BYTES = 16_384
+
+_DATA_CODE = re.compile(r'^  File ".*/trainctl/train/(corpus|data|order|tokenizer)\.py", line')
+_FRAME = re.compile(r'^  File ".*/trainctl/')
+
+
+def cause_of(
+    return_code: int,
+    error: str,
+    log: Sequence[str] = (),
+    *,
+    host_oom_kills: int = 0,
+    disk_is_full: bool = False,
+) -> Cause:
+    """The cause of a death.
+
+    Args:
+        return_code: Of the process; negative is a signal, as `subprocess` has it.
+        error: The line of the log that names the error, if one does.
+        log: Last lines of the log: the traceback, or what native code said before it aborted.
+        host_oom_kills: Processes that the kernel killed for memory in the meantime.
+        disk_is_full: Whether the log's disk is: then it may not say anything.
+    """
+    if -return_code == 9:
+        return Cause.host_memory if host_oom_kills else Cause.killed
+    # Only a process that says nothing itself is judged by the rest of its log.
+    text = error or ("\n".join(log[-5:]) if return_code < 0 else "")
+    for cause, pattern in _PATTERNS:
+        if re.search(pattern, text, re.IGNORECASE):
+            return cause
+    if disk_is_full and not error and return_code > 0:
+        return Cause.disk_full
+    if return_code in _REPORTED_CODES:
+        return Cause.reported
+    if return_code < 0:
+        return Cause.killed
+    frames = [line for line in log if _FRAME.match(line)]
+    return Cause.data if frames and _DATA_CODE.match(frames[-1]) else Cause.code
+
+
+_REPORTED_CODES = frozenset(
+    {
+        ExitCode.bad_input,
+        ExitCode.does_not_fit,
+        ExitCode.environment,
+        ExitCode.run_state,
+        ExitCode.training_failed,
+    }
+)
+
+
+def exit_code(return_code: int, cause: Cause = Cause.code) -> int:
+    """Exit code of a launch whose rank ended so.
+
+    128 + n for signal n, what a rank reported with an exit code of ours, and else that of a rank
+    that failed. A full disk is the machine's, however it was met.
+    """
+    if cause is Cause.disk_full:
+        return int(ExitCode.environment)
+    if return_code < 0:
+        return 128 - return_code
+    return return_code if return_code in _REPORTED_CODES else int(ExitCode.training_failed)
+
+
+def disk_is_full(folder: Path) -> bool:
+    """Whether the folder's disk, or a quota on it, has no room for a small file."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as stream:
+            stream.write(bytes(_SMALL_FILE_BYTES))
+    except OSError as error:
+        return is_disk_full(error)
+    return False
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether that is what the error says."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def host_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Processes that the kernel has killed for memory, in this process's control group.
+
+    Of the whole machine where the group cannot be read; 0 where nothing can. A difference of two
+    calls tells about the time between.
+    """
+    for counter, name in (*_group_counters(proc, cgroups), (proc / "vmstat", "oom_kill")):
+        try:
+            lines = counter.read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            key, _, value = line.partition(" ")
+            if key == name and value.isdigit():
+                return int(value)
+    return 0
+
+
+def _group_counters(proc: Path, cgroups: Path) -> list[tuple[Path, str]]:
+    """Files that count kills in this process's memory group: of version 2, of version 1."""
+    try:
+        groups = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found.append((cgroups / path.lstrip("/") / "memory.events", "oom_kill"))
+        elif "memory" in controllers.split(","):
+            root = cgroups / "memory"
+            # In a container the group's own path may not be visible, only its root.
+            for folder in (root / path.lstrip("/"), root):
+                found.append((folder / "memory.oom_control", "oom_kill"))
+    return found

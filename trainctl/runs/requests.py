@@ -1,0 +1,54 @@
+"""What a running run is asked to do at its next step: files in its `requests/` folder.
+
+Anyone who may write there can ask; the first rank looks once a step and all ranks agree, so a
+request is never half followed. A file is renamed into place and its name is the request.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from enum import StrEnum
+
+from trainctl.runs.atomic import write_json
+from trainctl.runs.layout import RunPaths
+
+
+class Request(StrEnum):
+    """What can be asked for."""
+
+    checkpoint = "checkpoint"
+    """Save at the next step and go on."""
+    stop = "stop"
+    """Save at the next step and end in good order."""
+
+
+def file_request(run: RunPaths, request: Request, reason: str = "") -> None:
+    """Ask the launch that holds the run; asking again before it is followed changes nothing.
+
+    Args:
+        run: The run.
+        request: What for.
+        reason: Why, for a person who looks.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    run.requests.mkdir(exist_ok=True)
+    write_json(
+        run.requests / request.value, {"time": time.time(), "pid": os.getpid(), "reason": reason}
+    )
+
+
+def pending_requests(run: RunPaths) -> set[Request]:
+    """What has been asked for and not been followed yet; one look into one folder."""
+    try:
+        names = os.listdir(run.requests)  # noqa: PTH208  (once a step: no object for each name)
+    except OSError:
+        return set()
+    return {Request(name) for name in names if name in Request.__members__}
+
+
+def withdraw_request(run: RunPaths, request: Request) -> None:
+    """Take a request back, or mark it as followed."""
+    (run.requests / request.value).unlink(missing_ok=True)

@@ -1,0 +1,233 @@
+"""A checkpoint as a transformers directory: sharded safetensors, config and tokenizer files.
+
+Parameters go from the checkpoint to the files a piece at a time, so neither the model nor a shard
+is ever in memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from trainctl.config.schema import RunConfig, TokenizerConfig, TokenizerKind
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.atomic import sync_directory, write_json
+from trainctl.runs.processes import is_alive
+from trainctl.train.checkpoint import Checkpoint
+from trainctl.train.model import skeleton
+from trainctl.train.tensor_file import write_stream
+from trainctl.train.tokenizer import BYTE_END_OF_DOCUMENT, load_tokenizer
+
+SHARD_BYTES = 5 * 10**9
+"""Largest file of weights, unless one parameter alone is larger."""
+
+_PIECE = 1 << 20
+"""Elements in memory at a time."""
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        files: Names of the files in the folder, sorted.
+        size_bytes: Of the weights.
+        num_parameters: Tied ones count once.
+        notes: What a person should know about it.
+    """
+
+    files: list[str]
+    size_bytes: int
+    num_parameters: int
+    notes: list[str]
+
+
+def export(
+    config: RunConfig,
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Exported:
+    """Write the checkpoint's weights to a new folder that `AutoModelForCausalLM` loads.
+
+    The folder is written under another name and renamed when it is complete.
+
+    Args:
+        config: Of the run.
+        checkpoint: A committed checkpoint of it.
+        out: The folder; missing or empty.
+        dtype: Of the written weights.
+        shard_bytes: Largest file of weights.
+        progress: Called with the bytes of weights written and their number.
+
+    Raises:
+        TrainctlError: No space (4), the folder is not empty (2), or the checkpoint is not one of
+            this model (5). Nothing is left.
+    """
+    model = skeleton(config.model, dtype)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+    source = Checkpoint(checkpoint)
+    with _new_folder(out, total) as folder:
+        shards = _split(shapes, dtype.itemsize, shard_bytes)
+        done = 0
+
+        def pieces(names: list[str]) -> Iterator[torch.Tensor]:
+            nonlocal done
+            for piece in _pieces(source, names, shapes):
+                yield piece.to(dtype)
+                done += piece.numel() * dtype.itemsize
+                progress(done, total)
+
+        for file, names in shards.items():
+            layout = {name: (dtype, shapes[name]) for name in names}
+            write_stream(folder / file, layout, pieces(names), {"format": "pt"})
+        if len(shards) > 1:
+            weight_map = {name: file for file, names in shards.items() for name in names}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            write_json(folder / "model.safetensors.index.json", index)
+        _write_config(model, config, dtype, folder)
+        notes = _copy_tokenizer(config.tokenizer, folder)
+    return Exported(
+        files=sorted(path.name for path in out.iterdir()),
+        size_bytes=total,
+        num_parameters=total // dtype.itemsize,
+        notes=notes,
+    )
+
+
+@contextmanager
+def _new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
+    """A folder to fill, which becomes `out` at the end, or goes again if something fails."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(out)
+        free_bytes = shutil.disk_usage(out.parent).free
+        if free_bytes < needed_bytes:
+            sizes = f"{needed_bytes / 1e9:.1f} GB are needed and {free_bytes / 1e9:.1f} GB free"
+            raise OSError(errno.ENOSPC, sizes)
+        folder = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+        folder.mkdir()
+        try:
+            yield folder
+            sync_directory(folder)
+            folder.rename(out)  # an empty folder is replaced, any other refused
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        sync_directory(out.parent)
+    except FileNotFoundError:  # the checkpoint: it was rotated away
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise TrainctlError(f"{out} exists and is not an empty folder") from None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        raise TrainctlError(
+            f"cannot export to {out}: {error.strerror}",
+            hint="free space, or name a folder on another disk" if full else "",
+            exit_code=ExitCode.environment,
+        ) from None
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Remove what killed exports to the same folder left."""
+    for path in out.parent.iterdir():
+        match = re.fullmatch(rf"\.{re.escape(out.name)}\.(\d+)\.tmp", path.name)
+        if match is not None and not is_alive(int(match[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _split(
+    shapes: dict[str, torch.Size], item_bytes: int, shard_bytes: int
+) -> dict[str, list[str]]:
+    """Parameters by the file that they go to, in the model's order."""
+    shards: list[list[str]] = [[]]
+    room = shard_bytes
+    for name, shape in shapes.items():
+        size = shape.numel() * item_bytes
+        if size > room and shards[-1]:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    count = len(shards)
+    return {
+        f"model-{number:05d}-of-{count:05d}.safetensors": names
+        for number, names in enumerate(shards, 1)
+    }
+
+
+def _pieces(
+    source: Checkpoint, names: list[str], shapes: dict[str, torch.Size]
+) -> Iterator[torch.Tensor]:
+    """The parameters' values, in order and flat, a piece at a time."""
+    for name in names:
+        count = shapes[name].numel()
+        for start in range(0, count, _PIECE):
+            yield source.read(name, shapes[name], start, min(start + _PIECE, count))
+        source.close()
+
+
+def _write_config(
+    model: PreTrainedModel, config: RunConfig, dtype: torch.dtype, folder: Path
+) -> None:
+    """`config.json`, and what a model that came from a directory has beside it."""
+    written = model.config
+    written.architectures = [type(model).__name__]
+    written.dtype = dtype
+    written.use_cache = True  # off while training
+    if written.eos_token_id is None:
+        written.eos_token_id = load_tokenizer(config.tokenizer).end_of_document
+    written.save_pretrained(folder)
+    if config.model.path is not None:
+        source = Path(config.model.path).expanduser()
+        code = source.glob("*.py") if config.model.trust_remote_code else ()
+        for file in (source / "generation_config.json", *code):
+            if file.is_file():
+                shutil.copy(file, folder)
+
+
+def _copy_tokenizer(config: TokenizerConfig, folder: Path) -> list[str]:
+    """Copy the tokenizer's files; what to say about it."""
+    if config.kind is TokenizerKind.byte:
+        return [
+            "no tokenizer files: the byte tokenizer has none; "
+            f"ids 0 to 255 are bytes, {BYTE_END_OF_DOCUMENT} ends a document"
+        ]
+    path = Path(config.path or "").expanduser()
+    source = path if config.kind is TokenizerKind.hf else path.parent
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copy(source / name, folder)
+    if config.kind is TokenizerKind.file:
+        shutil.copy(path, folder / "tokenizer.json")
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file():  # without it transformers guesses the class from the model's
+        write_json(settings, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    return []

@@ -1,0 +1,25 @@
+"""A hook for tests, and for nothing else: a rank that kills itself at a named point of a save.
+
+The points are ``fragment`` (a rank's file is half written), ``manifest`` (all files are complete),
+``rename`` (the manifest is too), ``pointer`` (the checkpoint has its name) and ``rotation`` (an old
+one is about to be deleted).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+VARIABLE = "TRAINCTL_FAULT"
+"""``phase:NAME``, then optionally ``:RANK`` (default 0) and ``:STEP`` of the save (default any)."""
+
+
+def reach(phase: str, *, rank: int, step: int) -> None:
+    """Die here, by SIGKILL as the machine would do it, if the environment asks for it."""
+    wanted = os.environ.get(VARIABLE)
+    if wanted is None:
+        return
+    kind, name, at_rank, at_step = (*wanted.split(":"), "", "", "")[:4]
+    here = (kind, name, int(at_rank or 0)) == ("phase", phase, rank)
+    if here and at_step in ("", str(step)):
+        os.kill(os.getpid(), signal.SIGKILL)

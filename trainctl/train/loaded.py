@@ -1,0 +1,112 @@
+"""A model with a checkpoint's weights on one device, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from trainctl.config.schema import AttentionKind
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.precision import formats
+from trainctl.plan.types import RunPlan
+from trainctl.train.build import materialise
+from trainctl.train.checkpoint import Checkpoint
+from trainctl.train.data import MicroBatch
+from trainctl.train.evaluation import inference
+from trainctl.train.model import TORCH_TYPES, skeleton
+from trainctl.train.weights import WeightSource
+
+_ROOM = 1.25
+"""Free memory that a device must have to be chosen, over the size of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What evaluation and sampling need of a model."""
+
+    model: PreTrainedModel
+    device: torch.device
+
+    def logits(self, batch: MicroBatch) -> torch.Tensor:
+        """(samples, length, vocabulary), as the training engine's."""
+        try:
+            output = self.model(
+                input_ids=batch.input_ids.to(self.device),
+                position_ids=batch.position_ids.to(self.device),
+                use_cache=False,
+            )
+        except torch.OutOfMemoryError:
+            raise _too_small(self.device) from None
+        return output.logits
+
+    def inference(self) -> AbstractContextManager[None]:
+        return inference(self.model)
+
+
+def load(
+    plan: RunPlan, checkpoint: Path, device: str, progress: Callable[[str, int, int], None]
+) -> LoadedModel:
+    """The model of a plan with the weights of a checkpoint, in the format of the training.
+
+    Args:
+        plan: Of the run.
+        checkpoint: A committed checkpoint of it.
+        device: cpu, cuda, or auto: an accelerator that has room for it, else the CPU.
+        progress: Called with "loading", the elements read and their number.
+
+    Raises:
+        TrainctlError: The checkpoint is not of this model (5), or the device is not here or too
+            small (4).
+    """
+    shape, dtype = plan.config.model, TORCH_TYPES[formats(plan.config.precision).weights]
+    model = skeleton(shape, dtype)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    place = _choose_device(device, elements * dtype.itemsize)
+    if place.type == "cpu" and shape.attention is AttentionKind.flash_attention_2:
+        model = skeleton(replace(shape, attention=AttentionKind.sdpa), dtype)
+    source = _Watched(Checkpoint(checkpoint), lambda done: progress("loading", done, elements))
+    try:
+        materialise(model, source, place)
+    except torch.OutOfMemoryError:
+        raise _too_small(place) from None
+    return LoadedModel(model, place)
+
+
+class _Watched:
+    """A source of weights that says how much has been read."""
+
+    def __init__(self, source: WeightSource, progress: Callable[[int], None]) -> None:
+        self._source, self._progress, self._done = source, progress, 0
+
+    def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
+        values = self._source.read(name, shape, start, end)
+        self._done += end - start
+        self._progress(self._done)
+        return values
+
+
+def _choose_device(wanted: str, needed_bytes: int) -> torch.device:
+    here = torch.cuda.is_available()
+    if wanted == "cuda" and not here:
+        raise TrainctlError(
+            "this machine has no cuda device",
+            hint="--device cpu",
+            exit_code=ExitCode.environment,
+        )
+    if wanted == "auto":
+        has_room = here and torch.cuda.mem_get_info()[0] >= _ROOM * needed_bytes
+        wanted = "cuda" if has_room else "cpu"
+    return torch.device(wanted)
+
+
+def _too_small(device: torch.device) -> TrainctlError:
+    return TrainctlError(
+        f"the model does not fit on the {device.type} device",
+        hint="--device cpu",
+        exit_code=ExitCode.environment,
+    )

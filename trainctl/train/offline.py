@@ -1,0 +1,218 @@
+"""What is done with a checkpoint outside training, on one process: evaluate, sample, export.
+
+`python -m trainctl.train.offline TASK RUN_DIR CHECKPOINT ...`, started by the command line, which
+loads no torch. It answers in lines of JSON on stdout: any number of `{"progress": [what, done,
+total]}`, then one `{"result": {...}}` or `{"error": {...}}`. What libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.processes import die_with_parent
+
+if TYPE_CHECKING:
+    from trainctl.plan.types import RunPlan
+    from trainctl.runs.layout import RunPaths
+    from trainctl.train.corpus import Corpus
+
+Progress = Callable[[str, int, int], None]
+
+DEVICES = ("auto", "cpu", "cuda")
+TYPES = ("fp32", "bf16", "fp16")
+
+
+def main() -> int:
+    """Do the task; the exit code."""
+    # SIGTERM, so that a half export is removed when the command that started this one has gone.
+    signal.signal(signal.SIGTERM, _leave)
+    die_with_parent(death_signal=signal.SIGTERM)
+    arguments = _parser().parse_args()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    # DeepSpeed is imported but starts nothing: it need not look for devices.
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    def progress(what: str, done: int, total: int) -> None:
+        print(json.dumps({"progress": [what, done, total]}), file=answers)
+
+    try:
+        result = _do_while_it_is_there(arguments, progress)
+    except TrainctlError as error:
+        problem = {"message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}
+        print(json.dumps({"error": problem}), file=answers)
+        return int(error.exit_code)
+    print(json.dumps({"result": result}), file=answers)
+    return ExitCode.success
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("run", type=Path)
+    common.add_argument("checkpoint", type=Path)
+    parser = argparse.ArgumentParser(prog="python -m trainctl.train.offline")
+    tasks = parser.add_subparsers(dest="task", required=True)
+    evaluate = tasks.add_parser("evaluate", parents=[common])
+    evaluate.add_argument("--samples", type=int)
+    sample = tasks.add_parser("sample", parents=[common])
+    sample.add_argument("--prompt", required=True)
+    sample.add_argument("--tokens", type=int, required=True)
+    sample.add_argument("--temperature", type=float, required=True)
+    sample.add_argument("--seed", type=int)
+    for task in (evaluate, sample):
+        task.add_argument("--device", choices=DEVICES, default="auto")
+    export = tasks.add_parser("export", parents=[common])
+    export.add_argument("out", type=Path)
+    export.add_argument("--dtype", choices=TYPES)
+    return parser
+
+
+def _do_while_it_is_there(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Do the task; the run may be training and rotate the checkpoint away meanwhile."""
+    try:
+        return _do(arguments, progress)
+    except (FileNotFoundError, ValueError):  # a file of it, or its manifest
+        if arguments.checkpoint.is_dir():
+            raise
+        raise TrainctlError(
+            f"{arguments.checkpoint.name} was removed while it was read",
+            hint="the run goes on and keeps checkpoint.keep of them; try again",
+            exit_code=ExitCode.run_state,
+        ) from None
+
+
+def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    # Only now the slow imports.
+    from trainctl.runs.directory import last_attempt, read_plan
+    from trainctl.runs.layout import RunPaths
+
+    run = RunPaths(arguments.run.resolve())
+    plan = read_plan(run.attempt(last_attempt(run)).plan)
+    match arguments.task:
+        case "evaluate":
+            return _evaluate(plan, run, arguments, progress)
+        case "sample":
+            return _sample(plan, arguments, progress)
+        case _:
+            return _export(plan, arguments, progress)
+
+
+def _evaluate(
+    plan: RunPlan, run: RunPaths, arguments: argparse.Namespace, progress: Progress
+) -> dict[str, Any]:
+    from trainctl.train.data import PackedDataset
+    from trainctl.train.evaluation import evaluate
+    from trainctl.train.loaded import load
+
+    corpus = _corpus(plan, run)
+    dataset = PackedDataset(
+        corpus,
+        corpus.held_out,
+        sequence_length=plan.batch.sequence_length,
+        mask_documents=plan.config.data.mask_documents,
+    )
+    samples = min(arguments.samples or plan.config.training.evaluation_samples, dataset.num_samples)
+    if samples == 0:
+        raise TrainctlError(
+            "the run holds out no sample to evaluate on",
+            hint="data.held_out_paths or data.held_out_fraction, in a new run",
+            exit_code=ExitCode.run_state,
+        )
+    model = load(plan, arguments.checkpoint, arguments.device, progress)
+    with model.inference():
+        loss = evaluate(
+            model.logits,
+            dataset,
+            num_samples=samples,
+            micro_batch_size=plan.batch.micro_batch_size,
+            progress=lambda done, total: progress("evaluating", done, total),
+        )
+    return {
+        "loss": loss,
+        "samples": samples,
+        "unigram_entropy": corpus.unigram_entropy,
+        "device": model.device.type,
+    }
+
+
+def _corpus(plan: RunPlan, run: RunPaths) -> Corpus:
+    """The run's corpus, tokenized again if the cache has lost it."""
+    from trainctl.train.corpus import Corpus, build_corpus
+    from trainctl.train.tokenizer import load_tokenizer
+
+    corpus = Corpus.load(run.corpus)
+    if (Path(corpus.folder) / corpus.held_out.file).is_file():
+        return corpus
+    again = build_corpus(plan.config.data, load_tokenizer(plan.config.tokenizer))
+    if again.digest != corpus.digest:
+        raise TrainctlError(
+            "the text of this run is not there any more, neither in the cache nor in its files",
+            hint="restore the files",
+            exit_code=ExitCode.run_state,
+        )
+    return again
+
+
+def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    from trainctl.train.evaluation import sample_text
+    from trainctl.train.loaded import load
+    from trainctl.train.tokenizer import load_tokenizer
+
+    training = plan.config.training
+    seed = training.seed if arguments.seed is None else arguments.seed
+    tokenizer = load_tokenizer(plan.config.tokenizer)
+    model = load(plan, arguments.checkpoint, arguments.device, progress)
+    with model.inference():
+        text = sample_text(
+            model.logits,
+            tokenizer,
+            prompt=arguments.prompt,
+            num_tokens=arguments.tokens,
+            window=training.sequence_length,
+            seed=seed,
+            temperature=arguments.temperature,
+            progress=lambda done, total: progress("sampling", done, total),
+        )
+    return {"text": text, "seed": seed, "device": model.device.type}
+
+
+def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    from trainctl.plan.precision import formats
+    from trainctl.train.export import export
+    from trainctl.train.model import TORCH_TYPES
+
+    names = {kind.value: dtype for kind, dtype in TORCH_TYPES.items()}
+    dtype = arguments.dtype or formats(plan.config.precision).weights.value
+    exported = export(
+        plan.config,
+        arguments.checkpoint,
+        arguments.out.resolve(),
+        dtype=names[dtype],
+        progress=lambda done, total: progress("exporting", done, total),
+    )
+    return {
+        "out": str(arguments.out.resolve()),
+        "dtype": dtype,
+        "files": exported.files,
+        "bytes": exported.size_bytes,
+        "parameters": exported.num_parameters,
+        "notes": exported.notes,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

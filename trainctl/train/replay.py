@@ -1,0 +1,122 @@
+"""Is this still the same run? The first losses after a resume against those of before.
+
+A resume goes back to a checkpoint, so the steps after it have often been done already. The loss of
+the first of them depends on the weights and the data position that were restored; that of the
+second on the optimizer's states as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainctl.config.schema import DataType, ModelFamily
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.types import RunPlan
+from trainctl.runs.directory import read_plan
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import number, read_events, step_curve
+from trainctl.train.process import Process
+
+FP32_TOLERANCE = 1e-5
+"""Relative; another layout adds in another order, and another device rounds otherwise."""
+
+LOW_PRECISION_TOLERANCE = 1e-3
+"""Relative, when one of the two computed in less than fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a step's loss was.
+
+    Attributes:
+        loss: In nats.
+        tolerance: Relative difference that the two layouts and formats explain.
+        attempt: Number of the attempt that did the step.
+    """
+
+    loss: float
+    tolerance: float
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Losses to expect, by step."""
+
+    expected: dict[int, Expected]
+
+    @classmethod
+    def of(cls, run: RunPaths, plan: RunPlan, process: Process, step: int) -> Replay:
+        """What the records say of the first two steps after `step`; the same on all ranks."""
+        expected: dict[int, Expected] = {}
+        if process.is_first and plan.config.checkpoint.compare_replay:
+            expected = _expected(run, plan, step)
+        return cls(process.from_first(expected))
+
+    def check(self, step: int, loss: float) -> Expected | None:
+        """What was expected of the step, None if it was not done before.
+
+        Raises:
+            TrainctlError: The loss is another one: the state or the data are not those of before.
+        """
+        expected = self.expected.get(step)
+        if expected is None or abs(loss - expected.loss) <= expected.tolerance * abs(expected.loss):
+            return expected
+        raise TrainctlError(
+            f"after the resume the loss of step {step} is {loss!r}, but attempt "
+            f"{expected.attempt} had {expected.loss!r} (allowed: {expected.tolerance:g} relative)",
+            hint="something that was restored is not what was saved, or a package computes "
+            "otherwise now; go on all the same with checkpoint.compare_replay=false",
+            exit_code=ExitCode.training_failed,
+        )
+
+
+def _expected(run: RunPaths, plan: RunPlan, step: int) -> dict[int, Expected]:
+    curve = step_curve(read_events(run.events))
+    found: dict[int, Expected] = {}
+    for later, depends_on in ((step + 1, _loss_at_once), (step + 2, _loss_after_an_update)):
+        if later not in curve:
+            break
+        record = curve[later]
+        file = run.attempt(record["attempt"]).plan
+        if not file.is_file():
+            break
+        before = read_plan(file)
+        if depends_on(before) != depends_on(plan) or _draws_otherwise(before, plan):
+            break
+        found[later] = Expected(
+            number(record["loss"]), _tolerance(before, plan), int(record["attempt"])
+        )
+    return found
+
+
+def _loss_at_once(plan: RunPlan) -> Any:
+    """What the loss of given weights depends on, besides the layout and the format."""
+    config = plan.config
+    return (
+        replace(config.model, initial_weights=None),
+        (config.training.seed, config.data.shuffle, config.data.mask_documents),
+        (plan.batch.global_batch_size, plan.batch.sequence_length),
+    )
+
+
+def _loss_after_an_update(plan: RunPlan) -> Any:
+    """What the loss of the next step depends on."""
+    config = plan.config
+    return (
+        _loss_at_once(plan),
+        (config.optimizer, config.schedule, config.stability),
+        (plan.total_steps, plan.warmup_steps),
+    )
+
+
+def _draws_otherwise(before: RunPlan, now: RunPlan) -> bool:
+    """Whether dropout may differ: ranks draw their own, and only a foreign model has any."""
+    foreign = now.config.model.family is ModelFamily.hf
+    return foreign and (before.mesh, before.batch) != (now.mesh, now.batch)
+
+
+def _tolerance(*plans: RunPlan) -> float:
+    exact = all(plan.config.precision.compute is DataType.fp32 for plan in plans)
+    return FP32_TOLERANCE if exact else LOW_PRECISION_TOLERANCE

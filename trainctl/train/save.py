@@ -1,0 +1,208 @@
+"""Writing a checkpoint: every rank its fragments, then all of them together commit it or none."""
+
+from __future__ import annotations
+
+import errno
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from trainctl import __version__
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs import checkpoints
+from trainctl.runs.layout import RunPaths
+from trainctl.train import faults
+from trainctl.train.process import Process
+from trainctl.train.state import MASTER, Fragment, OptimizerState
+from trainctl.train.tensor_file import write_stream
+
+Result = TypeVar("Result")
+
+MANIFEST_BYTES = 512
+"""Of the manifest, for each fragment; generous."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank writes.
+
+    Attributes:
+        states: Names of the optimizer's tensor states.
+        scalars: Its states that are one number.
+        fragments: Those that this rank owns.
+        layout: Type and shape of each tensor in the file, by name.
+        tensors: The tensors in that order, each valid until the next is taken.
+    """
+
+    states: list[str]
+    scalars: dict[str, float]
+    fragments: list[Fragment]
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    tensors: Callable[[], Iterator[torch.Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk: tensors and this rank's share of the manifest."""
+        tensors = sum(math.prod(shape) * kind.itemsize for kind, shape in self.layout.values())
+        return tensors + MANIFEST_BYTES * (len(self.layout) + len(self.fragments))
+
+
+def part_of(state: OptimizerState) -> Part:
+    """This rank's part of a checkpoint of the optimizer as it stands."""
+    fragments = [fragment for fragment in state.fragments if fragment.owned]
+    indices = sorted({fragment.tensor for fragment in fragments})
+    states = state.state_names()
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for index in indices:
+            with state.resident(index):
+                for name in (MASTER, *states):
+                    yield state.tensor(index, name)
+
+    return Part(
+        states=states,
+        scalars=state.scalars(),
+        fragments=fragments,
+        layout={
+            f"{name}/{index}": (_type(state, index, name), (state.numel(index),))
+            for index in indices
+            for name in (MASTER, *states)
+        },
+        tensors=tensors,
+    )
+
+
+def _type(state: OptimizerState, index: int, name: str) -> torch.dtype:
+    return state.tensor(index, name).dtype
+
+
+def write_checkpoint(
+    run: RunPaths,
+    process: Process,
+    part: Part,
+    facts: dict[str, Any],
+    *,
+    keep: int,
+    best_of: str | None,
+) -> Path:
+    """Write a checkpoint aside, commit it, then rotate the older ones; every rank takes part.
+
+    Args:
+        run: The run.
+        process: This rank, with a control group that no other thread uses.
+        part: What this rank writes.
+        facts: Of the manifest: what does not depend on who writes which fragment.
+        keep: Number of newest checkpoints to keep.
+        best_of: Metric of the one that is also kept.
+
+    Returns:
+        The committed folder.
+
+    Raises:
+        TrainctlError: A rank could not write; nothing is left of this checkpoint, older ones stay.
+    """
+    step: int = facts["step"]
+    folder = checkpoints.temporary_path(run, step)
+    reached = partial(faults.reach, rank=process.rank, step=step)
+    (needed,) = process.sum(part.num_bytes)
+
+    def prepare() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        _check_space(folder, int(needed))
+
+    def finish() -> None:
+        manifest = {
+            **facts,
+            "format": checkpoints.FORMAT,
+            "trainctl": __version__,
+            "states": [MASTER, *part.states],
+            "scalars": part.scalars,
+            "files": [file for file, _ in written],
+            "fragments": [fragment for _, fragments in written for fragment in fragments],
+        }
+        reached("manifest")
+        checkpoints.write_manifest(folder, manifest)
+        checkpoints.commit(run, step, reached)
+
+    _on_all(process, folder, prepare if process.is_first else _nothing)
+    written = _on_all(process, folder, lambda: _write_part(folder, process.rank, part, reached))
+    _on_all(process, folder, finish if process.is_first else _nothing)
+    if process.is_first:
+        try:
+            checkpoints.rotate(run, keep=keep, best_of=best_of, reached=reached)
+        except OSError as error:
+            # This one is safe: a disk that fills up stops the next save, with its own message.
+            print(f"an old checkpoint could not be deleted: {error}", flush=True)
+    return run.checkpoints / checkpoints.checkpoint_name(step)
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    """Fail before anything is written; what a quota leaves only the writing tells."""
+    usage = shutil.disk_usage(folder)
+    if usage.total > 0 and usage.free < needed:  # some network file systems tell nothing
+        raise OSError(
+            errno.ENOSPC,
+            f"it needs {needed / 1e9:.3f} GB and {usage.free / 1e9:.3f} GB are free",
+            str(folder.parent),
+        )
+
+
+def _write_part(
+    folder: Path, rank: int, part: Part, reached: checkpoints.Reached
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Write this rank's file: its entry in the manifest, and those of its fragments."""
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for index, tensor in enumerate(part.tensors()):
+            if index == len(part.layout) // 2:
+                reached("fragment")
+            yield tensor
+
+    file = f"rank-{rank:05d}.safetensors"
+    size, digest = write_stream(folder / file, part.layout, tensors())
+    return {"name": file, "bytes": size, "sha256": digest}, [
+        {
+            "parameter": fragment.name,
+            "start": fragment.start,
+            "numel": fragment.numel,
+            "file": file,
+            "tensor": fragment.tensor,
+            "offset": fragment.offset,
+        }
+        for fragment in part.fragments
+    ]
+
+
+def _nothing() -> None:
+    """What a rank does while the first one works."""
+
+
+def _on_all(process: Process, folder: Path, work: Callable[[], Result]) -> list[Result]:
+    """Each rank's share of a phase, and its results by rank; fails on all if it fails on one.
+
+    Raises:
+        TrainctlError: One failed; what there was of the checkpoint is removed.
+    """
+    result, problem = None, ""
+    try:
+        result = work()
+    except OSError as error:
+        problem = f"rank {process.rank}: {error}"
+    outcomes: list[tuple[Any, str]] = process.gather((result, problem))
+    first = next((problem for _, problem in outcomes if problem), "")
+    if not first:
+        return [result for result, _ in outcomes]
+    if process.is_first:
+        shutil.rmtree(folder, ignore_errors=True)
+    raise TrainctlError(
+        f"the checkpoint could not be saved: {first}",
+        hint="earlier checkpoints are untouched; free space and resume",
+        exit_code=ExitCode.environment,
+    )

@@ -1,0 +1,150 @@
+"""Saving while the training goes on: copied to host memory, then written by a thread.
+
+The copy is all that the loop waits for. One thread on each rank writes and commits, over a process
+group of their own, so that its collectives and the loop's never mix.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from trainctl.config.schema import CheckpointConfig
+from trainctl.runs.layout import RunPaths
+from trainctl.train.process import Process
+from trainctl.train.save import Part, part_of, write_checkpoint
+from trainctl.train.state import OptimizerState
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A committed checkpoint.
+
+    Attributes:
+        step: Optimizer steps done when it was taken.
+        path: Its folder.
+        seconds: From the start of the save to the end of the rotation.
+        stall_seconds: Of these, what the loop waited for, an earlier save included.
+    """
+
+    step: int
+    path: Path
+    seconds: float
+    stall_seconds: float
+
+
+class Saver:
+    """Saves the optimizer's state; all ranks call the same methods in the same order.
+
+    What NVMe holds may be more than host memory does, so it is not copied: such a state is written
+    while the loop waits.
+
+    Args:
+        run: The run.
+        process: This rank.
+        state: What is saved.
+        config: Whether to write behind the training, and what to keep.
+    """
+
+    def __init__(
+        self, run: RunPaths, process: Process, state: OptimizerState, config: CheckpointConfig
+    ) -> None:
+        self._run, self._state, self._config = run, state, config
+        self._asynchronous = config.asynchronous and not process.any(state.is_swapped)
+        self._process = process.apart() if self._asynchronous else process
+        self._copies: dict[str, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._saved: SimpleQueue[Saved] = SimpleQueue()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save has failed on this rank: `wait` will raise it."""
+        return self._error is not None
+
+    def save(self, facts: dict[str, Any]) -> None:
+        """Save, or begin to; waits for the last save first.
+
+        Args:
+            facts: Of the manifest, not to be changed afterwards; `step` among them.
+
+        Raises:
+            TrainctlError: The last save failed, or this one when it is not written behind.
+        """
+        started = time.monotonic()
+        self.wait()
+        part = part_of(self._state)
+        if not self._asynchronous:
+            self._write(part, facts, started, stalled=None)
+            return
+        part = self._copy(part)
+        stalled = time.monotonic() - started
+        self._thread = threading.Thread(
+            target=self._write_behind, args=(part, facts, started, stalled), daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the last save.
+
+        Raises:
+            TrainctlError: It failed; older checkpoints stay.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def take_saved(self) -> list[Saved]:
+        """Those committed since the last call."""
+        return [self._saved.get() for _ in range(self._saved.qsize())]
+
+    def _copy(self, part: Part) -> Part:
+        """The part with its tensors copied to host memory, which is kept for the next save."""
+        on_device = False
+        for name, tensor in zip(part.layout, part.tensors(), strict=True):
+            on_device = tensor.device.type != "cpu"
+            if name not in self._copies:
+                self._copies[name] = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=on_device
+                )
+            self._copies[name].copy_(tensor, non_blocking=True)
+        if on_device:
+            torch.accelerator.synchronize()
+
+        def copies() -> Iterator[torch.Tensor]:
+            return (self._copies[name] for name in part.layout)
+
+        return replace(part, tensors=copies)
+
+    def _write_behind(
+        self, part: Part, facts: dict[str, Any], started: float, stalled: float
+    ) -> None:
+        try:
+            self._write(part, facts, started, stalled)
+        except BaseException as error:  # whatever it is, the loop raises it
+            self._error = error
+
+    def _write(
+        self, part: Part, facts: dict[str, Any], started: float, stalled: float | None
+    ) -> None:
+        path = write_checkpoint(
+            self._run,
+            self._process,
+            part,
+            facts,
+            keep=self._config.keep,
+            best_of=self._config.best_of,
+        )
+        seconds = time.monotonic() - started
+        stall = seconds if stalled is None else stalled
+        self._saved.put(Saved(facts["step"], path, seconds, stall))
