@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 
 MUST_RUN_MARKS = ("slow", "cluster", "slurm")
+
+
+def pytest_configure() -> None:
+    """A shell's background job ignores Ctrl-C and so would what tests start and interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

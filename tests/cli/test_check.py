@@ -25,7 +25,7 @@ def test_a_valid_config_says_so_on_stdout(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_all_problems_come_at_once_each_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["validate", "optimizer.lrr=3", "modle=x"]) == ExitCode.bad_input
+    assert run(["validate", "recipe=tiny", "optimizer.lrr=3", "modle=x"]) == ExitCode.bad_input
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("no key optimizer.lrr") == 1
@@ -36,10 +36,10 @@ def test_all_problems_come_at_once_each_once(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_problem_of_the_plan_names_what_set_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["validate", "recipe=tiny", "training.steps=8"]) == ExitCode.bad_input
+    assert run(["validate", "recipe=tiny", "training.global_batch_size=31"]) == ExitCode.bad_input
     error = capsys.readouterr().err
-    assert error.count("schedule.warmup_steps=10 is longer than the run of 8 steps") == 1
-    assert "set by: recipes/tiny.yaml:" in error
+    assert error.count("train_batch_size=31 is not a multiple of") == 1
+    assert "\n  set by: training.global_batch_size=31\n" in error
 
 
 def test_what_cannot_be_trained_yet_is_valid_with_a_note(

@@ -77,15 +77,18 @@ def test_why_lists_the_layers_in_the_order_of_application(
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("train_batch_size", 32), ("total_steps", 150), ("zero_optimization.stage", 2)],
+    [("train_batch_size", 64), ("total_steps", 30), ("zero_optimization.stage", 3)],
 )
 def test_why_explains_derived_values(
     key: str, value: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = json.loads(output(capsys, "why", key, "recipe=tiny", "--json"))
+    typed = ["training.global_batch_size=64", "training.steps=30", "zero_stage=3"]
+    answer = json.loads(output(capsys, "why", key, "tiny", *typed, "--json"))
     assert answer["value"] == value
     assert answer["reason"]
-    assert f"{key} = {value}\n  because: {answer['reason']}" in output(capsys, "why", key, "tiny")
+    assert f"{key} = {value}\n  because: {answer['reason']}" in output(
+        capsys, "why", key, "tiny", *typed
+    )
 
 
 def test_why_says_when_a_value_is_a_default(capsys: pytest.CaptureFixture[str]) -> None:

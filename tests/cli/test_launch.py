@@ -28,6 +28,7 @@ SMALL = [
     "training.evaluation_samples=2",
     "training.sample_tokens=8",
     "data.max_bytes=200000",
+    "logging.every_steps=1",
 ]
 
 

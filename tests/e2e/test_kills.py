@@ -27,6 +27,14 @@ STRIKES = {
 CONFIG = (*TINY, "training.steps=100000", "checkpoint.every_steps=5")
 
 
+@pytest.fixture
+def launcher(tmp_path):
+    """A launch that trains for ever; killed if a test fails to end it."""
+    process = start("launch", *CONFIG, "--run-dir", "run", cwd=tmp_path)
+    yield process
+    process.kill()
+
+
 def module_of(pid):
     """The module that a python process runs, or an empty string."""
     try:
@@ -59,9 +67,8 @@ def assert_clean(run):
 
 
 @pytest.mark.parametrize("strike", STRIKES)
-def test_struck_while_training(tmp_path, strike):
+def test_struck_while_training(tmp_path, launcher, strike):
     run = tmp_path / "run"
-    launcher = start("launch", *CONFIG, "--run-dir", "run", cwd=tmp_path)
     wait(lambda: len(curve(run)) >= 12)
     number, code = STRIKES[strike]
     os.kill(target(strike, launcher, run), number)
@@ -82,10 +89,9 @@ def test_struck_while_training(tmp_path, strike):
 
 @pytest.mark.parametrize("strike", STRIKES)
 @pytest.mark.parametrize("after_seconds", [0.0, 1.0, 3.0])
-def test_struck_during_start_up(tmp_path, strike, after_seconds):
+def test_struck_during_start_up(tmp_path, launcher, strike, after_seconds):
     """`after_seconds` from the moment that the run directory's first attempt has its agent."""
     run = tmp_path / "run"
-    launcher = start("launch", *CONFIG, "--run-dir", "run", cwd=tmp_path)
     wait(lambda: (run / "run.json").is_file() and live_processes(run))
     time.sleep(after_seconds)
     number, code = STRIKES[strike]

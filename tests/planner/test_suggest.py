@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from copy import deepcopy
 from dataclasses import replace
 
@@ -124,14 +123,7 @@ def test_on_cpu_nothing_is_offloaded_and_no_process_added() -> None:
         assert not any(o.startswith(("offload", "hardware")) for o in suggestion.overrides)
 
 
-def test_answers_quickly_when_nothing_helps() -> None:
+def test_gives_up_on_a_model_that_nothing_makes_fit() -> None:
     config = too_large()
     config.model.num_layers = 100_000
-    best = min(_seconds(config) for _ in range(3))
-    assert best < 0.3
-
-
-def _seconds(config: RunConfig) -> float:
-    start = time.perf_counter()
-    what_fits(config, H100)
-    return time.perf_counter() - start
+    assert what_fits(config, H100) == []

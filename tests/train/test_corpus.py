@@ -42,7 +42,7 @@ def test_the_standard_library_is_there_and_its_tests_are_not():
 
 
 def test_a_file_is_on_the_same_side_wherever_the_folder_is_and_whatever_is_added(texts, tmp_path):
-    train, held_out = split_files(files_config(texts, held_out_fraction=0.2))
+    _train, held_out = split_files(files_config(texts, held_out_fraction=0.2))
     assert len(held_out) == round(21 * 0.2)
     moved = tmp_path / "moved"
     texts.rename(moved)

@@ -54,5 +54,5 @@ def test_a_missing_or_wrong_file_is_one_clear_error(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(TrainctlError, match="tokenizer.path"):
+    with pytest.raises(TrainctlError, match=r"tokenizer\.path"):
         load_tokenizer(TokenizerConfig(kind=TokenizerKind.file, path=str(path)))

@@ -47,7 +47,7 @@ def test_statistics_equal_the_ones_of_transformers(family):
     """Every parameter has the mean and deviation that transformers' own initialisation gives it."""
     from transformers import AutoModelForCausalLM
 
-    shape = dict(vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=2)
+    shape = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_layers": 2}
     model = ModelConfig(family=family, **{**shape, "num_key_value_heads": 2, **FAMILIES[family]})
     theirs = dict(AutoModelForCausalLM.from_config(transformers_config(model)).named_parameters())
     residual = (2 * model.num_layers) ** -0.5 if family is ModelFamily.gpt2 else 1.0

@@ -20,7 +20,7 @@ def validate(
     from trainctl.cli.planning import compose, plan
 
     try:
-        planned = plan(compose(overrides, config_dir))
+        planned = plan(compose(overrides, config_dir), with_files=True)
         findings, made = planned.findings, planned.assessment.plan
     except TrainctlError as error:
         if not as_json:

@@ -75,7 +75,7 @@ def why(
     from trainctl.cli.planning import compose_target, plan
 
     composed = compose_target(*split_target(overrides), config_dir)
-    answer = _explain(key, composed, _plan_of(plan(composed)))
+    answer = _explain(key, composed, plan(composed))
     if as_json:
         print_json(answer)
         return
@@ -138,15 +138,21 @@ def _plan_of(planned: Planned) -> RunPlan:
     return planned.assessment.plan
 
 
-def _explain(key: str, composed: Composed, plan: RunPlan) -> dict[str, Any]:
-    """Value, reason, the layers that set it and its documentation."""
+def _explain(key: str, composed: Composed, planned: Planned) -> dict[str, Any]:
+    """Value, reason, the layers that set it and its documentation.
+
+    What was typed can be explained even where no plan can be made of it.
+    """
     from trainctl.config.codec import to_plain
     from trainctl.config.schema import walk
 
     values = {name: to_plain(value) for name, _, value in walk(composed.config)}
     docs = {name: item.metadata["doc"] for name, item, _ in walk(composed.config)}
-    derived = {item.key: item for item in plan.derived}
+    made = planned.assessment.plan
+    derived = {item.key: item for item in made.derived} if made else {}
     if key not in values and key not in derived:
+        if made is None:
+            raise TrainctlError.from_findings(planned.findings)
         raise _unknown_key(key, [*values, *derived])
     layers = composed.layers.get(key, ())
     return {

@@ -64,7 +64,7 @@ def launch(
                 may_restart=True,
             )
             return
-    planned = plan(compose(overrides, config_dir))
+    planned = plan(compose(overrides, config_dir), with_files=True)
     start.start_run(planned, run_dir=run_dir, dry_run=dry_run, force=force, as_json=as_json)
 
 

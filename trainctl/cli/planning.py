@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainctl.cli.console import say
-from trainctl.errors import ExitCode, Finding
+from trainctl.errors import ExitCode, Finding, TrainctlError
 
 if TYPE_CHECKING:
     from trainctl.config.compose import Composed
@@ -47,25 +47,38 @@ def compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Compose
     """Compose what the user asked for.
 
     Raises:
-        TrainctlError: With every problem of the configuration.
+        TrainctlError: With every problem of the configuration: where some of it is wrong, the rest
+            is planned all the same, to say what else is.
     """
-    from trainctl.config.compose import compose as compose_config
+    from trainctl.config.compose import examine
 
-    return compose_config(overrides or (), config_dir=config_dir)
+    composed = examine(overrides or (), config_dir=config_dir)
+    if composed.has_error:
+        wrong = {finding.key for finding in composed.findings if finding.is_error}
+        further = [f for f in plan(composed).findings if f.is_error and f.key not in wrong]
+        raise TrainctlError.from_findings([*composed.findings, *further])
+    return composed
 
 
-def plan(composed: Composed) -> Planned:
-    """Resolve, check and budget a composed configuration."""
+def plan(composed: Composed, *, with_files: bool = False) -> Planned:
+    """Resolve, check and budget a composed configuration.
+
+    Args:
+        composed: The configuration.
+        with_files: Also look for the files that it names, as whoever starts from here must.
+    """
+    from trainctl.config.files import missing_files
     from trainctl.hardware import resolve_hardware
     from trainctl.planner.assess import assess
 
     hardware = resolve_hardware(composed.config.hardware)
     assessment = assess(composed.config, hardware)
+    found = (*assessment.findings, *(missing_files(composed.config) if with_files else ()))
     return Planned(
         composed=composed,
         hardware=hardware,
         assessment=assessment,
-        findings=(*composed.findings, *name_sources(composed, assessment.findings)),
+        findings=(*composed.findings, *name_sources(composed, found)),
     )
 
 

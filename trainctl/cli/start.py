@@ -85,7 +85,7 @@ def resume_run(
                 exit_code=ExitCode.run_state,
             )
         before = last_config(run)
-        planned = plan(configure(before))
+        planned = plan(configure(before), with_files=True)
         _show_changes(diff(before, planned.composed.config))
         if checkpoint is not None and _is_done(checkpoint, planned):
             say(f"nothing to do: {run.root} is at step {checkpoint.step:,}, where this launch ends")

@@ -37,7 +37,7 @@ class Composed:
         config: The configuration, typed and in range.
         layers: For each key that anything set: every place that set it, in the order of
             application; the last one won. Keys of free-form mappings have layers of their own.
-        findings: Warnings.
+        findings: Warnings; also errors, in what `examine` gives.
         overrides: The overrides, as typed.
     """
 
@@ -45,6 +45,11 @@ class Composed:
     layers: Mapping[str, tuple[Layer, ...]]
     findings: tuple[Finding, ...]
     overrides: tuple[str, ...]
+
+    @property
+    def has_error(self) -> bool:
+        """Whether a finding is an error: the config is then what is left without it."""
+        return _has_error(self.findings)
 
     def source_of(self, key: str) -> str:
         """What set a key, or the last of the keys inside it; empty for a schema default."""
@@ -64,15 +69,28 @@ def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Comp
     Raises:
         TrainctlError: With every problem found, in the overrides and in the files in play.
     """
+    composed = examine(overrides, config_dir=config_dir)
+    if composed.has_error:
+        raise TrainctlError.from_findings(composed.findings)
+    return composed
+
+
+def examine(overrides: Sequence[str], *, config_dir: Path | None = None) -> Composed:
+    """Compose as `compose` does, leaving out what is wrong: to go on and find what else is.
+
+    Raises:
+        TrainctlError: The recipe or the files in play cannot be read, so nothing is left to check.
+    """
     folders = search_folders(config_dir)
     asked = read_overrides(overrides, folders)
     findings = [*asked.findings, *not_read(folders)]
     recipe = asked.recipe.option if asked.recipe else BASE
     stack = Stack(to_plain(RunConfig()))
-    findings += check_extends(folders, recipe, _options(asked))
-    if not _has_error(findings):
-        defaults = [recipe, *({f"override /{g}": c.option} for g, c in asked.choices.items())]
-        findings += _lay_files(stack, folders, defaults, asked.choices)
+    broken = check_extends(folders, recipe, _options(asked))
+    if _has_error(broken) or any(item.key == "recipe" for item in asked.findings):
+        raise TrainctlError.from_findings([*findings, *broken])
+    defaults = [recipe, *({f"override /{g}": c.option} for g, c in asked.choices.items())]
+    findings += [*broken, *_lay_files(stack, folders, defaults, asked.choices)]
     if asked.recipe:
         stack.apply([Setting(("recipe",), recipe, asked.recipe.source)])
     return _finish(stack, asked, findings, overrides, fill_model=True)
@@ -99,7 +117,10 @@ def recompose(
         defaults = [{group: choice.option} for group, choice in asked.choices.items()]
         findings += _lay_files(stack, folders, defaults, asked.choices)
     named_model = "model" in asked.choices or any(s.key == "model.path" for s in asked.settings)
-    return _finish(stack, asked, findings, overrides, fill_model=named_model)
+    composed = _finish(stack, asked, findings, overrides, fill_model=named_model)
+    if composed.has_error:
+        raise TrainctlError.from_findings(composed.findings)
+    return composed
 
 
 def _finish(
@@ -111,14 +132,14 @@ def _finish(
     fill_model: bool,
 ) -> Composed:
     """Apply the keys set on the command line, resolve references, read the model's directory."""
-    if not _has_error(findings):
-        stack.apply(asked.settings)
-        findings += stack.resolve()
-    if fill_model and not _has_error(findings):
+    stack.apply(asked.settings)
+    unresolved = stack.resolve()
+    findings += unresolved
+    if unresolved:  # the values that such references stand for are not there to check
+        raise TrainctlError.from_findings(findings)
+    if fill_model:
         findings += _fill_model(stack)
     findings = list(dict.fromkeys(findings))  # a file that two others extend is read twice
-    if _has_error(findings):
-        raise TrainctlError.from_findings(findings)
     return Composed(
         config=from_plain(RunConfig, stack.plain),
         layers={key: tuple(layers) for key, layers in stack.layers.items()},

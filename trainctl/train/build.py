@@ -39,10 +39,10 @@ def materialise_partitioned(
 ) -> None:
     """Give each rank its partition of every parameter: ZeRO stage 3.
 
-    DeepSpeed partitions one parameter at a time, so no rank ever holds more than that
-    unpartitioned, and each rank then computes or reads the values of its own partition only. (The
-    usual `zero.Init` around the constructor lets the model initialise tensors that are no longer
-    whole, which is silently wrong.)
+    DeepSpeed partitions one parameter at a time, so no rank ever holds more than that whole, and
+    each rank then computes or reads the values of its own partition only. (The usual `zero.Init`
+    around the constructor lets the model initialise tensors that are no longer whole, which is
+    silently wrong.)
     """
     filled: dict[int, nn.Parameter] = {}
     swapper = None  # to NVMe, with buffers that all parameters share

@@ -1,0 +1,28 @@
+"""Missing files are found before anything starts, each with the key that names it."""
+
+from trainctl.config.files import missing_files
+from trainctl.config.schema import DataKind, RunConfig, TokenizerKind
+
+
+def test_each_missing_file_is_named_and_what_is_there_is_not(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    config = RunConfig()
+    config.data.kind = DataKind.files
+    config.data.paths = [str(tmp_path / "*.txt"), str(tmp_path / "none" / "**" / "*.jsonl")]
+    config.data.held_out_paths = [str(tmp_path / "b.txt")]
+    config.tokenizer.kind, config.tokenizer.path = TokenizerKind.file, str(tmp_path / "t.json")
+    config.model.initial_weights = str(tmp_path)
+    found = missing_files(config)
+    assert [finding.key for finding in found] == [
+        "data.paths",
+        "data.held_out_paths",
+        "tokenizer.path",
+    ]
+    assert "none" in found[0].message and "*.txt" not in found[0].message
+
+
+def test_files_that_are_not_used_are_not_looked_for():
+    config = RunConfig()
+    config.data.paths = ["nowhere"]
+    config.tokenizer.path = "nowhere"
+    assert missing_files(config) == []
