@@ -76,8 +76,6 @@ def test_a_rank_that_fails_is_named_and_nothing_is_left(tmp_path):
 @pytest.mark.slow
 def test_every_recipe_trains_when_shrunk_or_says_what_is_not_there_yet(tmp_path):
     not_yet = {
-        "7b-zero3-offload": "offload",
-        "7b-zero3-nvme": "offload",
         "70b-3d": "parallelism.tensor",
         "8b-long-context": "parallelism.sequence",
     }
@@ -85,12 +83,13 @@ def test_every_recipe_trains_when_shrunk_or_says_what_is_not_there_yet(tmp_path)
     assert not_yet.keys() < names
     for name in sorted(names):
         world = {"70b-3d": "8xcpu", "8b-long-context": "8xcpu"}.get(name, "2xcpu")
+        nvme = [f"offload.nvme_path={tmp_path}"] if name == "7b-zero3-nvme" else []
         said = trainctl(
             "launch", f"recipe={name}", "model=tiny-llama", f"hardware={world}", "launcher=local",
             "training.steps=3", "training.tokens=null", "training.sequence_length=64",
             "training.global_batch_size=16", "training.micro_batch_size=1",
             "training.gradient_accumulation_steps=null", "schedule.warmup_steps=1",
-            "data=stdlib", "data.max_bytes=1000000", "tokenizer=byte",
+            "data=stdlib", "data.max_bytes=1000000", "tokenizer=byte", *nvme,
             "--run-dir", name, "--force",
             cwd=tmp_path, code=2 if name in not_yet else 0,
         )  # fmt: skip

@@ -7,7 +7,7 @@ import subprocess
 from contextlib import suppress
 
 import pytest
-from struck import CONFIG
+from struck import CONFIG, STEPS
 
 from trainctl.runs.checkpoints import checkpoint_name
 
@@ -59,22 +59,32 @@ def small_disk(struck):
     subprocess.run(["umount", "--lazy", str(struck.root)], check=True)
 
 
-def fill(path, leaving):
+def fill(path, *, leaving):
     """Write the file until its disk has so many bytes left."""
     with path.open("wb") as stream, suppress(OSError):  # the run may be quicker
         stream.write(bytes(shutil.disk_usage(path.parent).free - leaving))
 
 
-@pytest.mark.parametrize("leaving", [0, 60_000, 400_000])
-def test_a_full_disk(struck, undisturbed, small_disk, leaving):
-    """With nothing left not even a record can be written; with a little a save begins or not."""
+def test_a_disk_with_room_for_some_checkpoints(struck, undisturbed, small_disk):
+    filler = small_disk / "checkpoints" / "filler"
+    filler.parent.mkdir()
+    fill(filler, leaving=1_200_000)
+    launcher = struck.launch(*CONFIG, "checkpoint.keep=100")
+    struck.finish(launcher, 4, "the checkpoint could not be saved", "are free", "disk full")
+    assert struck.saved in ([10, 20], [10, 20, 30]), "those that found room stay"
+    assert not list(struck.paths.checkpoints.glob(".*.tmp")), "the failed save is cleared away"
+    filler.unlink()
+    struck.complete(undisturbed)
+
+
+def test_a_disk_without_room_for_a_record(struck, undisturbed, small_disk):
+    """Neither ranks nor agent can say what happened: their logs are on that disk too."""
     launcher = struck.launch(*CONFIG)
-    struck.wait_for_step(30)
-    fill(small_disk / "checkpoints" / "filler", leaving)
+    struck.wait_for_step(12)
+    fill(small_disk / "checkpoints" / "filler", leaving=0)
+    assert struck.steps_done < STEPS, "the run ended before its disk was full"
     said = struck.finish(launcher, 4)
-    assert "No space left on device" in said or "free" in said
-    kept = struck.saved
-    assert kept and not list(struck.paths.checkpoints.glob("step-*.tmp"))
+    assert "No space left on device" in said or "disk full" in said
     (small_disk / "checkpoints" / "filler").unlink()
     struck.complete(undisturbed)
 

@@ -57,7 +57,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
     assert [event["step"] for event in replayed] == [5, 6]
     assert all(event["loss"] == event["expected"] for event in replayed)
     # A new run from the weights of this one begins where it is, with its own steps and data.
-    assert list(curve(other)) == [1, 2] and curve(other)[1][0] < curve(run)[1][0] - 0.3
+    assert list(curve(other)) == [1, 2] and curve(other)[1][0] < curve(run)[1][0] - 0.2
 
 
 def started_from(weights):

@@ -102,9 +102,7 @@ class EventFollower:
             return []
         self._offset += len(data)
         *lines, self._partial = (self._partial + data).split(b"\n")
-        return [
-            event for event in _parse(lines) if self._attempt in (None, event.get("attempt"))
-        ]
+        return [event for event in _parse(lines) if self._attempt in (None, event.get("attempt"))]
 
 
 def read_events(path: Path) -> list[Event]:
