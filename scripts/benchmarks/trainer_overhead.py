@@ -115,13 +115,16 @@ class _BareLoop:
         import deepspeed
         from transformers import AutoModelForCausalLM
 
+        from trainctl.train.engine import parameter_groups
         from trainctl.train.model import TORCH_TYPES, transformers_config
 
         config = plan.config
         dtype = TORCH_TYPES[config.precision.compute]
         model = AutoModelForCausalLM.from_config(transformers_config(config.model), dtype=dtype)
+        # The same groups: what weight decay spares is a choice of the configuration.
+        groups = parameter_groups(model, config.optimizer)
         self.engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=plan.deepspeed
+            model=model, model_parameters=groups, config=plan.deepspeed
         )
         self.training = session.training
         self.batch = plan.batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ class MicroBatch:
         position_ids: Position in the sample, or in its document with `data.mask_documents`.
         document_ids: Number of the document within the sample, from 0: its boundaries.
         sample_ids: Index of each sample in the dataset, shape (samples,).
+        is_masked: Whether attention keeps to the documents, as the positions tell the model.
     """
 
     input_ids: torch.Tensor
@@ -32,6 +34,18 @@ class MicroBatch:
     position_ids: torch.Tensor
     document_ids: torch.Tensor
     sample_ids: torch.Tensor
+    is_masked: bool = False
+
+    def model_inputs(self, device: torch.device) -> dict[str, Any]:
+        """Arguments of a transformers model's forward pass.
+
+        Plain positions are left to the model: given, it would search them for documents in every
+        pass, and turn them for each sample rather than once.
+        """
+        inputs: dict[str, Any] = {"input_ids": self.input_ids.to(device, non_blocking=True)}
+        if self.is_masked:
+            inputs["position_ids"] = self.position_ids.to(device, non_blocking=True)
+        return {**inputs, "use_cache": False}
 
     @property
     def num_labels(self) -> int:
@@ -76,6 +90,7 @@ class PackedDataset:
             position_ids=torch.from_numpy(positions),
             document_ids=torch.from_numpy(documents),
             sample_ids=torch.from_numpy(indices.copy()),
+            is_masked=self._mask_documents,
         )
 
 

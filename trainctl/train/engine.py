@@ -54,13 +54,7 @@ class Engine:
 
     def logits(self, batch: MicroBatch) -> torch.Tensor:
         """(samples, length, vocabulary) of the model on this rank's device."""
-        device = self._process.device
-        output = self.deepspeed(
-            input_ids=batch.input_ids.to(device, non_blocking=True),
-            position_ids=batch.position_ids.to(device, non_blocking=True),
-            use_cache=False,
-        )
-        return output.logits
+        return self.deepspeed(**batch.model_inputs(self._process.device)).logits
 
     def accumulate(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:
         """Forward and backward over a step's micro-batches, leaving the mean gradient.

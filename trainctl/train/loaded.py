@@ -35,11 +35,7 @@ class LoadedModel:
     def logits(self, batch: MicroBatch) -> torch.Tensor:
         """(samples, length, vocabulary), as the training engine's."""
         try:
-            output = self.model(
-                input_ids=batch.input_ids.to(self.device),
-                position_ids=batch.position_ids.to(self.device),
-                use_cache=False,
-            )
+            output = self.model(**batch.model_inputs(self.device))
         except torch.OutOfMemoryError:
             raise _too_small(self.device) from None
         return output.logits
