@@ -66,7 +66,9 @@ class Engine:
         Returns:
             The mean loss in nats over the global batch's labels, and their number.
         """
-        (num_labels,) = self._process.sum(sum(batch.num_labels for batch in batches))
+        num_labels = float(self._plan.batch.tokens_per_step)
+        if batches[0].is_masked:  # otherwise every position has a label: no rank needs to ask
+            (num_labels,) = self._process.sum(sum(batch.num_labels for batch in batches))
         scale = self._plan.mesh.data / max(1.0, num_labels)
         total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(batches):
