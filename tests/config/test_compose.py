@@ -117,6 +117,7 @@ def test_free_form_mappings_need_no_plus() -> None:
             "++deepspeed.y=2.5",
             "deepspeed={z: {w: true}}",
             "launcher.environment.NUMBER=007",
+            "launcher.environment.QUOTED='a; $(b)'",
             "launcher.environment={OTHER: 8}",
         ]
     ).config
@@ -125,7 +126,7 @@ def test_free_form_mappings_need_no_plus() -> None:
         "y": 2.5,
         "z": {"w": True},
     }
-    assert config.launcher.environment == {"NUMBER": "007", "OTHER": "8"}
+    assert config.launcher.environment == {"NUMBER": "007", "QUOTED": "a; $(b)", "OTHER": "8"}
 
 
 def test_values_take_the_type_of_their_key() -> None:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from trainctl.errors import TrainctlError
-from trainctl.launch.local import run_launch
+from trainctl.launch.choose import launcher
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
 from trainctl.runs.lock import hold
 
@@ -17,7 +17,7 @@ def main() -> int:
     try:
         with hold(run):
             print(json.dumps({"event": "locked", "after": last_attempt(run)}), flush=True)
-            outcome = run_launch(
+            outcome = launcher(plan.config).run_launch(
                 run,
                 new_attempt(run, plan),
                 plan,

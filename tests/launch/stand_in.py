@@ -9,6 +9,7 @@ worker      fork a child in the same session that ignores SIGTERM
 stubborn    ignore SIGTERM
 raise       rank 1 raises at the third step
 segfault    rank 1 crashes in native code at the third step
+processors  say which ones it may use
 slow_exit   handle SIGTERM by ending a second later
 """
 
@@ -52,6 +53,8 @@ if "gloo" in behaviour:
     dist.init_process_group("gloo")
 
 print(f"rank {rank} of {os.environ['WORLD_SIZE']} is up", flush=True)
+if "processors" in behaviour:
+    print(f"processors {sorted(os.sched_getaffinity(0))}", flush=True)
 last = 10 if "steps" in behaviour else sys.maxsize
 with EventWriter(Path(os.environ["TRAINCTL_RUN_DIR"], "events.jsonl"), tag.attempt) as events:
     if rank == 0:

@@ -12,6 +12,7 @@ from trainctl.launch import restarts
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.restarts import run_with_restarts
 from trainctl.launch.stop import Stop, TimeLimit
+from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.requests import Request, file_request, pending_requests
@@ -32,7 +33,7 @@ def play(
     saved, numbers, records = 0, [], []
     monkeypatch.setattr(restarts, "_saved_step", lambda _: saved)
 
-    def run_one(attempt: AttemptPaths, stop: Stop) -> Outcome:
+    def run_one(attempt: AttemptPaths, plan: RunPlan, stop: Stop) -> Outcome:
         nonlocal saved
         outcome, saved = attempts[len(numbers)]
         numbers.append(attempt.number)

@@ -263,6 +263,21 @@ ERRORS = [
         "leave one",
     ),
     ("TC078", {"logging__deepspeed_level": "loud"}, gpus(), "loud", "warning"),
+    (
+        "TC077",
+        {"launcher__kind": "ssh", "launcher__hosts": ["a", "b"], "launcher__min_nodes": 3},
+        gpus(8, nodes=2),
+        "launcher.min_nodes=3",
+        "launcher.min_nodes=2 or less",
+    ),
+    (
+        "TC080",
+        {"launcher__kind": "ssh", "launcher__hosts": ["-oProxyCommand=id"]},
+        gpus(8),
+        "'-oProxyCommand=id' is not a host name",
+        "letters, digits",
+    ),
+    ("TC080", {"launcher__interface": "a;b"}, gpus(8), "network interface", "eth0"),
     ("TC090", {"deepspeed": {"gradient_cliping": 1}}, gpus(), "no key", "gradient_clipping?"),
     ("TC090", {"deepspeed": {"elasticity": {}}}, gpus(), "removed", "leave it out"),
     (

@@ -63,8 +63,6 @@ def test_what_can_be_trained_today_is_not_refused(changes):
         ({"stability__spike_factor": 2.0}, "stability.spike_factor=2.0"),
         ({"stability__z_loss": 1e-4}, "stability.z_loss=0.0001"),
         ({"logging__profile_steps": [3]}, "logging.profile_steps=[3]"),
-        ({"launcher__kind": "slurm"}, "launcher.kind=slurm"),
-        ({"hardware__nodes": 2}, "hardware.nodes=2"),
         ({"model__mup": True}, "model.mup=true"),
         ({"model__trust_remote_code": True}, "model.trust_remote_code=true"),
     ],

@@ -1,9 +1,14 @@
-"""`python -m trainctl.agent RUN_DIR --attempt N --node K`: started by a launcher, once a node."""
+"""`python -m trainctl.agent RUN_DIR --attempt N`, started on each node by launcher or scheduler.
+
+Which node it is, and where the first one listens, it is told by arguments or finds in the
+environment (`trainctl.agent.place`).
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -12,13 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainctl.agent.guard import Guard, leave
+from trainctl.agent.place import Place, carry_tag, find_place, prepare_ranks, use_interface_towards
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.causes import Cause, disk_is_full, exit_code, host_oom_kills
-from trainctl.runs.command import read_command
+from trainctl.runs.command import AttemptCommand, read_command
 from trainctl.runs.directory import read_plan
 from trainctl.runs.failures import describe, error_line, is_lost_peer, settle
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.processes import PARENT_VARIABLE, RunTag, die_with_parent, sweep
+from trainctl.runs.processes import (
+    PARENT_VARIABLE,
+    SIGTERM_SAVES_VARIABLE,
+    RunTag,
+    die_with_parent,
+    sweep,
+)
 from trainctl.runs.records import EventWriter
 from trainctl.runs.status import State, read_status, write_status
 
@@ -27,17 +39,41 @@ if TYPE_CHECKING:
     from trainctl.agent.watch import HungRank
 
 
+_early_sigterm: list[bool] = []
+"""A scheduler's SIGTERM from before the guard was up."""
+
+
+def sigterm_saves() -> bool:
+    """Whether a scheduler tells by SIGTERM that it will end this job soon."""
+    return SIGTERM_SAVES_VARIABLE in os.environ
+
+
 def main() -> NoReturn:
     """Supervise the node's ranks to their end; exits with the launch's exit code."""
     # By SIGKILL: until the guard is up there is no process but this one to end, and the import of
     # torch would keep any handler of ours waiting.
-    die_with_parent()
+    launcher_pid = int(os.environ.get(PARENT_VARIABLE) or os.getppid())
+    die_with_parent(launcher_pid)
+    # Blocked also while this process starts itself again, to carry its tag.
+    early = {signal.SIGTERM} if sigterm_saves() else set()
+    signal.pthread_sigmask(signal.SIG_BLOCK, early)
     parser = argparse.ArgumentParser(prog="python -m trainctl.agent")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--node", type=int, required=True)
+    parser.add_argument("--node", type=int)
+    parser.add_argument("--rendezvous", metavar="HOST:PORT")
     arguments = parser.parse_args()
-    Agent(RunPaths(arguments.run_dir), arguments.attempt, arguments.node).run()
+    run = RunPaths(arguments.run_dir)
+    try:
+        place = find_place(os.environ, node=arguments.node, rendezvous=arguments.rendezvous)
+        tag = carry_tag(run, arguments.attempt, place.node)
+    except TrainctlError as error:
+        print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
+        sys.exit(int(error.exit_code))
+    if early:
+        signal.signal(signal.SIGTERM, lambda *_: _early_sigterm.append(True))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, early)
+    Agent(run, tag, place, launcher_pid).run()
 
 
 class Agent:
@@ -45,16 +81,19 @@ class Agent:
 
     Args:
         run: The run.
-        attempt: Number of the attempt.
-        node: Number of this node.
+        tag: Of the attempt's processes.
+        place: Which node it is.
+        launcher_pid: The parent of this process.
     """
 
-    def __init__(self, run: RunPaths, attempt: int, node: int) -> None:
+    def __init__(self, run: RunPaths, tag: RunTag, place: Place, launcher_pid: int) -> None:
+        assert tag.attempt is not None
         self._run = run
-        self._attempt = run.attempt(attempt)
-        self._node = node
-        self._tag = RunTag.from_environment(os.environ)
-        self._launcher_pid = int(os.environ[PARENT_VARIABLE])
+        self._attempt = run.attempt(tag.attempt)
+        self._place = place
+        self._node = place.node
+        self._tag = tag
+        self._launcher_pid = launcher_pid
         self._grace_seconds = 0.0
 
     def run(self) -> NoReturn:
@@ -62,18 +101,19 @@ class Agent:
         try:
             code = self._supervise()
         except TrainctlError as error:
-            self._report(message=error.message, hint=error.hint, exit_code=int(error.exit_code))
             code = int(error.exit_code)
+            self._report(code, message=error.message, hint=error.hint, exit_code=code)
         except Exception as error:
             traceback.print_exc()
             message = f"the agent failed: {type(error).__name__}: {error}"
-            self._report(message=message, exit_code=int(ExitCode.internal_error))
             code = int(ExitCode.internal_error)
+            self._report(code, message=message, exit_code=code)
         sweep(self._tag, grace_seconds=self._grace_seconds)
         leave(code)
 
     def _supervise(self) -> int:
         from trainctl.agent.elastic import RankExit, run_ranks
+        from trainctl.agent.rendezvous import NodeRendezvous
         from trainctl.agent.watch import Watch
 
         plan = read_plan(self._attempt.plan)
@@ -84,12 +124,25 @@ class Agent:
             grace_seconds=self._grace_seconds,
             launcher_pid=self._launcher_pid,
             on_orphaned=self._report_orphaned,
+            lease_seconds=self._place.lease_seconds,
+            on_preempted=self._report_preempted if sigterm_saves() else None,
         )
         guard.start()
+        if _early_sigterm:
+            os.kill(os.getpid(), signal.SIGTERM)
+        nodes = plan.hardware.nodes
+        address, port = self._place.rendezvous or (command.address, command.port)
+        if nodes > 1:
+            use_interface_towards(address)
+        rendezvous = NodeRendezvous(self._tag.run_id, self._node, nodes, address, port)
         if command.prepare:
             from trainctl.train.prepare import prepare
 
+            # The first node alone where all share a cache; the others then find what it made.
+            if self._node > 0:
+                rendezvous.await_mark("prepared", guard.yield_if_stopping)
             prepare(plan, self._run)
+            rendezvous.mark("prepared")
 
         code = 0
         oom_kills = host_oom_kills()
@@ -98,7 +151,7 @@ class Agent:
             nonlocal code
             if isinstance(failed, RankExit):
                 kills = host_oom_kills() - oom_kills
-                code = self._report_exit(failed, command.ranks_per_node, kills)
+                code = self._report_exit(failed, command, kills)
             else:
                 code = self._report_hung(failed)
 
@@ -108,16 +161,19 @@ class Agent:
             heartbeat_seconds=launcher.heartbeat_seconds,
             slow_phase_seconds=launcher.slow_phase_seconds,
         )
-        run_ranks(command, self._tag, guard, watch, self._grace_seconds, on_failure)
+        prepare_ranks(plan, command.ranks_per_node)
+        run_ranks(command, rendezvous, self._tag, guard, watch, self._grace_seconds, on_failure)
         return code
 
-    def _report_exit(self, ended: RankExit, ranks: int, oom_kills: int) -> int:
+    def _report_exit(self, ended: RankExit, command: AttemptCommand, oom_kills: int) -> int:
         """Record the rank that failed, or the one that this comes from; the launch's exit code."""
         rank, return_code = ended.rank, ended.return_code
-        pid: int | None = ended.pid
-        culprit = self._rank_behind(ended.rank, ranks)
+        where: dict[str, Any] = {"pid": ended.pid}
+        culprit = self._rank_behind(ended.rank, len(command.nodes) * command.ranks_per_node)
         if culprit is not None:
-            rank, pid, return_code = culprit, None, 1
+            rank, return_code = culprit, 1
+            node = command.nodes[culprit // command.ranks_per_node]
+            where = {"pid": None, "node": node.node, "host": node.host}
         log = self._attempt.rank_log(rank)
         return_code = settle(return_code, log)
         fields = describe(
@@ -126,12 +182,15 @@ class Agent:
             host_oom_kills=oom_kills,
             disk_is_full=disk_is_full(self._run.root),
         )
-        self._report(rank=rank, pid=pid, **fields)
-        return exit_code(return_code, Cause(fields["cause"]))
+        code = exit_code(return_code, Cause(fields["cause"]))
+        self._report(code, rank=rank, **where, **fields)
+        return code
 
     def _report_hung(self, hung: HungRank) -> int:
         """Record the rank that hangs; the launch's exit code."""
+        code = int(ExitCode.training_failed)
         self._report(
+            code,
             rank=hung.rank,
             pid=hung.pid,
             cause=Cause.hung.value,
@@ -140,7 +199,7 @@ class Agent:
             log=str(self._attempt.rank_log(hung.rank)),
             log_tail=list(hung.details),
         )
-        return int(ExitCode.training_failed)
+        return code
 
     def _rank_behind(self, ended: int, ranks: int) -> int | None:
         """The rank whose error a lost connection of the ended rank comes from, if its log tells.
@@ -155,9 +214,15 @@ class Agent:
                 return rank
         return None
 
-    def _report(self, **fields: Any) -> None:
-        """Append a `failure` record; a full disk must not keep the agent from ending the ranks."""
+    def _report(self, launch_exit_code: int, **fields: Any) -> None:
+        """Append a `failure` record; a full disk must not keep the agent from ending the ranks.
+
+        Args:
+            launch_exit_code: How a launch that ends for this is to exit.
+            fields: What is known.
+        """
         record = {
+            "launch_exit_code": launch_exit_code,
             "rank": None,
             "node": self._node,
             "host": socket.gethostname(),
@@ -177,11 +242,25 @@ class Agent:
             with suppress(OSError):  # the log is on the same disk
                 print(f"cannot record {record}: {error}", file=sys.stderr)
 
-    def _report_orphaned(self) -> None:
-        """What the launcher would have written, had it lived."""
-        message = f"the launcher (process {self._launcher_pid}) ended without stopping this attempt"
+    def _report_preempted(self) -> None:
+        """Tell the launcher, which has all ranks save and end."""
+        with suppress(OSError):  # a full disk: nothing could be saved either
+            with EventWriter(self._run.events, self._attempt.number) as writer:
+                writer.write("preempted", node=self._node, host=socket.gethostname())
+
+    def _report_orphaned(self, loss: str) -> None:
+        """What the launcher would have written, had it lived; by one agent for all."""
+        if self._node > 0:
+            return
+        who = f"process {self._launcher_pid}"
+        if self._place.lease_seconds is not None:
+            who = "on another machine"
+        message = f"the launcher ({who}) {loss}"
         self._report(
-            cause=Cause.killed.value, message=message, hint="continue with `trainctl resume`"
+            int(ExitCode.terminated),
+            cause=Cause.killed.value,
+            message=message,
+            hint="continue with `trainctl resume`",
         )
         status = read_status(self._run)
         if status is not None and status.attempt == self._attempt.number:

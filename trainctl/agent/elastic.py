@@ -1,23 +1,21 @@
 """The ranks of a node under torch's elastic agent, which starts, numbers, watches and stops them.
 
-Three things differ from its defaults. The rendezvous store listens on a socket that is already
-bound, so no port can be taken in between. A rank's death is seen before elastic reaps it, so the
-first to fail is known, and all others end within one grace (elastic waits 30 seconds for each
-step). Each rank opens its own log (`trainctl.runs.rank_entry`).
+Three things differ from its defaults. The rendezvous is our own (`trainctl.agent.rendezvous`). A
+rank's death is seen before elastic reaps it, so the first to fail is known, and all others end
+within one grace (elastic waits 30 seconds for each step). Each rank opens its own log
+(`trainctl.runs.rank_entry`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -26,21 +24,14 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
 
 from trainctl.agent.guard import Guard
+from trainctl.agent.rendezvous import NodeRendezvous
 from trainctl.agent.watch import HungRank, Watch
-from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.command import AttemptCommand
-from trainctl.runs.processes import PARENT_VARIABLE, RunTag, sweep
+from trainctl.runs.processes import PARENT_VARIABLE, SIGTERM_SAVES_VARIABLE, RunTag, sweep
 
-LOOPBACK = "127.0.0.1"
 _MONITOR_SECONDS = 0.02
-_STORE_TIMEOUT = timedelta(seconds=300)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +51,7 @@ class RankExit:
 
 def run_ranks(
     command: AttemptCommand,
+    rendezvous: NodeRendezvous,
     tag: RunTag,
     guard: Guard,
     watch: Watch,
@@ -70,19 +62,18 @@ def run_ranks(
 
     Args:
         command: What to start.
+        rendezvous: Where it meets those of other nodes.
         tag: What all processes of the attempt carry.
         guard: Has the signals.
         watch: Finds a rank that hangs.
         grace_seconds: Between SIGTERM and SIGKILL for the ranks that outlive the first failure.
         on_failure: Called at once with the first rank that fails, before the others are stopped.
-
-    Raises:
-        TrainctlError: The rendezvous port is taken.
     """
     os.environ[PARENT_VARIABLE] = str(os.getpid())
+    # The guard has the signals; elastic would raise in the middle of starting a rank.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     # It calls a rank that was stopped after the first failure the first failure.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    rendezvous = NodeRendezvous(tag.run_id, command.port)
     spec = WorkerSpec(
         role="rank",
         local_world_size=command.ranks_per_node,
@@ -91,7 +82,7 @@ def run_ranks(
         rdzv_handler=rendezvous,
         max_restarts=0,
         monitor_interval=_MONITOR_SECONDS,
-        master_addr=LOOPBACK,
+        master_addr=rendezvous.address,
         master_port=rendezvous.port,
     )
     agent = RankAgent(spec, tag, guard, watch, grace_seconds, on_failure)
@@ -122,8 +113,14 @@ class RankAgent(LocalElasticAgent):
         self._has_failed = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        started = super()._start_workers(worker_group)
-        self._guard.claim_signals()
+        # Ranks inherit the mask: `rank_entry` says what SIGTERM means to them before one arrives.
+        blocked = {signal.SIGTERM} if SIGTERM_SAVES_VARIABLE in os.environ else set()
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        try:
+            started = super()._start_workers(worker_group)
+        finally:
+            self._guard.claim_signals()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -166,75 +163,6 @@ class RankLogs(LogsSpecs):
     @property
     def root_log_dir(self) -> str:
         return ""
-
-
-class NodeRendezvous(RendezvousHandler):
-    """A single node's rendezvous: a store on the loopback address, on a socket bound here.
-
-    Args:
-        run_id: Prefix of the store's keys.
-        port: To listen on; None takes a free one.
-
-    Raises:
-        TrainctlError: The port is taken (exit code 4).
-    """
-
-    def __init__(self, run_id: str, port: int | None) -> None:
-        self._run_id = run_id
-        listener = _listen(port)
-        self.port: int = listener.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK,
-            self.port,
-            world_size=1,
-            is_master=True,
-            timeout=_STORE_TIMEOUT,
-            master_listen_fd=listener.detach(),
-        )
-
-    def get_backend(self) -> str:
-        return "trainctl"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The ranks use this store; none of them has to find a port."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """This node is the only one."""
-        store = PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing waits for it."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
-
-
-def _listen(port: int | None) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((LOOPBACK, port or 0))
-        listener.listen(socket.SOMAXCONN)
-    except OSError as error:
-        listener.close()
-        raise TrainctlError(
-            f"launcher.port={port} on {LOOPBACK}: {error.strerror}",
-            hint="launcher.port=null takes a free one",
-            exit_code=ExitCode.environment,
-        ) from None
-    return listener
 
 
 def _return_code(pid: int) -> int | None:

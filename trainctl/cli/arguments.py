@@ -38,6 +38,9 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print plan, budget and commands; start nothing.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Start although the budget does not fit.")]
+Detach = Annotated[
+    bool, typer.Option("--detach", "-d", help="Start it and return; see `trainctl runs attach`.")
+]
 
 Run = Annotated[
     Path | None,

@@ -10,6 +10,7 @@ import typer
 
 from trainctl.cli.arguments import (
     ConfigDir,
+    Detach,
     DryRun,
     Force,
     Json,
@@ -40,6 +41,7 @@ def launch(
         typer.Option(help="auto: resume if the run directory has a checkpoint, else start."),
     ] = ResumeMode.never,
     config_dir: ConfigDir = None,
+    detach: Detach = False,
     as_json: Json = False,
 ) -> None:
     """Check a configuration against the hardware, then train.
@@ -62,10 +64,13 @@ def launch(
                 force=force,
                 as_json=as_json,
                 may_restart=True,
+                detach=detach,
             )
             return
     planned = plan(compose(overrides, config_dir), with_files=True)
-    start.start_run(planned, run_dir=run_dir, dry_run=dry_run, force=force, as_json=as_json)
+    start.start_run(
+        planned, run_dir=run_dir, dry_run=dry_run, force=force, as_json=as_json, detach=detach
+    )
 
 
 def resume(
@@ -73,6 +78,7 @@ def resume(
     dry_run: DryRun = False,
     force: Force = False,
     config_dir: ConfigDir = None,
+    detach: Detach = False,
     as_json: Json = False,
 ) -> None:
     """Continue a run (the newest, if none is named) from its newest complete checkpoint.
@@ -92,4 +98,5 @@ def resume(
         force=force,
         as_json=as_json,
         may_restart=False,
+        detach=detach,
     )

@@ -12,7 +12,18 @@ from typing import Annotated, NoReturn
 import typer
 
 from trainctl import __version__
-from trainctl.cli import check, checkpoint, config, evaluate, export, launch, recipes, sample
+from trainctl.cli import (
+    check,
+    checkpoint,
+    config,
+    evaluate,
+    export,
+    launch,
+    recipes,
+    runs,
+    sample,
+    sweep,
+)
 from trainctl.errors import ExitCode, TrainctlError
 
 # The base class of every usage error, wherever the installed typer keeps it.
@@ -27,6 +38,8 @@ app = typer.Typer(
 )
 app.command(rich_help_panel="Train")(launch.launch)
 app.command(rich_help_panel="Train")(launch.resume)
+app.command(rich_help_panel="Train")(sweep.sweep)
+app.add_typer(runs.app, name="runs", rich_help_panel="Train")
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="Use what was trained")
 app.command(rich_help_panel="Use what was trained")(evaluate.evaluate)
 app.command(rich_help_panel="Use what was trained")(sample.sample)

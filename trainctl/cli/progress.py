@@ -137,8 +137,19 @@ def event_lines(event: Event) -> list[str]:
         case "restart":
             return [
                 f"failed: {event['cause']}",
-                f"restart {event['number']} of {event['of']} from step {event['step']:,}",
+                f"restart {event['number']} of {event['of']} from step {event['step']:,}, "
+                f"nodes: {event['nodes']}",
             ]
+        case "benchmark":
+            slow = [
+                f"slow: rank {speed['rank']} on {speed['host']}, {speed['tflops']:.3g} TFLOP/s"
+                for speed in event["slow"]
+            ]
+            speed = event["all_reduce_gb_per_second"]
+            return [f"benchmark: all-reduce of all ranks {speed:.3g} GB/s", *slow]
+        case "waiting":
+            missing = ", ".join(event["missing"]) or "their preflight"
+            return [f"waiting for nodes: {event['there']} of {event['of']} answer, not {missing}"]
         case "sample":
             return [
                 "sampled text:",

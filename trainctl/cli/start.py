@@ -23,19 +23,25 @@ if TYPE_CHECKING:
     from trainctl.launch.outcome import Outcome
     from trainctl.plan.types import RunPlan
     from trainctl.runs.checkpoints import CheckpointInfo
-    from trainctl.runs.layout import RunPaths
+    from trainctl.runs.layout import AttemptPaths, RunPaths
 
 
 def start_run(
-    planned: Planned, *, run_dir: Path | None, dry_run: bool, force: bool, as_json: bool
+    planned: Planned,
+    *,
+    run_dir: Path | None,
+    dry_run: bool,
+    force: bool,
+    as_json: bool,
+    detach: bool = False,
 ) -> None:
-    """Start a new run in a new directory.
+    """Start a new run in a new directory; with `detach` only start it.
 
     Raises:
         TrainctlError: The plan is refused, or the directory cannot be used.
         typer.Exit: The run did not end well; carries its exit code.
     """
-    from trainctl.runs.directory import create_run
+    from trainctl.runs.directory import DEFAULT_ROOT, create_run
 
     made = _accept(planned, force=force, as_json=as_json)
     if dry_run:
@@ -43,9 +49,10 @@ def start_run(
 
         _show_start(planned, made, RunPaths(run_dir or Path("runs/NEW")), as_json=as_json)
         return
-    _check_machine(planned)
+    _check_machine(planned, made, run_dir or DEFAULT_ROOT)
     run = create_run(made.config, run_dir=run_dir, argv=sys.argv)
-    _run_attempt(run, made, checkpoint_bytes=_checkpoint_bytes(planned), as_json=as_json)
+    size = _checkpoint_bytes(planned)
+    _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
 def resume_run(
@@ -56,6 +63,7 @@ def resume_run(
     force: bool,
     as_json: bool,
     may_restart: bool,
+    detach: bool = False,
 ) -> None:
     """Continue a run as a new attempt, from its newest complete checkpoint.
 
@@ -66,6 +74,7 @@ def resume_run(
         force: Start although the budget does not fit.
         as_json: Records on stdout as JSON lines, nothing else.
         may_restart: Start from the beginning if there is no checkpoint yet.
+        detach: Only start it.
 
     Raises:
         TrainctlError: Not a run, in use, no checkpoint, or the plan is refused.
@@ -97,8 +106,9 @@ def resume_run(
         if dry_run:
             _show_start(planned, made, run, as_json=as_json)
             return
-        _check_machine(planned)
-        _run_attempt(run, made, checkpoint_bytes=_checkpoint_bytes(planned), as_json=as_json)
+        _check_machine(planned, made, run.root)
+        size = _checkpoint_bytes(planned)
+        _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
 def next_launch(config: RunConfig) -> RunConfig:
@@ -138,30 +148,38 @@ def _accept(planned: Planned, *, force: bool, as_json: bool) -> RunPlan:
     return made
 
 
-def _check_machine(planned: Planned) -> None:
-    """Refuse to start where the plan's devices are not."""
-    from trainctl.hardware import preflight
+def _check_machine(planned: Planned, made: RunPlan, folder: Path) -> None:
+    """Refuse to start where the machines are not what the plan needs, or no run could be kept."""
+    from trainctl.launch.choose import launcher
 
-    findings = name_sources(planned.composed, preflight(planned.hardware))
+    found = launcher(made.config).check(made, folder, _checkpoint_bytes(planned))
+    findings = name_sources(planned.composed, found)
     if any(finding.is_error for finding in findings):
         raise TrainctlError.from_findings(findings)
     show_findings(findings)
 
 
-def _run_attempt(run: RunPaths, made: RunPlan, *, checkpoint_bytes: int, as_json: bool) -> None:
-    """Start the next attempt, show its records, and say how it ended."""
+def _run_attempt(
+    run: RunPaths, made: RunPlan, *, checkpoint_bytes: int, as_json: bool, detach: bool
+) -> None:
+    """Start the next attempt, show its records, and say how it ended, unless it is detached."""
     from trainctl.cli.progress import Progress
-    from trainctl.launch.local import run_launch
+    from trainctl.launch.choose import has_scheduler, launcher
     from trainctl.runs.directory import new_attempt
     from trainctl.runs.lock import hold
 
     every = made.config.logging.every_steps
-    with hold(run):
+    with hold(run) as lock:
         attempt = new_attempt(run, made)
         if not as_json:
             put(f"run directory: {run.root}")
+        if detach and not has_scheduler(made.config):
+            _detach(run, attempt, lock, checkpoint_bytes, as_json=as_json)
+            return
         with Progress(stop_step=made.stop_step, every_steps=every, as_json=as_json) as progress:
-            outcome = run_launch(run, attempt, made, progress, checkpoint_bytes=checkpoint_bytes)
+            outcome = launcher(made.config).run_launch(
+                run, attempt, made, progress, checkpoint_bytes=checkpoint_bytes
+            )
     if outcome.exit_code:
         _show_failure(run, outcome)
         raise typer.Exit(outcome.exit_code)
@@ -169,6 +187,20 @@ def _run_attempt(run: RunPaths, made: RunPlan, *, checkpoint_bytes: int, as_json
         say(outcome.message)
     if not as_json:
         put(f"run directory: {run.root}")
+
+
+def _detach(
+    run: RunPaths, attempt: AttemptPaths, lock: int, checkpoint_bytes: int, *, as_json: bool
+) -> None:
+    """Leave the attempt to a launcher without a terminal."""
+    from trainctl.launch.background import start_in_background
+    from trainctl.launch.local import require_space
+
+    require_space(run.root, checkpoint_bytes)
+    process = start_in_background(run, attempt, lock)
+    if as_json:
+        print_json({"schema": 1, "run": str(run.root), "pid": process.pid})
+    say(f"detached: `trainctl runs attach {run.root}` shows it, `trainctl runs stop` ends it")
 
 
 def _show_failure(run: RunPaths, outcome: Outcome) -> None:
@@ -189,14 +221,16 @@ def _show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool
     """The commands of a dry run; with `as_json` the plan and budget too, as one document."""
     from trainctl.cli.plan_view import show_commands
     from trainctl.config.codec import to_plain
-    from trainctl.launch.local import render
+    from trainctl.launch.choose import launcher
     from trainctl.runs.directory import last_attempt
 
     attempt = run.attempt(last_attempt(run) + 1)
     cores = len(os.sched_getaffinity(0))
-    command = render(made, run, attempt, environment=os.environ, cores=cores)
+    rendered = launcher(made.config).render(made, run, attempt, environment=os.environ, cores=cores)
     if not as_json:
-        show_commands([node.argv for node in command.nodes])
+        show_commands(rendered.commands)
+        for name, text in rendered.files.items():
+            put(f"{name}:\n{text}")
         return
     assert planned.assessment.budget is not None
     print_json(
@@ -205,7 +239,9 @@ def _show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool
             "plan": to_plain(made),
             "budget": planned.assessment.budget.to_json(),
             "findings": findings_to_json(planned.findings),
-            "command": to_plain(command),
+            "command": to_plain(rendered.command),
+            "commands": [list(argv) for argv in rendered.commands],
+            "files": dict(rendered.files),
         }
     )
 

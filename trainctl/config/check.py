@@ -64,7 +64,9 @@ def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
     prefix = tuple(leaf.key.split("."))
     tree, text = setting.value, setting.text
     for name in reversed(setting.path[len(prefix) :]):
-        tree, text = {name: text if leaf.is_text_mapping and text else tree}, None
+        # As typed, so that 007 stays; what was quoted is a text already, without its quotes.
+        as_typed = leaf.is_text_mapping and text and not isinstance(tree, str)
+        tree, text = {name: text if as_typed else tree}, None
     try:
         value = accept(leaf, tree, text)
     except ValueProblem as problem:

@@ -69,7 +69,7 @@ def host_memory_limit(root: Path = Path("/")) -> int:
 
 def _nvidia_devices() -> tuple[Device, ...]:
     fields = "index,uuid,name,memory.total,compute_cap"
-    text = _run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
+    text = query_tool(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
     devices = []
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         try:
@@ -93,7 +93,7 @@ def _nvidia_devices() -> tuple[Device, ...]:
 
 
 def _amd_devices() -> tuple[Device, ...]:
-    text = _run(
+    text = query_tool(
         ["rocm-smi", "--showproductname", "--showmeminfo", "vram", "--showuniqueid", "--json"]
     )
     try:
@@ -120,7 +120,7 @@ def _amd_devices() -> tuple[Device, ...]:
     return tuple(sorted(devices, key=lambda device: device.index))
 
 
-def _run(command: Sequence[str]) -> str:
+def query_tool(command: Sequence[str]) -> str:
     """Standard output of a vendor's tool; empty when it cannot answer."""
     if shutil.which(command[0]) is None:
         return ""

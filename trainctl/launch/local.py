@@ -5,25 +5,29 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import Accelerator
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.hardware import preflight
+from trainctl.launch.agents import OneProcess
 from trainctl.launch.outcome import Outcome
+from trainctl.launch.processes import start_agent
+from trainctl.launch.rendered import Rendered
 from trainctl.launch.restarts import run_with_restarts
 from trainctl.launch.stop import Stop, TimeLimit
 from trainctl.launch.supervise import Attempt, supervise
+from trainctl.launch.variables import rank_variables
 from trainctl.plan.types import RunPlan
-from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
+from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.directory import run_id
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
-from trainctl.runs.processes import PARENT_VARIABLE, RunTag, sweep
-from trainctl.runs.provenance import select
+from trainctl.runs.processes import RunTag, sweep
 from trainctl.runs.records import read_events
 
 _LEFTOVER_GRACE_SECONDS = 1.0
@@ -37,7 +41,7 @@ def render(
     environment: Mapping[str, str],
     cores: int,
     rank_command: Sequence[str] | None = None,
-) -> AttemptCommand:
+) -> Rendered:
     """What `run_launch` starts for an attempt. Pure: reads and starts nothing.
 
     Args:
@@ -51,36 +55,31 @@ def render(
     ranks = plan.mesh.world_size
     agent = ("-m", "trainctl.agent", str(run.root), "--attempt", str(attempt.number), "--node", "0")
     trainer = ("-m", "trainctl.train", str(run.root), "--attempt", str(attempt.number))
+    on_cpu = plan.hardware.accelerator is Accelerator.cpu
     node = NodeCommand(
         node=0,
         host=socket.gethostname(),
         argv=(sys.executable, *agent),
-        environment=_environment(plan, environment, threads=max(1, cores // ranks)),
+        environment=rank_variables(
+            plan,
+            environment,
+            threads=max(1, cores // ranks),
+            network={"GLOO_SOCKET_IFNAME": "lo"} if on_cpu else None,
+        ),
     )
-    return AttemptCommand(
+    command = AttemptCommand(
         nodes=(node,),
         ranks_per_node=ranks,
         rank_command=tuple(rank_command or (sys.executable, *trainer)),
         prepare=rank_command is None,
         port=plan.config.launcher.port,
     )
+    return Rendered(command=command, commands=(node.argv,))
 
 
-def _environment(plan: RunPlan, shell: Mapping[str, str], *, threads: int) -> dict[str, str]:
-    """Variables set for agent and ranks; later ones win, the user's own last."""
-    launcher = plan.config.launcher
-    variables = {
-        "OMP_NUM_THREADS": str(threads),
-        # What a rank wrote before it was killed must be in its log, and a crash leave a stack.
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-    }
-    if plan.hardware.accelerator is Accelerator.cpu:
-        variables["GLOO_SOCKET_IFNAME"] = "lo"
-    variables |= select(shell, launcher.forward_environment)
-    if launcher.omp_num_threads is not None:
-        variables["OMP_NUM_THREADS"] = str(launcher.omp_num_threads)
-    return variables | launcher.environment
+def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
+    """What this machine lacks; space is looked for later, where the run's directory is."""
+    return preflight(plan.hardware)
 
 
 def run_launch(
@@ -120,15 +119,28 @@ def run_launch(
         sweep(RunTag(identity, run.root), grace_seconds=_LEFTOVER_GRACE_SECONDS)
         limit = TimeLimit(plan.config.training.time_limit_minutes, read_events(run.events))
 
-        def run_one(attempt: AttemptPaths, stop: Stop) -> Outcome:
-            command = render(
+        def run_one(attempt: AttemptPaths, plan: RunPlan, stop: Stop) -> Outcome:
+            rendered = render(
                 plan, run, attempt, environment=os.environ, cores=cores, rank_command=rank_command
             )
-            write_command(attempt, command)
+            rendered.write(attempt)
+            (node,) = rendered.command.nodes
             tag = RunTag(identity, run.root, attempt.number)
+            log = attempt.agent_log(0)
+
+            def start() -> OneProcess:
+                process = start_agent(
+                    node.argv,
+                    tag=replace(tag, node=0),
+                    environment=node.environment,
+                    log=log,
+                    lock=lock,
+                )
+                return OneProcess(process, log, "the agent", node=0)
+
             return supervise(
                 Attempt(run, attempt, tag, ranks=plan.mesh.world_size),
-                lambda: _start_agent(command.nodes[0], tag, attempt.agent_log(0), lock),
+                start,
                 on_event,
                 stop,
                 grace_seconds=launcher.grace_seconds,
@@ -151,24 +163,4 @@ def require_space(folder: Path, needed_bytes: int) -> None:
             f"{free_bytes / 1e9:.1f} GB free",
             hint="free space, or name a directory on another disk with --run-dir",
             exit_code=ExitCode.environment,
-        )
-
-
-def _start_agent(node: NodeCommand, tag: RunTag, log: Path, lock: int) -> subprocess.Popen[bytes]:
-    """Start an agent in a session of its own: a terminal's Ctrl-C reaches only the launcher."""
-    environment = {
-        **os.environ,
-        **node.environment,
-        **tag.environment(),
-        PARENT_VARIABLE: str(os.getpid()),
-    }
-    with log.open("ab") as stream:
-        return subprocess.Popen(
-            node.argv,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
-            pass_fds=(lock,),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from trainctl.errors import TrainctlError
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.stop import Stop
 from trainctl.plan.types import RunPlan
@@ -24,7 +25,8 @@ def run_with_restarts(
     plan: RunPlan,
     on_event: Callable[[Event], None],
     stop: Stop,
-    run_one: Callable[[AttemptPaths, Stop], Outcome],
+    run_one: Callable[[AttemptPaths, RunPlan, Stop], Outcome],
+    plan_again: Callable[[RunPlan, Stop], RunPlan] | None = None,
 ) -> Outcome:
     """Run attempts until one ends well, or another would be in vain.
 
@@ -33,16 +35,18 @@ def run_with_restarts(
     Args:
         run: The run; its lock is held.
         attempt: The first attempt.
-        plan: Of all of them.
+        plan: Of the first, and of all where `plan_again` is None.
         on_event: Called with a record of each restart.
         stop: Whether the launch is to end.
         run_one: Sees an attempt to its end.
+        plan_again: Gives the plan of the next attempt from the one before, for the nodes that are
+            there then; may wait for them, and raises TrainctlError where it waits in vain.
     """
     most = plan.config.launcher.max_restarts
     restarts = fruitless = 0
     saved = _saved_step(run)
     while True:
-        outcome = run_one(attempt, stop)
+        outcome = run_one(attempt, plan, stop)
         if outcome.exit_code == 0 or not outcome.may_pass or most == 0:
             return outcome
         before, saved = saved, _saved_step(run)
@@ -54,10 +58,22 @@ def run_with_restarts(
             )
         if restarts == most:
             return _give_up(run, outcome, f"launcher.max_restarts={most} is used up")
+        if plan_again is not None:
+            try:
+                plan = plan_again(plan, stop)
+            except TrainctlError as error:
+                return _give_up(run, outcome, error.message)
         restarts, fruitless = restarts + 1, fruitless + 1
         with EventWriter(run.events, attempt.number) as events:
             on_event(
-                events.write("restart", number=restarts, of=most, step=saved, cause=outcome.message)
+                events.write(
+                    "restart",
+                    number=restarts,
+                    of=most,
+                    step=saved,
+                    nodes=plan.hardware.nodes,
+                    cause=outcome.message,
+                )
             )
         attempt = new_attempt(run, plan)
 

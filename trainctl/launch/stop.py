@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections.abc import Iterable
 from types import FrameType, TracebackType
@@ -11,24 +10,23 @@ from typing import Any, Self
 
 import psutil
 
+from trainctl.launch.agents import Agents
 from trainctl.runs.failures import signal_name
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import RunTag, sweep
 from trainctl.runs.records import Event
-from trainctl.runs.requests import Request, file_request, withdraw_request
+from trainctl.runs.requests import Request, file_request, is_requested, withdraw_request
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-Agent = subprocess.Popen[bytes]
 
 
 class Stop:
     """While it is entered, signals end the launch in good order instead of this process.
 
     The first SIGTERM of a launch with `launcher.stop_grace_seconds` asks the ranks to save and
-    end. Every other first signal, and the end of that time, is passed to the agent, which ends its
-    ranks within the grace; another signal kills all at once. This is done in the handler, so that
-    a launcher that is stuck writing to its terminal stops its ranks too. A signal that this
+    end. Every other first signal, and the end of that time, is passed to the agents, which end
+    their ranks within the grace; another signal kills all at once. This is done in the handler, so
+    that a launcher that is stuck writing to its terminal stops its ranks too. A signal that this
     process was told to ignore (nohup) stays ignored.
 
     Args:
@@ -48,8 +46,9 @@ class Stop:
         self._grace_seconds = stop_grace_seconds
         self._limit = limit
         self._asked_by: signal.Signals | None = None
+        self._asked_itself = self._is_preempted = False
         self._save_by = float("inf")
-        self._agent: Agent | None = None
+        self._agents: Agents | None = None
         self._tag: RunTag | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -58,18 +57,31 @@ class Stop:
         """Whether the launch is to end, at once or when it has saved."""
         return self.received is not None or bool(self.asked)
 
-    def forward_to(self, agent: Agent, tag: RunTag) -> None:
-        """The agent to stop; at once if a signal came before it was started."""
-        self._agent, self._tag = agent, tag
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether a scheduler has told both this process and an agent to end."""
+        return self._asked_itself and self._is_preempted
+
+    def forward_to(self, agents: Agents, tag: RunTag) -> None:
+        """The agents to stop; at once if a signal came before they were started."""
+        self._agents, self._tag = agents, tag
         if self.received:
-            agent.terminate()
+            agents.terminate()
 
     def observe(self, event: Event) -> None:
-        """A record of the attempt: how long its steps and saves take."""
+        """A record of the attempt: how long its steps and saves take, and an agent's SIGTERM."""
         self._limit.observe(event)
+        if event["event"] == "preempted" and not self._is_preempted:
+            self._is_preempted = True
+            if self.received is None:
+                self._ask_within_grace(signal.SIGTERM, f"SIGTERM to node {event['node']}")
 
     def check_time(self) -> None:
-        """Ask for the end in time before the time limit, and end a save that takes too long."""
+        """Ask for the end in time before the time limit, end a save that takes too long, and
+        follow a request to end."""
+        if self.received is None and is_requested(self._run, Request.end):
+            withdraw_request(self._run, Request.end)
+            self._end(signal.SIGTERM)
         if not self.asked and self._limit.is_near():
             self._ask("the time limit")
         if self._asked_by is not None and time.monotonic() > self._save_by:
@@ -97,12 +109,17 @@ class Stop:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
         may_save = received is signal.SIGTERM and self._grace_seconds > 0
-        if may_save and self._asked_by is None and self.received is None:
-            self._asked_by = received
-            self._save_by = time.monotonic() + self._grace_seconds
-            self._ask(signal_name(number))
+        was_asked, self._asked_itself = self._asked_itself, True
+        if may_save and not was_asked and self.received is None:
+            self._ask_within_grace(received, signal_name(number))
         else:
             self._end(received)
+
+    def _ask_within_grace(self, number: signal.Signals, reason: str) -> None:
+        if self._asked_by is None:
+            self._asked_by = number
+            self._save_by = time.monotonic() + self._grace_seconds
+            self._ask(reason)
 
     def _ask(self, reason: str) -> None:
         self.asked = self.asked or reason
@@ -114,10 +131,10 @@ class Stop:
     def _end(self, number: signal.Signals) -> None:
         is_first = self.received is None
         self.received = self.received or number
-        if self._agent is None or self._tag is None:
+        if self._agents is None or self._tag is None:
             return
         if is_first:
-            self._agent.terminate()
+            self._agents.terminate()
         else:
             sweep(self._tag, grace_seconds=0)
 

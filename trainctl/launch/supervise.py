@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.errors import ExitCode
+from trainctl.launch.agents import Agents
 from trainctl.launch.outcome import Outcome
-from trainctl.launch.stop import Agent, Stop
+from trainctl.launch.stop import Stop
 from trainctl.runs.causes import Cause
-from trainctl.runs.failures import describe, sentence, signal_name
+from trainctl.runs.failures import sentence, signal_name
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.processes import RunTag, sweep
 from trainctl.runs.records import Event, EventFollower, EventWriter
 from trainctl.runs.status import State, Status, write_status
 
 _POLL_SECONDS = 0.1
-_AGENT_MARGIN_SECONDS = 1.0
-"""What an agent may take beyond the grace to end its ranks and itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +44,17 @@ class Attempt:
 
 def supervise(
     attempt: Attempt,
-    start: Callable[[], Agent],
+    start: Callable[[], Agents],
     on_event: Callable[[Event], None],
     stop: Stop,
     *,
     grace_seconds: float,
 ) -> Outcome:
-    """Start the agent, pass on records, and return when it has ended and nothing of it is left.
+    """Start the agents, pass on records, and return when all have ended and nothing is left here.
 
     Args:
         attempt: What it is.
-        start: Starts the agent.
+        start: Starts the agents.
         on_event: Called with each record of the attempt.
         stop: Has the signals and the time limit; is entered.
         grace_seconds: Between SIGTERM and SIGKILL.
@@ -73,31 +72,32 @@ def supervise(
     records = _Records(attempt, on_event, stop)
     with EventWriter(attempt.run.events, attempt.paths.number) as writer:
         writer.write("launch", host=status.host, pid=status.pid, ranks=attempt.ranks)
-        agent = start()
+        agents = start()
         try:
-            stop.forward_to(agent, attempt.tag)
+            stop.forward_to(agents, attempt.tag)
             deadline = None
-            while agent.poll() is None:
+            while agents.poll() is None:
                 records.poll()
                 stop.check_time()
                 if status.state is State.starting and records.has_started:
                     status = status.changed(State.running)
                     write_status(attempt.run, status)
                 if deadline is None and (stop.received or records.failure):
-                    deadline = time.monotonic() + grace_seconds + _AGENT_MARGIN_SECONDS
+                    deadline = time.monotonic() + grace_seconds + agents.margin_seconds
                 if deadline is not None and time.monotonic() > deadline:
                     sweep(attempt.tag, grace_seconds=0)
                 time.sleep(_POLL_SECONDS)
         except BaseException as error:  # of on_event
-            agent.terminate()
+            agents.terminate()
             sweep(attempt.tag, grace_seconds=grace_seconds)
             write_status(attempt.run, status.changed(State.failed, message=f"launcher: {error}"))
             raise
         stuck = sweep(attempt.tag, grace_seconds=grace_seconds)
-        code = agent.returncode
+        code = agents.returncode
+        assert code is not None
         records.poll()
         if code != 0 and not records.failure and not stop.received:
-            failure = _agent_death(attempt, agent.pid, code)
+            failure = agents.describe_death()
             try:
                 writer.write("failure", **failure)
                 records.poll()
@@ -127,7 +127,7 @@ class _Records:
         for event in self._follower.poll():
             kind = event["event"]
             self.has_started |= kind in ("start", "step")
-            if kind == "failure" and self.failure is None:
+            if kind == "failure" and (self.failure is None or _is_behind(event, self.failure)):
                 self.failure = event
             elif kind == "end":
                 self.end = event
@@ -135,12 +135,11 @@ class _Records:
             self._on_event(event)
 
 
-def _agent_death(attempt: Attempt, pid: int, code: int) -> dict[str, Any]:
-    """A `failure` record for an agent that ended without writing one."""
-    log = attempt.paths.agent_log(0)
-    fields = describe(code, log)
-    fields["message"] = f"the agent (node 0, process {pid}) {fields['message']}"
-    return {"rank": None, "node": 0, "host": socket.gethostname(), "pid": pid, **fields}
+def _is_behind(event: Event, first: Event) -> bool:
+    """Whether a failure explains the one that was recorded first, by another node's agent."""
+    return event["node"] != first["node"] and (
+        Cause(first["cause"]).is_consequence and not Cause(event["cause"]).is_consequence
+    )
 
 
 def _full_disk(attempt: Attempt, error: OSError) -> dict[str, Any]:
@@ -172,6 +171,7 @@ def _outcome(code: int, stop: Stop, records: _Records, stuck: set[int]) -> Outco
         )
     failure = records.failure
     assert failure is not None
+    code = failure.get("launch_exit_code", code)
     return Outcome(
         exit_code=code if code > 0 else 128 - code,
         state=State.failed,

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from trainctl.config.schema import (
     CheckpointingMode,
     DataType,
-    LauncherKind,
     OffloadDevice,
     OnBadLoss,
     OptimizerKind,
@@ -109,8 +108,3 @@ def _run(config: RunConfig) -> Iterator[tuple[str, object, str]]:
         yield "stability.z_loss", stability.z_loss, "z-loss"
     if config.logging.profile_steps:
         yield "logging.profile_steps", config.logging.profile_steps, "the profiler"
-    if config.launcher.kind is not LauncherKind.local:
-        name = config.launcher.kind.value
-        yield "launcher.kind", name, f"the {name} launcher"
-    if config.hardware.nodes > 1:
-        yield "hardware.nodes", config.hardware.nodes, "more than one node"

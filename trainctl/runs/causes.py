@@ -24,6 +24,8 @@ class Cause(StrEnum):
     code = "code"
     killed = "killed"
     hung = "hung"
+    lost_node = "lost_node"
+    """A machine, or the way to it, is gone."""
     reported = "reported"
     """Trainctl itself said what is wrong: the same start would end in the same way."""
 
@@ -36,6 +38,11 @@ class Cause(StrEnum):
     def hint(self) -> str:
         """What may help."""
         return _HINTS.get(self, "")
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it only says that another rank went away."""
+        return self in (Cause.lost_peer, Cause.communication_timeout)
 
     @property
     def may_pass(self) -> bool:
@@ -60,6 +67,8 @@ _HINTS = {
     "launcher.communication_timeout_seconds is the limit",
     Cause.disk_full: "free space, then `trainctl resume`; checkpoints that were there are intact",
     Cause.data: "the traceback in the log names the file",
+    Cause.lost_node: "look at the machine and its network; launcher.max_restarts starts again when "
+    "it is back, and with launcher.min_nodes also without it",
 }
 
 # In this order: a full disk inside the data code is a full disk.

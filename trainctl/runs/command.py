@@ -42,6 +42,8 @@ class AttemptCommand:
         rank_command: Command line of every rank; which one it is, it reads from `RANK`.
         prepare: Whether the agent prepares the corpus before the ranks start.
         port: Rendezvous port; None takes a free one.
+        address: Of the first node, where the rendezvous is; None on a single node, and where an
+            agent learns it when it is started.
     """
 
     nodes: tuple[NodeCommand, ...]
@@ -49,6 +51,7 @@ class AttemptCommand:
     rank_command: tuple[str, ...]
     prepare: bool = True
     port: int | None = None
+    address: str | None = None
     schema: int = COMMAND_SCHEMA
 
 

@@ -97,7 +97,7 @@ def open_run(path: Path) -> RunPaths:
     what = "is not a run directory" if path.is_dir() else "does not exist"
     missing = [name for name in ("config.yaml", "run.json") if not (path / name).is_file()]
     detail = f" (no {' and no '.join(missing)} in it)" if path.is_dir() else ""
-    nearby = [run.root.name for run in _runs_in(path if path.is_dir() else path.parent)]
+    nearby = [run.root.name for run in runs_in(path if path.is_dir() else path.parent)]
     hint = f"runs there: {', '.join(nearby[-5:])}" if nearby else "`trainctl launch` makes one"
     raise TrainctlError(f"{path} {what}{detail}", hint=hint, exit_code=ExitCode.run_state)
 
@@ -108,7 +108,7 @@ def newest_run(root: Path = DEFAULT_ROOT) -> RunPaths:
     Raises:
         TrainctlError: There is none (exit code 5).
     """
-    runs = _runs_in(root)
+    runs = runs_in(root)
     if not runs:
         raise TrainctlError(
             f"there is no run in {root}",
@@ -116,6 +116,21 @@ def newest_run(root: Path = DEFAULT_ROOT) -> RunPaths:
             exit_code=ExitCode.run_state,
         )
     return runs[-1]
+
+
+def runs_in(root: Path) -> list[RunPaths]:
+    """The runs directly in a folder, the one made last at the end."""
+    if not root.is_dir():
+        return []
+    runs = []
+    for path in root.iterdir():
+        if is_run(path):
+            run = RunPaths(path.resolve())
+            try:
+                runs.append((float(read_record(run)["created"]), path.name, run))
+            except (TrainctlError, KeyError, TypeError, ValueError):
+                continue
+    return [run for _, _, run in sorted(runs, key=lambda item: item[:2])]
 
 
 def read_record(run: RunPaths) -> dict[str, Any]:
@@ -178,21 +193,6 @@ def last_config(run: RunPaths) -> RunConfig:
 
 def _damaged(path: Path, why: object) -> TrainctlError:
     return TrainctlError(f"{path} cannot be read: {why}", exit_code=ExitCode.run_state)
-
-
-def _runs_in(root: Path) -> list[RunPaths]:
-    """Runs directly in a folder, the one made last at the end."""
-    if not root.is_dir():
-        return []
-    runs = []
-    for path in root.iterdir():
-        if is_run(path):
-            run = RunPaths(path.resolve())
-            try:
-                runs.append((float(read_record(run)["created"]), path.name, run))
-            except (TrainctlError, KeyError, TypeError, ValueError):
-                continue
-    return [run for _, _, run in sorted(runs, key=lambda item: item[:2])]
 
 
 def _new_directory(config: RunConfig, root: Path) -> Path:

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from trainctl.runs.causes import Cause, cause_of
+from trainctl.runs.causes import cause_of
 from trainctl.runs.records import Event
 
 TAIL_LINES = 20
@@ -81,7 +81,7 @@ def settle(return_code: int, log: Path) -> int:
 
 def is_lost_peer(error: str) -> bool:
     """Whether an error only says that another rank went away: a consequence, not a cause."""
-    return cause_of(1, error) in (Cause.lost_peer, Cause.communication_timeout)
+    return cause_of(1, error).is_consequence
 
 
 def describe(

@@ -13,6 +13,7 @@ RUN/
     plan.json            the frozen plan
     ds_config.json       what DeepSpeed gets
     command.json         what was started on each node
+    job.json             what a scheduler knows it as, if one has it
     logs/                rank-0.log ..., agent-0.log
     heartbeats/          rank-0 ...: when each rank last did what
 """
@@ -46,6 +47,10 @@ class AttemptPaths:
         return self.root / "command.json"
 
     @property
+    def job(self) -> Path:
+        return self.root / "job.json"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 
@@ -54,6 +59,11 @@ class AttemptPaths:
 
     def agent_log(self, node: int) -> Path:
         return self.logs / f"agent-{node}.log"
+
+    @property
+    def launcher_log(self) -> Path:
+        """Output of a launcher that has no terminal."""
+        return self.logs / "launcher.log"
 
     def heartbeat(self, rank: int) -> Path:
         return self.root / "heartbeats" / f"rank-{rank}"

@@ -65,17 +65,48 @@ def hold(run: RunPaths, *, patience_seconds: float = _CLEANUP_SECONDS) -> Iterat
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         _acquire(run, descriptor, patience_seconds)
-        me = Holder(os.getpid(), socket.gethostname(), time.time())
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(asdict(me)).encode() + b"\n", 0)
-        _held[path] = descriptor
-        try:
+        with _written_in(path, descriptor):
             yield descriptor
-        finally:
-            del _held[path]
-            os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def adopt(run: RunPaths, descriptor: int) -> Iterator[int]:
+    """Go on holding a lock whose descriptor this process inherited; yields it.
+
+    Whoever took it is then free to end: the lock is with this process from its start.
+
+    Args:
+        run: The run.
+        descriptor: As the parent's `hold` gave it.
+    """
+    try:
+        with _written_in(str(run.lock), descriptor):
+            yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _written_in(path: str, descriptor: int) -> Iterator[None]:
+    """Name this process in the lock's file, as long as no heir of it has named itself."""
+    me = os.getpid()
+    name_holder(descriptor, me)
+    _held[path] = descriptor
+    try:
+        yield
+    finally:
+        del _held[path]
+        if _read(descriptor).pid == me:
+            os.ftruncate(descriptor, 0)
+
+
+def name_holder(descriptor: int, pid: int) -> None:
+    """Write into a lock that is held here who holds it: this process, or an heir of it."""
+    record = asdict(Holder(pid, socket.gethostname(), time.time()))
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(record).encode() + b"\n", 0)
 
 
 def holder(run: RunPaths) -> Holder | None:

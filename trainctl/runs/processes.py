@@ -19,8 +19,19 @@ from trainctl.runs.layout import RUN_ID_VARIABLE
 
 RUN_DIRECTORY_VARIABLE = "TRAINCTL_RUN_DIR"
 ATTEMPT_VARIABLE = "TRAINCTL_ATTEMPT"
+NODE_VARIABLE = "TRAINCTL_NODE"
 PARENT_VARIABLE = "TRAINCTL_PARENT_PID"
 """Pid of the process that an agent or rank was started by, and must not outlive."""
+
+LEASE_VARIABLE = "TRAINCTL_LEASE_SECONDS"
+"""Set for an agent on another machine: how long its launcher may be silent on its stdin."""
+LEASE_BEAT = b"."
+LEASE_END = b"T"
+"""What a launcher writes there: that it lives, and that the node is to end its ranks."""
+
+SIGTERM_SAVES_VARIABLE = "TRAINCTL_SIGTERM_SAVES"
+"""Set where a scheduler sends SIGTERM to all of a job's processes to say that it will end soon:
+ranks then ignore it, and the first one to an agent asks for a save."""
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.02
@@ -41,17 +52,22 @@ class RunTag:
         run_id: The run's id.
         directory: The run's directory, absolute.
         attempt: Number of one attempt; None stands for all of them.
+        node: Number of one node; None stands for all of them, and for what starts the agents.
+            Two agents on one machine must not end each other.
     """
 
     run_id: str
     directory: Path
     attempt: int | None = None
+    node: int | None = None
 
     def environment(self) -> dict[str, str]:
         """The variables to start a process with."""
         variables = {RUN_ID_VARIABLE: self.run_id, RUN_DIRECTORY_VARIABLE: str(self.directory)}
         if self.attempt is not None:
             variables[ATTEMPT_VARIABLE] = str(self.attempt)
+        if self.node is not None:
+            variables[NODE_VARIABLE] = str(self.node)
         return variables
 
     @classmethod
@@ -61,6 +77,7 @@ class RunTag:
             environment[RUN_ID_VARIABLE],
             Path(environment[RUN_DIRECTORY_VARIABLE]),
             int(environment[ATTEMPT_VARIABLE]),
+            int(node) if (node := environment.get(NODE_VARIABLE)) else None,
         )
 
 

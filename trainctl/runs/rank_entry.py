@@ -6,16 +6,27 @@ from its first instant, whatever its command is. Both survive `exec`.
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 
 from trainctl.runs.command import read_command
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.processes import RunTag, die_with_parent
+from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE, RunTag, die_with_parent
+
+PROCESSORS_VARIABLE = "TRAINCTL_PROCESSORS"
+"""Set by the agent where ranks are bound: processors of each local rank, as JSON."""
+BENCHMARK_VARIABLE = "TRAINCTL_BENCHMARK"
+"""Set by the agent where ranks are measured before they train."""
 
 
 def main() -> None:
     """Become the rank; a command that cannot be started ends with 127, as in a shell."""
+    if SIGTERM_SAVES_VARIABLE in os.environ:
+        # Then unblocked: the agent blocked it, so that none arrives before this.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     die_with_parent()
     tag = RunTag.from_environment(os.environ)
     assert tag.attempt is not None
@@ -27,6 +38,11 @@ def main() -> None:
     os.dup2(log, sys.stderr.fileno())
     os.close(log)
     command = read_command(attempt).rank_command
+    if PROCESSORS_VARIABLE in os.environ:
+        shares = json.loads(os.environ[PROCESSORS_VARIABLE])
+        os.sched_setaffinity(0, shares[int(os.environ["LOCAL_RANK"])])
+    if BENCHMARK_VARIABLE in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
+        command = (sys.executable, "-m", "trainctl.agent.benchmark", *command)
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -102,15 +102,28 @@ class EventFollower:
             return []
         self._offset += len(data)
         *lines, self._partial = (self._partial + data).split(b"\n")
-        return [event for event in _parse(lines) if self._attempt in (None, event.get("attempt"))]
+        return [
+            event for event in parse_events(lines) if self._attempt in (None, event.get("attempt"))
+        ]
 
 
 def read_events(path: Path) -> list[Event]:
     """Every complete record, in file order; none when there is no file. Torn lines are skipped."""
     try:
-        return list(_parse(path.read_bytes().split(b"\n")))
+        return list(parse_events(path.read_bytes().split(b"\n")))
     except FileNotFoundError:
         return []
+
+
+def parse_events(lines: Iterable[bytes]) -> Iterator[Event]:
+    """The records in lines of a file; torn ones are skipped."""
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "event" in event:
+            yield event
 
 
 def step_curve(events: Iterable[Event]) -> dict[int, Event]:
@@ -131,16 +144,6 @@ def step_curve(events: Iterable[Event]) -> dict[int, Event]:
 def number(value: Any) -> float:
     """A number of a record as a float; also the strings that stand for NaN and infinities."""
     return float(value)
-
-
-def _parse(lines: Iterable[bytes]) -> Iterator[Event]:
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and "event" in event:
-            yield event
 
 
 def _finite(value: Any) -> Any:

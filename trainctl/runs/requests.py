@@ -1,4 +1,4 @@
-"""What a running run is asked to do at its next step: files in its `requests/` folder.
+"""What a running launch is asked to do: files in its run's `requests/` folder.
 
 Anyone who may write there can ask; the first rank looks once a step and all ranks agree, so a
 request is never half followed. A file is renamed into place and its name is the request.
@@ -21,6 +21,8 @@ class Request(StrEnum):
     """Save at the next step and go on."""
     stop = "stop"
     """Save at the next step and end in good order."""
+    end = "end"
+    """End at once, without saving: for the launcher, as SIGTERM to it would be."""
 
 
 def file_request(run: RunPaths, request: Request, reason: str = "") -> None:
@@ -47,6 +49,11 @@ def pending_requests(run: RunPaths) -> set[Request]:
     except OSError:
         return set()
     return {Request(name) for name in names if name in Request.__members__}
+
+
+def is_requested(run: RunPaths, request: Request) -> bool:
+    """Whether this is asked for and has not been followed yet."""
+    return (run.requests / request.value).exists()
 
 
 def withdraw_request(run: RunPaths, request: Request) -> None:

@@ -18,6 +18,8 @@ STATUS_SCHEMA = 1
 class State(StrEnum):
     """Where an attempt stands; the last three are final."""
 
+    queued = "queued"
+    """In a scheduler's hands; nothing of it has started."""
     starting = "starting"
     running = "running"
     finished = "finished"

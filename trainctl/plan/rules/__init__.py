@@ -56,6 +56,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC077", run.launcher_reaches_the_nodes),
     ("TC078", run.log_level_is_known),
     ("TC079", run.factored_states_stay_factored),
+    ("TC080", run.hosts_are_names),
     ("TC090", escape.pass_through_keys_exist),
     ("TC091", escape.pass_through_has_no_auto),
     ("TC092", escape.pass_through_agrees),

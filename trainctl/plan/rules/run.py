@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trainctl.config.hosts import HOST_NAME_HINT, is_host_name, is_interface_name
 from trainctl.config.schema import (
     DataKind,
     LauncherKind,
@@ -151,12 +152,38 @@ def launcher_reaches_the_nodes(draft: Draft) -> Iterator[Finding]:
             f"launcher.kind=ssh needs the host name of each node (nodes: {nodes})",
             "launcher.hosts=[node1,node2], or launcher.hostfile=/path/to/hostfile",
         )
-    elif launcher.hosts and len(launcher.hosts) != nodes:
+    elif (
+        launcher.hosts
+        and launcher.include is None
+        and launcher.exclude is None
+        and len(launcher.hosts) != nodes
+    ):
         yield error(
             "launcher.hosts",
             f"launcher.hosts names {len(launcher.hosts)} hosts, and the plan is for {nodes}",
             f"name {nodes} hosts, or hardware.nodes={len(launcher.hosts)}",
         )
+    if launcher.min_nodes is not None and launcher.min_nodes > nodes:
+        yield error(
+            "launcher.min_nodes",
+            f"launcher.min_nodes={launcher.min_nodes}, and the plan is for {nodes}",
+            f"launcher.min_nodes={nodes} or less",
+        )
+
+
+def hosts_are_names(draft: Draft) -> Iterator[Finding]:
+    """What is given to ssh as a host is a host, and nothing that ssh or a shell reads otherwise."""
+    launcher = draft.config.launcher
+    named = [("launcher.hosts", name) for name in launcher.hosts]
+    named += [("launcher.interfaces", name) for name in launcher.interfaces]
+    for key, name in named:
+        if not is_host_name(name):
+            yield error(key, f"{name!r} is not a host name", HOST_NAME_HINT)
+    interfaces = [("launcher.interface", launcher.interface)] if launcher.interface else []
+    interfaces += [("launcher.interfaces", name) for name in launcher.interfaces.values()]
+    for key, name in interfaces:
+        if not is_interface_name(name):
+            yield error(key, f"{name!r} is not the name of a network interface", "as in eth0")
 
 
 def log_level_is_known(draft: Draft) -> Iterator[Finding]:

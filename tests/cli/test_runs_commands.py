@@ -1,0 +1,268 @@
+"""`runs ls|status|logs|stop|rm|attach` by the directory alone; a lock stands in for a launch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainctl.cli.main import run
+from trainctl.config.compose import compose
+from trainctl.errors import ExitCode
+from trainctl.hardware import resolve_hardware
+from trainctl.plan.resolve import resolve
+from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
+from trainctl.runs.directory import create_run, new_attempt
+from trainctl.runs.job import Job, write_job
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import EventWriter
+from trainctl.runs.requests import Request, is_requested
+from trainctl.runs.status import State, Status, write_status
+
+HOSTS = ("node-a", "node-b")
+HOLD = """
+import sys, time
+from pathlib import Path
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.lock import hold
+from trainctl.runs.status import State, read_status, write_status
+run = RunPaths(Path(sys.argv[1]))
+with hold(run):
+    print("held", flush=True)
+    while not (found := sorted(path.name for path in run.requests.glob("[a-z]*"))):
+        time.sleep(0.02)
+    write_status(run, read_status(run).changed(State.stopped, exit_code=0, message=f"got {found}"))
+"""
+
+
+def make_run(path: Path, state: State | None = State.running) -> RunPaths:
+    """A run of two nodes with two ranks each, at step 7 of 50."""
+    config = compose(["recipe=tiny", "training.stop_after_steps=50"]).config
+    paths = create_run(config, run_dir=path)
+    attempt = new_attempt(paths, resolve(config, resolve_hardware(config.hardware)).plan)
+    nodes = tuple(
+        NodeCommand(node=i, host=host, argv=("a",), environment={}) for i, host in enumerate(HOSTS)
+    )
+    write_command(attempt, AttemptCommand(nodes=nodes, ranks_per_node=2, rank_command=("r",)))
+    for rank in range(4):
+        attempt.rank_log(rank).write_text(f"line of rank {rank}\n\x1b[31mred\n")
+    if state is not None:
+        status = Status(state=state, attempt=1, host="login", pid=1, started=1.0, updated=2.0)
+        write_status(paths, status)
+        with EventWriter(paths.events, 1) as events:
+            for step in range(1, 8):
+                events.write(
+                    "step", step=step, loss=8.0 - step, learning_rate=1e-3, tokens_per_second=10.0
+                )
+    return paths
+
+
+@pytest.fixture
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
+    monkeypatch.chdir(tmp_path)
+    return make_run(tmp_path / "runs" / "r")
+
+
+@contextmanager
+def held(paths: RunPaths) -> Iterator[None]:
+    """Another process holds the run, and ends when it is asked to."""
+    command = [sys.executable, "-c", HOLD, str(paths.root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "held\n"
+            yield
+        finally:
+            process.kill()
+
+
+def read_json(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def fail(paths: RunPaths, rank: int, message: str) -> None:
+    with EventWriter(paths.events, 1) as events:
+        events.write(
+            "failure",
+            rank=rank,
+            node=rank // 2,
+            host=HOSTS[rank // 2],
+            pid=4,
+            cause="code",
+            exit_code=1,
+            signal=None,
+            message=message,
+            hint="",
+            log=str(paths.attempt(1).rank_log(rank)),
+            log_tail=["ValueError: boom"],
+        )
+
+
+def test_ls_tells_states_apart(
+    paths: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queued = make_run(tmp_path / "runs" / "q", State.queued)
+    write_job(queued.attempt(1), Job(kind="slurm", id="4711_3", submitted=1.0, host="login"))
+    make_run(tmp_path / "runs" / "n", None)
+    make_run(tmp_path / "runs" / "f", State.finished)
+    with held(paths):
+        assert run(["runs", "ls", "--json"]) == 0
+        rows = {Path(row["path"]).name: row for row in read_json(capsys)["runs"]}
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "r": "running",
+        "q": "queued",
+        "n": "new",
+        "f": "finished",
+    }
+    assert (rows["r"]["step"], rows["r"]["stop_step"], rows["r"]["loss"]) == (7, 50, 1.0)
+    assert rows["q"]["job"] == "4711_3" and rows["n"]["step"] == 0
+    assert run(["runs", "ls", str(tmp_path / "runs")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("r ") and " lost " in line and " 7/50 " in line for line in lines)
+    assert any(line.startswith("q ") and "4711_3" in line for line in lines)
+
+
+def test_ls_and_status_where_nothing_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["runs", "ls"]) == 0
+    assert "there is no run" in capsys.readouterr().err
+    assert run(["runs", "ls", "elsewhere"]) == ExitCode.run_state
+    assert run(["runs", "status"]) == ExitCode.run_state
+
+
+def test_status_and_logs_name_the_first_failure(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail(paths, 3, "ended with exit code 1: ValueError: boom")
+    fail(paths, 0, "lost the connection")
+    assert run(["runs", "status", str(paths.root)]) == 0
+    out = capsys.readouterr().out
+    assert "first failure: rank 3 (node 1, node-b, process 4) ended with exit code 1" in out
+    assert "progress: step 7 of 50" in out and "lost the connection" not in out
+    assert run(["runs", "logs"]) == 0
+    out = capsys.readouterr().out
+    first, *rest = out.splitlines()
+    assert first.startswith("first failure: rank 3") and rest[0] == "  ValueError: boom"
+    heads = [line.partition(":")[0] for line in rest if line.startswith("==>")]
+    assert heads == [
+        "==> rank 0 on node-a",
+        "==> rank 1 on node-a",
+        "==> rank 2 on node-b",
+        "==> rank 3 on node-b",
+    ]
+    assert "\x1b" not in out
+    assert run(["runs", "logs", "--rank", "2", "--lines", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "line of rank 2" in out and "rank 3" not in out
+    assert run(["runs", "logs", "--attempt", "9"]) == ExitCode.run_state
+    assert "attempts: 1 to 1" in capsys.readouterr().err
+
+
+def test_logs_follow_until_the_run_ends(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = paths.attempt(1).rank_log(2)
+
+    def write_and_end() -> None:
+        time.sleep(0.5)
+        with log.open("a") as stream:
+            stream.write("late")
+            stream.flush()
+            time.sleep(0.3)
+            stream.write(" words\n")
+        paths.attempt(1).rank_log(9).write_text("a new log\n")
+        paths.requests.mkdir(exist_ok=True)
+        (paths.requests / "stop").write_text("{}")
+
+    thread = threading.Thread(target=write_and_end)
+    with held(paths):
+        thread.start()
+        assert run(["runs", "logs", "--follow", "--lines", "1"]) == 0
+    thread.join()
+    lines = capsys.readouterr().out.splitlines()
+    assert "rank 2 on node-b: late words" in lines
+    assert "rank 9: a new log" in lines
+
+
+@pytest.mark.parametrize(("flags", "request_name"), [([], "stop"), (["--now"], "end")])
+def test_stop_asks_and_waits(
+    flags: list[str], request_name: str, paths: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with held(paths):
+        assert run(["runs", "stop", str(paths.root), *flags]) == 0
+    assert f"stopped, got ['{request_name}']" in capsys.readouterr().out
+    assert run(["runs", "stop", str(paths.root)]) == ExitCode.run_state
+    assert "not running" in capsys.readouterr().err
+
+
+def test_stop_takes_a_queued_job_from_its_queue(
+    paths: RunPaths,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    queued = make_run(tmp_path / "runs" / "q", State.queued)
+    write_job(queued.attempt(1), Job(kind="slurm", id="4711", submitted=1.0, host="login"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run(["runs", "stop", str(queued.root)]) == ExitCode.environment
+    assert "scancel is not installed" in capsys.readouterr().err
+    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\n')
+    (tmp_path / "scancel").chmod(0o755)
+    assert run(["runs", "stop", str(queued.root)]) == 0
+    assert (tmp_path / "called").read_text() == "-- 4711\n"
+    assert "stopped, cancelled before it started" in capsys.readouterr().out
+    assert not is_requested(queued, Request.stop)
+
+
+def test_rm_refuses_what_is_used_and_what_is_worth_something(
+    paths: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queued = make_run(tmp_path / "runs" / "q", State.queued)
+    write_job(queued.attempt(1), Job(kind="slurm", id="4711", submitted=1.0, host="login"))
+    with held(paths):
+        assert run(["runs", "rm", str(paths.root)]) == ExitCode.run_state
+    assert "stop it first" in capsys.readouterr().err
+    assert run(["runs", "rm", str(paths.root), str(queued.root)]) == ExitCode.run_state
+    assert paths.root.exists() and queued.root.exists()
+    assert run(["runs", "rm", str(tmp_path)]) == ExitCode.run_state  # not a run
+    assert run(["runs", "rm", str(paths.root)]) == 0
+    assert not paths.root.exists()
+
+
+def test_attach_shows_the_past_and_what_comes(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def go_on() -> None:
+        time.sleep(0.5)
+        with EventWriter(paths.events, 1) as events:
+            events.write("step", step=8, loss=0.5, learning_rate=1e-3, tokens_per_second=10.0)
+        paths.requests.mkdir(exist_ok=True)
+        (paths.requests / "stop").write_text("{}")
+
+    thread = threading.Thread(target=go_on)
+    with held(paths):
+        thread.start()
+        assert run(["runs", "attach", "--json"]) == 0
+    thread.join()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    lost = make_run(paths.root.parent / "z", State.running)
+    assert run(["runs", "attach", str(lost.root)]) == ExitCode.run_state
+    assert "ended at one blow" in capsys.readouterr().err
+    with EventWriter(lost.events, 1):
+        write_status(
+            lost,
+            Status(
+                state=State.failed, attempt=1, host="", pid=1, started=1, updated=2, exit_code=137
+            ),
+        )
+    assert run(["runs", "attach", str(lost.root)]) == 137

@@ -1,0 +1,88 @@
+"""What the pods of a run do, as two real processes here: no cluster, the rest is real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import TINY, curve, events, live_processes
+
+from trainctl.config.compose import compose
+from trainctl.hardware import resolve_hardware
+from trainctl.plan.resolve import resolve
+from trainctl.runs.directory import create_run, new_attempt
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.status import State, read_status
+
+OVERRIDES = (
+    *TINY,
+    "hardware=2x1xcpu",
+    "launcher=kubernetes",
+    f"launcher.kubernetes_python={sys.executable}",
+    "training.evaluation_samples=0",
+    "training.steps=1000000",
+)
+
+
+def start_pods(run: RunPaths, restart: int) -> list[subprocess.Popen[str]]:
+    """Both pods, the first one last: the other has to wait for it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    pods = []
+    for node in (1, 0):
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TRAINCTL_NODE": str(node),
+            "TRAINCTL_RESTART": str(restart),
+            "TRAINCTL_RENDEZVOUS": endpoint,
+        }
+        command = [sys.executable, "-m", "trainctl.launch.pod", str(run.root), "--attempt", "1"]
+        pods.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    return pods
+
+
+@pytest.mark.slow
+def test_pods_train_save_when_one_is_evicted_and_go_on(tmp_path: Path) -> None:
+    config = compose(OVERRIDES).config
+    run = create_run(config, run_dir=tmp_path / "r")
+    plan = resolve(config, resolve_hardware(config.hardware)).plan
+    assert plan is not None
+    new_attempt(run, plan)
+    for restart in (0, 1):
+        pods = start_pods(run, restart)
+        try:
+            deadline = time.monotonic() + 150
+            seen = max(curve(run.root), default=0)
+            while max(curve(run.root), default=0) <= seen + 1:
+                assert time.monotonic() < deadline and all(pod.poll() is None for pod in pods)
+                time.sleep(0.2)
+            # An eviction: SIGTERM to the pod's first process, here the second node's agent.
+            pods[0].send_signal(signal.SIGTERM)
+            assert pods[1].wait(120) == 75, pods[1].communicate()[0]
+            assert pods[0].wait(120) == 0
+        finally:
+            for pod in pods:
+                pod.kill()
+                pod.communicate()
+        status = read_status(run)
+        assert status is not None and (status.state, status.exit_code) == (State.stopped, 75)
+        assert not live_processes(run.root)
+    assert [event["attempt"] for event in events(run.root, "launch")] == [1, 2]
+    saved = events(run.root, "end")[0]["step"]
+    assert events(run.root, "start")[1]["resumed_from"].endswith(f"step-{saved:08}")

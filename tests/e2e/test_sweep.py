@@ -1,0 +1,79 @@
+"""A sweep and a detached run, by the real commands on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from commands import TINY, curve, events, finish, live_processes, start, trainctl
+
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.lock import holder
+
+SMALL = (*TINY, "hardware.devices_per_node=1", "training.evaluation_samples=2")
+
+
+def test_a_sweep_runs_every_combination_and_shows_the_best(tmp_path: Path) -> None:
+    arguments = ("sweep", *SMALL, "optimizer.lr=1e-5,1e-2", "training.steps=5")
+    talk = trainctl(*arguments, "--sweep-dir", "s", cwd=tmp_path)
+    assert "run 0 of 2: ended" in talk and "run 1 of 2: ended" in talk
+    rows = json.loads(trainctl("sweep", "s", "--json", cwd=tmp_path))["runs"]
+    assert [row["values"] for row in rows] == [{"optimizer.lr": "1e-05"}, {"optimizer.lr": "0.01"}]
+    assert [row["run"]["state"] for row in rows] == ["finished", "finished"]
+    assert rows[1]["held_out_loss"] < rows[0]["held_out_loss"] and rows[1]["best"]
+    assert "finished" in trainctl("runs", "ls", "s", cwd=tmp_path)
+    # What is refused is refused before anything starts.
+    out = trainctl(
+        "sweep", *SMALL, "optimizer.lr=1e-5,-1", "--sweep-dir", "t", cwd=tmp_path, code=2
+    )
+    assert "optimizer.lr=-1" in out and not (tmp_path / "t").exists()
+
+
+def test_a_detached_run_is_followed_and_stopped(tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    endless = (*SMALL, "training.steps=1000000", "checkpoint.at_end=true")
+    out = trainctl("launch", *endless, "--run-dir", "r", "--detach", cwd=tmp_path)
+    assert "trainctl runs attach" in out
+    taken = holder(RunPaths(run))
+    assert taken is not None and taken.pid in live_launchers(run)
+    assert "is in use by another launch" in trainctl("resume", "r", cwd=tmp_path, code=5)
+    view = start("runs", "attach", "r", cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while not curve(run) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    # Ctrl-C ends the view only.
+    view.send_signal(signal.SIGINT)
+    assert finish(view)[0] == 130 and holder(RunPaths(run)) is not None
+    assert "running" in trainctl("runs", "status", "r", cwd=tmp_path)
+    again = start("runs", "attach", "r", cwd=tmp_path)
+    assert "saved and stopped" in trainctl("runs", "stop", "r", cwd=tmp_path)
+    code, shown, talk = finish(again)
+    assert code == 0 and "checkpoint at step" in shown and "saved and stopped" in talk
+    assert events(run, "end")[-1]["reason"] == "stop_requested"
+    assert not live_processes(run)
+    # `--now` ends it without a save.
+    trainctl("resume", "r", "--detach", cwd=tmp_path)
+    trainctl("runs", "stop", "r", "--now", cwd=tmp_path)
+    assert "exit code 143" in trainctl("runs", "status", "r", cwd=tmp_path)
+    assert not live_processes(run)
+    trainctl("runs", "rm", "r", cwd=tmp_path, code=5)
+    trainctl("runs", "rm", "r", "--force", cwd=tmp_path)
+    assert not run.exists()
+
+
+def live_launchers(run: Path) -> set[int]:
+    """Processes of `python -m trainctl.launch` on the run."""
+    wanted = [b"trainctl.launch", os.fsencode(run)]
+    found = set()
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                words = (process / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if all(word in words for word in wanted):
+                found.add(int(process.name))
+    return found

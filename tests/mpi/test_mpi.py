@@ -1,0 +1,123 @@
+"""A real mpirun: two nodes, whose remote shell is stood in for by a local one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from commands import TINY, curve, events, finish, live_processes, start, trainctl
+
+from trainctl.config.compose import compose
+from trainctl.hardware import resolve_hardware
+from trainctl.launch import mpi
+from trainctl.plan.resolve import resolve
+from trainctl.runs.layout import RunPaths
+
+HOSTILE = "$(touch pwned) `touch pwned` 'q\" ;touch pwned"
+TWO_NODES = (*TINY, "hardware=2x1xcpu", "launcher=mpi", "training.evaluation_samples=0")
+
+FLAVORS = {
+    # mpirun's remote shell gets `HOST COMMAND...`, as ssh would, and gives it to a real shell.
+    "openmpi": ("mpirun.openmpi", ["--allow-run-as-root", "--mca", "plm_rsh_agent", "{rsh}"]),
+    "mpich": ("mpirun.mpich", ["-launcher", "ssh", "-launcher-exec", "{rsh}"]),
+}
+
+
+def prepare(flavor: str, folder: Path) -> list[str]:
+    """A hostfile of two names, a remote shell, and the overrides that use them."""
+    program, options = FLAVORS[flavor]
+    if shutil.which(program) is None:
+        pytest.skip(f"needs {program} (Debian: apt-get install openmpi-bin mpich)")
+    rsh = folder / "rsh"
+    rsh.write_text(
+        '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nshift\nexec sh -c "$*"\n'
+    )
+    rsh.chmod(0o755)
+    names = {"openmpi": "127.0.0.1 slots=1\nnode-b slots=1\n", "mpich": "127.0.0.1:1\nnode-b:1\n"}
+    (folder / "hosts").write_text(names[flavor])
+    words = ",".join(option.format(rsh=rsh) for option in options)
+    return [
+        f"launcher.mpi_program={program}",
+        f"launcher.mpi_flavor={flavor}",
+        f"launcher.mpi_hostfile={folder / 'hosts'}",
+        f"launcher.mpi_options=[{words}]",
+    ]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_mpirun_trains_on_two_nodes(flavor: str, tmp_path: Path) -> None:
+    """With a hostile folder and value, to the loss of one machine."""
+    overrides = prepare(flavor, tmp_path)
+    run = tmp_path / HOSTILE
+    value = f"launcher.environment={{HOSTILE: {json.dumps(HOSTILE)}}}"
+    launched = ("launch", *TWO_NODES, *overrides, value, "training.steps=3")
+    trainctl(*launched, "--run-dir", str(run), cwd=tmp_path)
+    assert set(curve(run)) == {1, 2, 3} and events(run, "start")[0]["world_size"] == 2
+    assert not list(tmp_path.rglob("pwned"))
+    if flavor == "openmpi":
+        one = ("launch", *TINY, "training.evaluation_samples=0", "hardware=1x2xcpu")
+        trainctl(*one, "training.steps=3", "--run-dir", "one", cwd=tmp_path)
+        assert curve(tmp_path / "one") == curve(run)
+
+
+@pytest.mark.cluster
+def test_stopping_mpirun_leaves_nothing(tmp_path: Path) -> None:
+    overrides = prepare("openmpi", tmp_path)
+    endless = ("launch", *TWO_NODES, *overrides, "training.steps=1000000")
+    run = tmp_path / "r"
+    launched = start(*endless, "--run-dir", "r", cwd=tmp_path)
+    deadline = time.monotonic() + 150
+    while not curve(run):
+        assert launched.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    launched.send_signal(signal.SIGTERM)
+    assert finish(launched)[0] == 143
+    assert not live_processes(run)
+    trainctl("launch", *TWO_NODES, "launcher.mpi_program=nowhere", cwd=tmp_path, code=4)
+
+
+def test_command_lines() -> None:
+    run = RunPaths(Path("/r"))
+    for flavor, expected in (
+        (
+            "openmpi",
+            "mpirun -n 2 --map-by ppr:1:node --bind-to none --tag-output "
+            "--mca odls_base_sigkill_timeout 5 --hostfile /h -x",
+        ),
+        ("mpich", "mpirun -n 2 -ppn 1 -prepend-rank -f /h -genvlist"),
+    ):
+        overrides = [*TWO_NODES, f"launcher.mpi_flavor={flavor}", "launcher.mpi_hostfile=/h"]
+        config = compose([*overrides, "launcher.environment={SECRET: '$(id)'}"]).config
+        plan = resolve(config, resolve_hardware(config.hardware)).plan
+        assert plan is not None
+        rendered = mpi.render(
+            plan, run, run.attempt(1), environment={}, cores=2, hosts=["node-a", "node-b"]
+        )
+        (argv,) = rendered.commands
+        assert " ".join(argv).startswith(expected)
+        assert "$(id)" not in " ".join(argv)
+        assert argv[-5:] == ("-m", "trainctl.agent", "/r", "--attempt", "1")
+        assert rendered.command.address == "node-a"
+        assert rendered.command.nodes[1].environment["SECRET"] == "$(id)"
+
+
+def test_hostfiles_of_both() -> None:
+    text = "# first\nuser@node-a slots=8\n\nnode-b:4  # half\n[::1]\n"
+    assert mpi.hosts_in(text) == ["node-a", "node-b", "[::1]"]
+
+
+def test_a_hostfile_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("-oProxyCommand=x slots=1\n")
+    config = compose(
+        [*TWO_NODES, f"launcher.mpi_hostfile={tmp_path / 'hosts'}", "launcher.mpi_program=sh"]
+    ).config
+    plan = resolve(config, resolve_hardware(config.hardware)).plan
+    assert plan is not None
+    assert [finding.rule for finding in mpi.check(plan, tmp_path, None)] == ["TC160", "TC163"]
+    (tmp_path / "hosts").unlink()
+    assert "there is no file" in mpi.check(plan, tmp_path, None)[0].message

@@ -1,0 +1,71 @@
+"""Watching a run that another process, machine or scheduler drives."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from trainctl.cli.console import put, say
+from trainctl.cli.progress import Progress
+from trainctl.errors import ExitCode, TrainctlError
+
+if TYPE_CHECKING:
+    from trainctl.runs.layout import RunPaths
+
+_POLL_SECONDS = 0.2
+
+
+def follow_run(run: RunPaths, *, as_json: bool) -> int:
+    """Show the newest attempt's records from its start, and those to come, until the run ends.
+
+    Returns:
+        Its exit code.
+
+    Raises:
+        TrainctlError: Nothing of it was started, or nobody drives it any more (exit code 5).
+    """
+    from trainctl.cli.findings import show_error
+    from trainctl.runs.directory import last_attempt, read_plan
+    from trainctl.runs.listing import LOST, NEW, summarise
+    from trainctl.runs.records import EventFollower, read_events
+
+    summary = summarise(run)
+    if summary.state == NEW and not summary.is_live:
+        raise TrainctlError(
+            f"nothing of {run.root} was started yet",
+            hint=f"trainctl launch --resume auto --run-dir {run.root} starts it",
+            exit_code=ExitCode.run_state,
+        )
+    first = last_attempt(run)
+    plan = read_plan(run.attempt(first).plan)
+    # Made first: what is written while the past is read is seen twice rather than never.
+    follower = EventFollower(run.events)
+    seen = [event for event in read_events(run.events) if event["attempt"] >= first]
+    if not as_json:
+        put(f"run directory: {run.root}")
+        if summary.state == "queued":
+            say(f"job {summary.job.id if summary.job else '?'} waits in its queue")
+    every = plan.config.logging.every_steps
+    with Progress(stop_step=plan.stop_step, every_steps=every, as_json=as_json) as progress:
+        for event in seen:
+            progress(event)
+        while True:
+            summary = summarise(run)
+            for event in follower.poll():
+                if event not in seen:
+                    progress(event)
+            seen = []
+            if not summary.is_live:
+                break
+            time.sleep(_POLL_SECONDS)
+    if summary.state == LOST:
+        raise TrainctlError(
+            f"{run.root}: launcher and agent were ended at one blow",
+            hint=f"trainctl resume {run.root} goes on from its newest checkpoint",
+            exit_code=ExitCode.run_state,
+        )
+    if summary.exit_code:
+        show_error(summary.message)
+    elif summary.message:
+        say(summary.message)
+    return summary.exit_code or 0

@@ -1,0 +1,356 @@
+"""`trainctl runs`: list, look at, follow, stop and remove runs, by their directories alone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainctl.cli.arguments import Json, Run
+from trainctl.errors import ExitCode, TrainctlError
+
+if TYPE_CHECKING:
+    from trainctl.runs.layout import AttemptPaths, RunPaths
+    from trainctl.runs.listing import RunSummary
+    from trainctl.runs.records import Event
+
+_POLL_SECONDS = 0.2
+_KILL_PATIENCE_SECONDS = 15.0
+"""How long `stop --now` waits, beyond the ranks' own grace, for a launcher that does not answer."""
+
+app = typer.Typer(help="List, follow, stop and remove runs.", add_completion=False)
+
+NamedRuns = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")]
+
+
+@app.command("ls")
+def list_(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FOLDER]", help="Folder of runs; else runs/.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the runs of a folder, oldest first, whatever launcher started them."""
+    from trainctl.cli.console import print_json, say
+    from trainctl.runs.directory import DEFAULT_ROOT, runs_in
+    from trainctl.runs.listing import summaries
+
+    root = folder or DEFAULT_ROOT
+    if folder is not None and not folder.is_dir():
+        raise TrainctlError(f"{folder} is not a folder", exit_code=ExitCode.run_state)
+    found = summaries(runs_in(root))
+    if as_json:
+        print_json({"schema": 1, "runs": [summary.to_json() for summary in found]})
+    elif found:
+        _print_table(found)
+    else:
+        say(f"there is no run in {root}")
+
+
+@app.command()
+def status(run: Run = None, as_json: Json = False) -> None:
+    """How a run stands: state, progress, what failed first, and what to do next."""
+    from trainctl.cli.console import print_json, put
+    from trainctl.cli.intact import open_or_newest
+    from trainctl.runs.checkpoints import newest_checkpoint
+    from trainctl.runs.failures import sentence
+    from trainctl.runs.listing import summarise
+
+    paths = open_or_newest(run)
+    summary = summarise(paths)
+    failure = _first_failure(paths, summary.attempt)
+    checkpoint, _ = newest_checkpoint(paths)
+    if as_json:
+        saved = checkpoint.step if checkpoint else None
+        print_json({"schema": 1, **summary.to_json(), "failure": failure, "checkpoint": saved})
+        return
+    for line in _status_lines(summary):
+        put(line)
+    if failure:
+        put(f"first failure: {sentence(failure)}", style="error")
+        put(f"its log: {failure['log']}")
+    put(f"checkpoint: step {checkpoint.step:,}" if checkpoint else "checkpoint: none yet")
+
+
+@app.command()
+def logs(
+    run: Run = None,
+    attempt: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of this attempt; else the newest.", show_default=False),
+    ] = None,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(metavar="K", help="Of this rank only; may be repeated.", show_default=False),
+    ] = None,
+    lines: Annotated[int, typer.Option(metavar="N", min=1, help="The last N of each log.")] = 20,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")
+    ] = False,
+) -> None:
+    """Print the logs of all ranks, each with its node; the first error comes first."""
+    from trainctl.cli.console import printable, put, say
+    from trainctl.cli.intact import open_or_newest
+    from trainctl.runs.directory import last_attempt
+    from trainctl.runs.logs import LogFollower, logs_of, tails
+
+    paths = open_or_newest(run)
+    number = attempt if attempt is not None else last_attempt(paths)
+    chosen = paths.attempt(number)
+    if not chosen.root.is_dir():
+        there = last_attempt(paths)
+        raise TrainctlError(
+            f"{paths.root} has no attempt {number}",
+            hint=f"attempts: 1 to {there}" if there else "nothing of it was started yet",
+            exit_code=ExitCode.run_state,
+        )
+    failure = _first_failure(paths, number)
+    if failure is not None and not rank:
+        _show_failure(failure)
+    follower = LogFollower(chosen, rank or ())
+    found = logs_of(chosen, rank or ())
+    for log, tail in tails(found, lines):
+        put(f"==> {log.label}: {log.path}")
+        for line in tail:
+            put(printable(line))
+    if not found:
+        say(f"attempt {number} has no such log yet")
+    while follow:
+        ended = not _goes_on(paths, chosen)
+        for log, line in follower.poll():
+            put(f"{log.label}: {printable(line)}")
+        if ended:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+@app.command()
+def stop(
+    runs: NamedRuns,
+    now: Annotated[bool, typer.Option("--now", help="End it at once, without saving.")] = False,
+    wait: Annotated[bool, typer.Option(help="Wait until it has ended.")] = True,
+) -> None:
+    """Have runs save at their next step and end, on whatever machines they train.
+
+    Example: trainctl runs stop runs/NAME
+    """
+    from trainctl.runs.directory import open_run
+    from trainctl.runs.listing import summarise
+
+    opened = [open_run(run) for run in runs]
+    live = [paths for paths in opened if summarise(paths).is_live]
+    for paths in live:
+        _ask_to_stop(paths, now=now)
+    for paths in live if wait else []:
+        _wait_for_end(paths, now=now)
+    idle = [paths for paths in opened if paths not in live]
+    if idle:
+        names = ", ".join(str(paths.root) for paths in idle)
+        raise TrainctlError(f"not running: {names}", exit_code=ExitCode.run_state)
+
+
+@app.command()
+def rm(
+    runs: NamedRuns,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if it has a complete checkpoint.")
+    ] = False,
+) -> None:
+    """Remove whole run directories; never one that is in use or waits in a queue.
+
+    Example: trainctl runs rm runs/NAME
+    """
+    from trainctl.cli.console import put
+    from trainctl.runs.directory import open_run
+    from trainctl.runs.listing import summarise
+    from trainctl.runs.removal import remove_run
+
+    opened = [open_run(run) for run in runs]
+    for paths in opened:
+        summary = summarise(paths)
+        if summary.is_live:
+            raise TrainctlError(
+                f"{paths.root} is {summary.state}",
+                hint=f"stop it first: trainctl runs stop {paths.root}",
+                exit_code=ExitCode.run_state,
+            )
+        if not force:
+            _require_no_checkpoint(paths)
+    for paths in opened:
+        remove_run(paths)
+        put(f"removed {paths.root}")
+
+
+@app.command()
+def attach(run: Run = None, as_json: Json = False) -> None:
+    """Show a running run as `launch` does, until it ends; exits with its exit code.
+
+    Ctrl-C ends the view, and the run goes on.
+    """
+    from trainctl.cli.attach import follow_run
+    from trainctl.cli.intact import open_or_newest
+
+    code = follow_run(open_or_newest(run), as_json=as_json)
+    if code:
+        raise typer.Exit(code)
+
+
+def _print_table(found: list[RunSummary]) -> None:
+    from rich.table import Table
+
+    from trainctl.cli.console import rich_console
+    from trainctl.runs.listing import age_text
+
+    heads = ("run", "state", "step", "loss", "attempt", "launcher", "nodes", "updated")
+    table = Table(*heads, box=None, pad_edge=False)
+    for column in (table.columns[2], table.columns[3], table.columns[4], table.columns[6]):
+        column.justify = "right"
+    for summary in found:
+        job = f" {summary.job.id}" if summary.job else ""
+        table.add_row(
+            summary.path.name,
+            summary.state,
+            f"{summary.step}/{summary.stop_step}" if summary.stop_step else "-",
+            f"{summary.loss:.4f}" if summary.loss is not None else "-",
+            str(summary.attempt),
+            f"{summary.launcher}{job}",
+            str(summary.nodes),
+            f"{age_text(summary.updated)} ago",
+        )
+    console = rich_console()
+    console.print(table, soft_wrap=not console.is_terminal)
+
+
+def _status_lines(summary: RunSummary) -> list[str]:
+    from trainctl.runs.listing import LOST, age_text
+
+    ended = f", exit code {summary.exit_code}" if summary.exit_code is not None else ""
+    lines = [f"run: {summary.path}", f"state: {summary.state}{ended}"]
+    if summary.message:
+        lines.append(f"why: {summary.message}")
+    if summary.state == LOST:
+        lines.append("why: launcher and agent were ended at one blow; `trainctl resume` goes on")
+    if summary.stop_step:
+        loss = f", loss {summary.loss:.4f}" if summary.loss is not None else ""
+        lines.append(f"progress: step {summary.step:,} of {summary.stop_step:,}{loss}")
+    where = f" from {summary.host}" if summary.host else ""
+    lines.append(
+        f"attempt: {summary.attempt}, launcher {summary.launcher or 'none'}{where}, "
+        f"{summary.nodes} x {summary.ranks // summary.nodes} processes"
+    )
+    if summary.job:
+        lines.append(f"job: {summary.job.id} ({summary.job.kind})")
+    if summary.holder:
+        lines.append(f"held by: process {summary.holder.pid} on {summary.holder.host}")
+    return [*lines, f"updated: {age_text(summary.updated)} ago"]
+
+
+def _first_failure(run: RunPaths, attempt: int) -> Event | None:
+    from trainctl.runs.records import read_events
+
+    failures = (
+        event
+        for event in read_events(run.events)
+        if event["event"] == "failure" and event["attempt"] == attempt
+    )
+    return next(failures, None)
+
+
+def _show_failure(failure: Event) -> None:
+    from trainctl.cli.console import printable, put
+    from trainctl.runs.failures import sentence
+
+    put(f"first failure: {sentence(failure)}", style="error")
+    for line in failure["log_tail"]:
+        put(f"  {printable(line)}")
+
+
+def _goes_on(run: RunPaths, attempt: AttemptPaths) -> bool:
+    """Whether anything may still be appended to the logs of this attempt."""
+    from trainctl.runs.directory import last_attempt
+    from trainctl.runs.listing import summarise
+
+    return last_attempt(run) == attempt.number and summarise(run).is_live
+
+
+def _ask_to_stop(run: RunPaths, *, now: bool) -> None:
+    """Ask the launch of a live run; a job that has not started is taken from its queue."""
+    from trainctl.cli.console import say
+    from trainctl.launch.schedulers import cancel
+    from trainctl.runs.listing import summarise
+    from trainctl.runs.requests import Request, file_request
+    from trainctl.runs.status import State, read_status, write_status
+
+    summary = summarise(run)
+    if summary.holder is None and summary.job is not None:
+        cancel(summary.job)
+        before = read_status(run)
+        if before is not None:
+            message = "cancelled before it started"
+            write_status(run, before.changed(State.stopped, message=message))
+        say(f"{run.root}: job {summary.job.id} is cancelled")
+        return
+    file_request(run, Request.end if now else Request.stop, "trainctl runs stop")
+    what = "ends now" if now else "saves at its next step and ends"
+    say(f"{run.root}: asked; it {what}")
+
+
+def _wait_for_end(run: RunPaths, *, now: bool) -> None:
+    """Wait until nobody holds the run; with `now`, end what does not answer.
+
+    Raises:
+        TrainctlError: It does not answer, and this machine cannot reach it (exit code 5).
+    """
+    from trainctl.cli.console import put
+    from trainctl.runs.directory import last_config
+    from trainctl.runs.listing import summarise
+    from trainctl.runs.lock import holder
+
+    patience = last_config(run).launcher.grace_seconds + _KILL_PATIENCE_SECONDS
+    deadline = time.monotonic() + patience
+    while holder(run) is not None:
+        if now and time.monotonic() > deadline:
+            _end_by_force(run)
+            deadline += patience
+        time.sleep(_POLL_SECONDS)
+    summary = summarise(run)
+    put(f"{run.root}: {summary.state}" + (f", {summary.message}" if summary.message else ""))
+
+
+def _end_by_force(run: RunPaths) -> None:
+    """A launcher that does not answer: its scheduler ends it, or, on this machine, a signal."""
+    import socket
+
+    from trainctl.launch.schedulers import cancel
+    from trainctl.runs.directory import run_id
+    from trainctl.runs.listing import summarise
+    from trainctl.runs.processes import RunTag, sweep
+
+    summary = summarise(run)
+    if summary.holder is None:
+        return
+    if summary.job is not None:
+        cancel(summary.job)
+    elif summary.holder.host == socket.gethostname():
+        sweep(RunTag(run_id(run), run.root), grace_seconds=0)
+    else:
+        raise TrainctlError(
+            f"{run.root} does not answer: process {summary.holder.pid} on {summary.holder.host}",
+            hint=f"repeat this on {summary.holder.host}",
+            exit_code=ExitCode.run_state,
+        )
+
+
+def _require_no_checkpoint(run: RunPaths) -> None:
+    from trainctl.runs.checkpoints import newest_checkpoint
+
+    checkpoint, _ = newest_checkpoint(run)
+    if checkpoint is not None:
+        raise TrainctlError(
+            f"{run.root} has a checkpoint of step {checkpoint.step:,}",
+            hint="--force removes it all the same",
+            exit_code=ExitCode.run_state,
+        )

@@ -1,0 +1,231 @@
+"""`trainctl sweep`: one run for each combination of values, and a table of what came of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainctl.cli.arguments import ConfigDir, Force, Json, split_target
+from trainctl.errors import ExitCode, TrainctlError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainctl.config.sweep import SweepPoint
+    from trainctl.plan.types import RunPlan
+    from trainctl.runs.layout import AttemptPaths, RunPaths
+
+Started = list[tuple["RunPaths", "AttemptPaths"]]
+
+SweepArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[FOLDER] OVERRIDES",
+        help="A sweep to show, or a configuration: KEY=VALUE,VALUE sweeps.",
+        show_default=False,
+    ),
+]
+
+
+def sweep(
+    arguments: SweepArguments = None,
+    sweep_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The sweep's folder; else one is made under sweeps/."),
+    ] = None,
+    parallel: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Runs at a time: here 1, in Slurm all, unless set."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Plan every run and list them; start nothing.")
+    ] = False,
+    force: Force = False,
+    config_dir: ConfigDir = None,
+    as_json: Json = False,
+) -> None:
+    """Train every combination of several values: here one after another, in Slurm as an array.
+
+    Every combination is planned and checked before the first one starts.
+
+    Example: trainctl sweep recipe=125m optimizer.lr=1e-4,3e-4 schedule=cosine,wsd
+    """
+    from trainctl.cli.console import put, say
+    from trainctl.config.schema import LauncherKind
+    from trainctl.config.sweep import expand_sweep
+
+    target, overrides = split_target(arguments)
+    if target is not None and not overrides:
+        _show(Path(target), as_json=as_json)
+        return
+    points = expand_sweep(arguments or [])
+    plans = [_plan(point, config_dir, force=force) for point in points]
+    kind = _kind(plans)
+    if dry_run:
+        for index, point in enumerate(points):
+            put(f"{index}: {' '.join(point.overrides)}")
+        return
+    folder, started = _make(sweep_dir, arguments or [], points, plans)
+    put(f"sweep: {folder}")
+    if kind is LauncherKind.slurm:
+        _submit(folder, plans[0], started, parallel)
+        return
+    _run_queue(folder, started, parallel or 1, as_json=as_json)
+    say(f"`trainctl sweep {folder}` shows this again")
+
+
+def _plan(point: SweepPoint, config_dir: Path | None, *, force: bool) -> RunPlan:
+    """The plan of a run; errors name the run's values.
+
+    Raises:
+        TrainctlError: It is refused.
+    """
+    from trainctl.cli.planning import compose, plan
+    from trainctl.launch.choose import launcher
+
+    try:
+        planned = plan(compose(point.overrides, config_dir), with_files=True)
+        made = planned.assessment.plan
+        errors = planned.errors_but_fit if force else planned.errors
+        if made is None or errors:
+            raise TrainctlError.from_findings(planned.findings)
+        if made.not_yet:
+            raise TrainctlError(made.not_yet[0])
+        found = launcher(made.config).check(made, Path.cwd(), None)
+        if any(finding.is_error for finding in found):
+            raise TrainctlError.from_findings(found)
+    except TrainctlError as error:
+        where = " ".join(f"{key}={value}" for key, value in point.values.items())
+        raise TrainctlError(
+            f"{error.message}; the run is {where or 'the only one'}",
+            hint=error.hint,
+            exit_code=error.exit_code,
+            findings=error.findings,
+        ) from None
+    return made
+
+
+def _kind(plans: Sequence[RunPlan]) -> Any:
+    """The launcher of all runs.
+
+    Raises:
+        TrainctlError: They differ in it or, in Slurm, in what they ask for; or it has no queue.
+    """
+    from trainctl.config.schema import LauncherKind
+
+    first = plans[0]
+    kind = first.config.launcher.kind
+    if kind is LauncherKind.kubernetes:
+        raise TrainctlError(
+            "a sweep has no queue on kubernetes",
+            hint="launch the runs one by one, and let Kueue queue them (launcher.kubernetes_queue)",
+        )
+    for plan in plans:
+        if plan.config.launcher.kind is not kind:
+            raise TrainctlError("the runs of a sweep need one launcher")
+        same = plan.config.launcher == first.config.launcher and plan.hardware == first.hardware
+        if kind is LauncherKind.slurm and not same:
+            raise TrainctlError(
+                "the tasks of a Slurm array ask for the same nodes, and this sweep varies them",
+                hint="make a sweep for each value of launcher and hardware keys",
+            )
+    return kind
+
+
+def _make(
+    sweep_dir: Path | None,
+    overrides: Sequence[str],
+    points: Sequence[SweepPoint],
+    plans: Sequence[RunPlan],
+) -> tuple[Path, Started]:
+    """Make the sweep's folder, its runs and the first attempt of each."""
+    from trainctl.runs.directory import create_run, new_attempt
+    from trainctl.runs.sweeps import new_sweep
+
+    folder = new_sweep(sweep_dir, overrides, [point.values for point in points])
+    started = []
+    for index, plan in enumerate(plans):
+        run = create_run(plan.config, run_dir=folder / str(index), argv=sys.argv)
+        started.append((run, new_attempt(run, plan)))
+    return folder, started
+
+
+def _submit(folder: Path, plan: RunPlan, started: Started, parallel: int | None) -> None:
+    from trainctl.cli.console import say
+    from trainctl.launch import slurm
+    from trainctl.runs.atomic import write_text
+
+    script = slurm.array_script(plan, folder, count=len(started), parallel=parallel)
+    write_text(folder / slurm.SCRIPT, script)
+    job = slurm.submit_array(folder, started)
+    say(f"array {job} of {len(started)} runs is submitted; `trainctl sweep {folder}` shows them")
+
+
+def _run_queue(folder: Path, started: Started, parallel: int, *, as_json: bool) -> None:
+    """Run all, then show the table.
+
+    Raises:
+        typer.Exit: A run failed (its exit code), or a signal ended the queue.
+    """
+    from trainctl.cli.console import say
+    from trainctl.launch.queue import QueueStopped, run_queue
+
+    codes: list[int] = []
+
+    def on_end(run: RunPaths, code: int) -> None:
+        codes.append(code)
+        say(f"run {run.root.name} of {len(started)}: " + ("ended" if not code else f"exit {code}"))
+
+    try:
+        run_queue(started, parallel=parallel, on_end=on_end)
+    except QueueStopped as stopped:
+        raise typer.Exit(128 + stopped.number) from None
+    finally:
+        _show(folder, as_json=as_json)
+    failed = [code for code in codes if code]
+    if failed:
+        raise typer.Exit(failed[0] if failed[0] > 0 else ExitCode.training_failed)
+
+
+def _show(folder: Path, *, as_json: bool) -> None:
+    """The table of results: values, state and losses of each run; the best is marked."""
+    from rich.table import Table
+
+    from trainctl.cli.console import print_json, rich_console
+    from trainctl.runs.sweeps import results
+
+    found = results(folder)
+    scores = {r.index: r.held_out_loss for r in found if r.held_out_loss is not None}
+    best = min(scores, key=lambda index: scores[index]) if scores else None
+    if as_json:
+        rows = [
+            {
+                "index": result.index,
+                "values": result.values,
+                "held_out_loss": result.held_out_loss,
+                "best": result.index == best,
+                "run": result.summary.to_json() if result.summary else None,
+            }
+            for result in found
+        ]
+        print_json({"schema": 1, "sweep": str(folder), "runs": rows})
+        return
+    keys = list(found[0].values) if found else []
+    table = Table("run", *keys, "state", "step", "loss", "held-out", "", box=None, pad_edge=False)
+    for result in found:
+        summary = result.summary
+        loss = summary.loss if summary else None
+        table.add_row(
+            str(result.index),
+            *(result.values.get(key, "") for key in keys),
+            summary.state if summary else "not made",
+            f"{summary.step}/{summary.stop_step}" if summary else "-",
+            f"{loss:.4f}" if loss is not None else "-",
+            f"{result.held_out_loss:.4f}" if result.held_out_loss is not None else "-",
+            "best" if result.index == best else "",
+        )
+    console = rich_console()
+    console.print(table, soft_wrap=not console.is_terminal)

@@ -1,0 +1,176 @@
+"""The hosts of a launch over ssh: names, hostfiles, and which of them are used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainctl.config.schema import LauncherConfig
+from trainctl.errors import TrainctlError
+
+HOST_NAME_HINT = (
+    "letters, digits, dots and dashes, as in node-1, node1.example.org or user@10.0.0.1"
+)
+
+_HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_IPV6 = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9]+)?")
+_INTERFACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,14}")
+_SLOTS = re.compile(r"slots=(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine that is reached by ssh.
+
+    Attributes:
+        name: As ssh takes it: a name or address, with `user@` before it or not.
+        slots: Devices that it offers; None if it was not said.
+        devices: Those of them to use, by number; None uses the first that are needed.
+    """
+
+    name: str
+    slots: int | None = None
+    devices: tuple[int, ...] | None = None
+
+    @property
+    def address(self) -> str:
+        """The name without the user."""
+        return self.name.rpartition("@")[2]
+
+
+def is_host_name(text: str) -> bool:
+    """Whether it can only be a host: ssh takes what begins with a dash for an option."""
+    return bool(_HOST.fullmatch(text) or _IPV6.fullmatch(text))
+
+
+def is_interface_name(text: str) -> bool:
+    """Whether the kernel could have a network interface of this name."""
+    return bool(_INTERFACE.fullmatch(text))
+
+
+def chosen_hosts(launcher: LauncherConfig, nodes: int, devices_per_node: int) -> tuple[Host, ...]:
+    """The hosts that a plan's nodes run on, in order.
+
+    Args:
+        launcher: Has the hosts, or the name of their file, and what to include or exclude.
+        nodes: Of the plan.
+        devices_per_node: Of the plan.
+
+    Raises:
+        TrainctlError: The file is missing or wrong, or it has other than `nodes` hosts.
+    """
+    if launcher.hostfile is not None:
+        hosts = read_hostfile(Path(launcher.hostfile).expanduser())
+    else:
+        hosts = [Host(name) for name in launcher.hosts]
+    if launcher.include is not None:
+        hosts = _include(hosts, launcher.include)
+    if launcher.exclude is not None:
+        hosts = _exclude(hosts, launcher.exclude, devices_per_node)
+    hosts = [_with_enough(host, devices_per_node) for host in hosts]
+    if len(hosts) != nodes:
+        raise TrainctlError(
+            f"the plan is for {nodes} nodes, and {_of(launcher)} has {len(hosts)} to use",
+            hint=f"hardware.nodes={len(hosts)}, or choose with launcher.include or .exclude",
+        )
+    return tuple(hosts)
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """Hosts of a file of `host slots=n` lines, as DeepSpeed has them; `#` begins a comment.
+
+    Raises:
+        TrainctlError: It cannot be read, a line is wrong, or a host comes twice.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text"
+        raise TrainctlError(
+            f"launcher.hostfile={path} cannot be read: {reason}",
+            hint="without the hosts nothing is started; `host slots=8` is a line of it",
+        ) from None
+    hosts: list[Host] = []
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{path}:{number}"
+        slots = _SLOTS.fullmatch(words[1]) if len(words) == 2 else None
+        if len(words) > 2 or (len(words) == 2 and not slots):
+            raise TrainctlError(f"{where}: {line.strip()!r} is not `host slots=n`")
+        _require_name(words[0], where)
+        if slots and int(slots[1]) == 0:
+            raise TrainctlError(f"{where}: {words[0]} has slots=0", hint="leave the line out")
+        if any(host.name == words[0] for host in hosts):
+            raise TrainctlError(f"{where}: {words[0]} is there twice")
+        hosts.append(Host(words[0], int(slots[1]) if slots else None))
+    if not hosts:
+        raise TrainctlError(f"launcher.hostfile={path} names no host")
+    return hosts
+
+
+def _include(hosts: Sequence[Host], text: str) -> list[Host]:
+    chosen = _selection("launcher.include", text, hosts)
+    return [
+        replace(host, devices=chosen[host.name] or None) for host in hosts if host.name in chosen
+    ]
+
+
+def _exclude(hosts: Sequence[Host], text: str, devices_per_node: int) -> list[Host]:
+    excluded = _selection("launcher.exclude", text, hosts)
+    left = []
+    for host in hosts:
+        if host.name not in excluded:
+            left.append(host)
+        elif excluded[host.name]:
+            slots = range(host.slots or devices_per_node + len(excluded[host.name]))
+            of = host.devices or tuple(slots)
+            left.append(replace(host, devices=tuple(n for n in of if n not in excluded[host.name])))
+    return left
+
+
+def _selection(key: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:
+    """Devices by host of `node1@node2:0,2`; none for a whole host. A user's `@` stays his."""
+    names = {host.name: host for host in hosts}
+    found: dict[str, tuple[int, ...]] = {}
+    # A name may hold an @ and, as an IPv6 address, colons: match known names, the longest first.
+    known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    item = re.compile(rf"({known})(?::(\d+(?:,\d+)*))?(@|$)")
+    position = 0
+    while position < len(text):
+        match = item.match(text, position)
+        if match is None:
+            raise TrainctlError(
+                f"{key}: {text[position:]!r} names no host of {', '.join(names)}",
+                hint="host names joined by @, each with its devices or without: node1@node2:0,2",
+            )
+        name, devices = match[1], tuple(int(n) for n in (match[2] or "").split(",") if n)
+        slots = names[name].slots
+        wrong = [number for number in devices if slots is not None and number >= slots]
+        if wrong:
+            raise TrainctlError(f"{key}: {name} has {slots} devices, from 0 on, and no {wrong[0]}")
+        found[name] = tuple(sorted({*found.get(name, ()), *devices}))
+        position = match.end()
+    return found
+
+
+def _with_enough(host: Host, devices: int) -> Host:
+    offered = len(host.devices) if host.devices is not None else host.slots
+    if offered is not None and offered < devices:
+        raise TrainctlError(
+            f"{host.name} offers {offered} devices, and the plan needs {devices} of each node",
+            hint=f"hardware.devices_per_node={offered}, or leave the host out",
+        )
+    return host if host.devices is None else replace(host, devices=host.devices[:devices])
+
+
+def _require_name(name: str, where: str) -> None:
+    if not is_host_name(name):
+        raise TrainctlError(f"{where}: {name!r} is not a host name", hint=HOST_NAME_HINT)
+
+
+def _of(launcher: LauncherConfig) -> str:
+    return launcher.hostfile if launcher.hostfile is not None else "launcher.hosts"

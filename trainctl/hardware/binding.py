@@ -1,0 +1,104 @@
+"""Which processors each rank of a machine runs on: sockets, cores and devices by the kernel."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainctl.config.schema import Accelerator, CpuBinding
+from trainctl.hardware.detect import query_tool, visible_devices
+
+_SYS = Path("/sys")
+
+
+def rank_processors(
+    binding: CpuBinding, ranks: int, accelerator: Accelerator, root: Path = _SYS
+) -> list[list[int]]:
+    """Processors of each local rank; empty where nothing is bound.
+
+    Args:
+        binding: How.
+        ranks: On this machine.
+        accelerator: Kind of the ranks' devices; a rank uses the visible device of its number.
+        root: Where the kernel's account is read; for tests.
+    """
+    if binding is CpuBinding.none:
+        return []
+    sockets = processors_by_socket(os.sched_getaffinity(0), root)
+    homes: list[int | None] = [None] * ranks
+    if binding is CpuBinding.device and accelerator is Accelerator.cuda:
+        homes = (_device_sockets(root) + homes)[:ranks]
+    return shares(sockets, homes)
+
+
+def shares(sockets: dict[int, list[int]], homes: Sequence[int | None]) -> list[list[int]]:
+    """An equal share of processors for each rank, neighbours together.
+
+    Args:
+        sockets: Processors of each socket, those of one core side by side.
+        homes: The socket that each rank belongs to; None where that is not known: if it is not
+            for a single one, all ranks share all sockets.
+    """
+    if any(home not in sockets for home in homes):
+        return _cut([cpu for _, cpus in sorted(sockets.items()) for cpu in cpus], len(homes))
+    given: list[list[int]] = [[] for _ in homes]
+    for socket, cpus in sockets.items():
+        ranks = [rank for rank, home in enumerate(homes) if home == socket]
+        for rank, share in zip(ranks, _cut(cpus, len(ranks)), strict=True):
+            given[rank] = share
+    return given
+
+
+def processors_by_socket(allowed: set[int], root: Path = _SYS) -> dict[int, list[int]]:
+    """The allowed processors of each NUMA node, threads of one core side by side."""
+    sockets: dict[int, list[int]] = {}
+    for folder in sorted((root / "devices/system/node").glob("node[0-9]*")):
+        cpus = allowed & set(parse_list((folder / "cpulist").read_text()))
+        if cpus:
+            number = int(folder.name.removeprefix("node"))
+            sockets[number] = sorted(cpus, key=lambda cpu: (_core(cpu, root), cpu))
+    return sockets or {0: sorted(allowed)}
+
+
+def parse_list(text: str) -> list[int]:
+    """Numbers of the kernel's lists, such as ``0-3,8``."""
+    numbers: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def _cut(cpus: Sequence[int], parts: int) -> list[list[int]]:
+    """Equal parts, in order; one processor is shared where there are fewer than parts."""
+    size = len(cpus)
+    bounds = [(part * size // parts, (part + 1) * size // parts) for part in range(parts)]
+    return [list(cpus[first : max(first + 1, last)]) for first, last in bounds]
+
+
+def _core(cpu: int, root: Path) -> int:
+    """The first processor of the same core."""
+    path = root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+    try:
+        return min(parse_list(path.read_text()))
+    except (OSError, ValueError):
+        return cpu
+
+
+def _device_sockets(root: Path) -> list[int | None]:
+    """The NUMA node of each visible CUDA device."""
+    text = query_tool(["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"])
+    buses = {row[0]: row[1].lower() for row in csv.reader(text.splitlines(), skipinitialspace=True)
+             if len(row) == 2}  # fmt: skip
+    found: list[int | None] = []
+    for device in visible_devices():
+        domain, _, rest = buses.get(device.uuid, "").partition(":")
+        path = root / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node"
+        try:
+            found.append(int(path.read_text()))
+        except (OSError, ValueError):
+            found.append(None)
+    return found

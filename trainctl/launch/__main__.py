@@ -1,0 +1,104 @@
+"""`python -m trainctl.launch RUN_DIR --attempt N`: the launcher of a run that has no terminal.
+
+It is detached from one, or a scheduler's job runs it. A job that was requeued runs the same command
+again: what it finds in the run directory tells it to make the next attempt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from trainctl.config.schema import LauncherKind
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.launch import slurm
+from trainctl.launch.choose import launcher
+from trainctl.plan.types import RunPlan
+from trainctl.runs.checkpoints import newest_checkpoint
+from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
+from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.lock import adopt, hold, holder
+from trainctl.runs.processes import die_with_parent
+from trainctl.runs.records import read_events
+from trainctl.runs.status import State, read_status, write_status
+
+_PATIENCE_SECONDS = 60.0
+"""For whoever submitted this to let go of the run, and for a requeued job's last launcher."""
+_POLL_SECONDS = 0.2
+
+
+def main() -> int:
+    """Run the attempt, or one that follows it, to its end; the launch's exit code."""
+    parser = argparse.ArgumentParser(prog="python -m trainctl.launch")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--lock", type=int, help="descriptor of the run's lock, held already")
+    given = parser.parse_args()
+    die_with_parent(death_signal=signal.SIGTERM)  # only where it was told to
+    try:
+        run = open_run(given.run_dir)
+        with _held(run, given.lock):
+            code, plan = _launch(run, given.attempt)
+        config = plan.config.launcher
+        is_job = config.kind is LauncherKind.slurm and slurm.JOB_VARIABLE in os.environ
+        if code == ExitCode.requeue and is_job and config.slurm_requeue:
+            slurm.requeue(run)
+    except TrainctlError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        return int(error.exit_code)
+    return code
+
+
+def _launch(run: RunPaths, number: int) -> tuple[int, RunPlan]:
+    attempt, plan = _next_attempt(run, number)
+    checkpoint, _ = newest_checkpoint(run)
+    if checkpoint is not None and checkpoint.step >= plan.stop_step:
+        print(f"nothing to do: {run.root} is at step {checkpoint.step}, where this launch ends")
+        _settle(run, State.finished, 0, "")
+        return 0, plan
+    try:
+        outcome = launcher(plan.config).run_launch(run, attempt, plan, lambda _: None)
+    except TrainctlError as error:
+        _settle(run, State.failed, int(error.exit_code), error.message)
+        raise
+    for line in outcome.log_tail:
+        print(f"  {line}")
+    if outcome.message:
+        print(outcome.message, flush=True)
+    return outcome.exit_code, plan
+
+
+def _next_attempt(run: RunPaths, number: int) -> tuple[AttemptPaths, RunPlan]:
+    """The attempt if nothing has run of it yet, else a new one with the newest plan."""
+    plan = read_plan(run.attempt(last_attempt(run)).plan)
+    launched = {event["attempt"] for event in read_events(run.events) if event["event"] == "launch"}
+    if number == last_attempt(run) and number not in launched:
+        return run.attempt(number), plan
+    return new_attempt(run, plan), plan
+
+
+def _held(run: RunPaths, descriptor: int | None) -> AbstractContextManager[int]:
+    if descriptor is not None:
+        return adopt(run, descriptor)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while holder(run) is not None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return hold(run)
+
+
+def _settle(run: RunPaths, state: State, code: int, message: str) -> None:
+    """Write how it ended where no attempt was supervised to its end."""
+    status = read_status(run)
+    if status is not None and not status.state.is_final:
+        write_status(run, status.changed(state, exit_code=code, message=message))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

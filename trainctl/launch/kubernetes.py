@@ -1,0 +1,354 @@
+"""The Kubernetes launcher: a JobSet, or a Kubeflow TrainJob, of one pod a node, given to kubectl.
+
+Each pod runs `trainctl.launch.pod`. The first one is the launcher as well: it makes the attempt,
+supervises it, and writes the run's status. The controller starts all pods again after a failure,
+`launcher.max_restarts` times; each start is a new attempt that resumes.
+
+Fields are those of jobset.x-k8s.io/v1alpha2 and trainer.kubeflow.org/v1alpha1. A manifest is
+written as JSON, which is YAML too: every value is quoted, whatever is in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from trainctl.config.schema import Accelerator, KubernetesApi
+from trainctl.errors import Finding, TrainctlError
+from trainctl.launch.outcome import Outcome
+from trainctl.launch.rendered import Rendered
+from trainctl.launch.schedulers import run_tool
+from trainctl.launch.variables import rank_variables
+from trainctl.launch.words import check_words
+from trainctl.plan.types import RunPlan
+from trainctl.runs.command import AttemptCommand, NodeCommand
+from trainctl.runs.job import Job, write_job
+from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.lock import hold
+from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
+from trainctl.runs.records import Event
+from trainctl.runs.status import State, Status, write_status
+
+MANIFEST = "manifest.yaml"
+NO_IMAGE, NOT_MOUNTED, BAD_NAME = "TC164", "TC165", "TC166"
+RESTART_VARIABLE = "TRAINCTL_RESTART"
+"""Set in each pod: how often the controller has started all pods again."""
+
+_RESTART_LABEL = "jobset.sigs.k8s.io/restart-attempt"
+_INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
+_PORT = 29500
+_NAME_LENGTH = 40
+"""Of a job's: the names of its pods, which are host names, are longer and end at 63."""
+_GRACE_MARGIN_SECONDS = 30
+_RESOURCES = {Accelerator.cuda: "nvidia.com/gpu", Accelerator.rocm: "amd.com/gpu"}
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+
+
+def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
+    """What the manifest lacks: an image, a volume for the run; and names that are none."""
+    launcher = plan.config.launcher
+    findings = []
+    if launcher.kubernetes_image is None:
+        findings.append(
+            Finding(
+                rule=NO_IMAGE,
+                key="launcher.kubernetes_image",
+                message="launcher=kubernetes needs an image that has trainctl",
+                hint="launcher.kubernetes_image=REGISTRY/NAME:TAG",
+            )
+        )
+    path = PurePosixPath(folder.absolute())
+    if not any(path.is_relative_to(mount) for mount in launcher.kubernetes_claims.values()):
+        findings.append(
+            Finding(
+                rule=NOT_MOUNTED,
+                key="launcher.kubernetes_claims",
+                message=f"no volume claim is mounted where the run is: {path}",
+                hint=f"launcher.kubernetes_claims={{CLAIM: {path}}}, mounted at the same path here",
+            )
+        )
+    names = {
+        "kubernetes_namespace": launcher.kubernetes_namespace,
+        "kubernetes_queue": launcher.kubernetes_queue,
+        "kubernetes_service_account": launcher.kubernetes_service_account,
+    }
+    labels = [*names.items(), *(("kubernetes_claims", name) for name in launcher.kubernetes_claims)]
+    for key, value in labels:
+        if value is not None and not _LABEL.fullmatch(value):
+            findings.append(
+                Finding(
+                    rule=BAD_NAME,
+                    key=f"launcher.{key}",
+                    message=f"launcher.{key}: {value!r} is no name of Kubernetes",
+                    hint="lower-case letters, digits, - and .",
+                )
+            )
+    findings += check_words([("launcher.kubernetes_image", launcher.kubernetes_image)])
+    return findings
+
+
+def render(
+    plan: RunPlan,
+    run: RunPaths,
+    attempt: AttemptPaths,
+    *,
+    environment: Mapping[str, str],
+    cores: int,
+    rank_command: Sequence[str] | None = None,
+) -> Rendered:
+    """The manifest and the command that applies it. Pure.
+
+    Args: As those of `trainctl.launch.local.render`.
+    """
+    launcher = plan.config.launcher
+    name = job_name(run)
+    commands = {KubernetesApi.jobset: _job_set, KubernetesApi.trainjob: _train_job}
+    manifest = commands[launcher.kubernetes_api](plan, run, attempt, name)
+    text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+    return Rendered(
+        command=pod_command(
+            plan, run, attempt, environment=environment, cores=cores, rank_command=rank_command
+        ),
+        commands=((*_kubectl(plan), "create", "--filename", str(attempt.root / MANIFEST)),),
+        files={MANIFEST: text},
+    )
+
+
+def pod_command(
+    plan: RunPlan,
+    run: RunPaths,
+    attempt: AttemptPaths,
+    *,
+    environment: Mapping[str, str],
+    cores: int,
+    rank_command: Sequence[str] | None = None,
+) -> AttemptCommand:
+    """What the pods of an attempt start; the agents read it from the run directory."""
+    launcher, nodes = plan.config.launcher, plan.hardware.nodes
+    ranks = plan.mesh.world_size // nodes
+    python = launcher.kubernetes_python
+    name = job_name(run)
+    number = ("--attempt", str(attempt.number))
+    variables = rank_variables(plan, environment, threads=max(1, cores // ranks))
+    if launcher.stop_grace_seconds > 0:
+        variables[SIGTERM_SAVES_VARIABLE] = "1"
+    return AttemptCommand(
+        nodes=tuple(
+            NodeCommand(
+                node=node,
+                host=pod_host(name, node),
+                argv=(python, "-m", "trainctl.agent", str(run.root), *number, "--node", str(node)),
+                environment=variables,
+            )
+            for node in range(nodes)
+        ),
+        ranks_per_node=ranks,
+        rank_command=tuple(
+            rank_command or (python, "-m", "trainctl.train", str(run.root), *number)
+        ),
+        prepare=rank_command is None,
+        port=launcher.port or _PORT,
+        address=pod_host(name, 0) if nodes > 1 else None,
+    )
+
+
+def job_name(run: RunPaths) -> str:
+    """A name that Kubernetes takes, of the run directory's; two directories differ in it."""
+    words = re.sub(r"[^a-z0-9]+", "-", run.root.name.lower()).strip("-")
+    digest = hashlib.sha256(os.fsencode(run.root)).hexdigest()[:6]
+    return f"t-{words[: _NAME_LENGTH - 9]}".rstrip("-") + f"-{digest}"
+
+
+def pod_host(name: str, node: int) -> str:
+    """The host name of a node's pod: JobSet names it, and makes it resolvable."""
+    return f"{name}-node-0-{node}.{name}"
+
+
+def _kubectl(plan: RunPlan) -> tuple[str, ...]:
+    namespace = plan.config.launcher.kubernetes_namespace
+    return ("kubectl", *(("--namespace", namespace) if namespace is not None else ()))
+
+
+def _metadata(plan: RunPlan, name: str) -> dict[str, Any]:
+    launcher = plan.config.launcher
+    metadata: dict[str, Any] = {"name": name, "labels": {"app.kubernetes.io/part-of": "trainctl"}}
+    if launcher.kubernetes_namespace is not None:
+        metadata["namespace"] = launcher.kubernetes_namespace
+    if launcher.kubernetes_queue is not None:
+        metadata["labels"]["kueue.x-k8s.io/queue-name"] = launcher.kubernetes_queue
+    return metadata
+
+
+def _pod_argv(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> list[str]:
+    python = plan.config.launcher.kubernetes_python
+    number = str(attempt.number)
+    # Kubernetes puts the value of a variable for $(NAME), and a dollar for two.
+    folder = str(run.root).replace("$(", "$$(")
+    return [python, "-m", "trainctl.launch.pod", folder, "--attempt", number]
+
+
+def _variables() -> list[dict[str, Any]]:
+    label = f"metadata.labels['{_RESTART_LABEL}']"
+    index = f"metadata.annotations['{_INDEX_ANNOTATION}']"
+    return [
+        {"name": RESTART_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": label}}},
+        {"name": "TRAINCTL_NODE", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+    ]
+
+
+def _resources(plan: RunPlan) -> dict[str, Any]:
+    resource = _RESOURCES.get(plan.hardware.accelerator)
+    if resource is None:
+        return {}
+    return {"limits": {resource: plan.hardware.devices_per_node}}
+
+
+def _volumes(plan: RunPlan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The volumes of a pod, and where its container mounts them."""
+    launcher = plan.config.launcher
+    volumes: list[dict[str, Any]] = []
+    mounts: list[dict[str, Any]] = []
+    for number, (claim, path) in enumerate(launcher.kubernetes_claims.items()):
+        source = {"claimName": claim}
+        volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": source})
+        mounts.append({"name": f"claim-{number}", "mountPath": path})
+    if launcher.kubernetes_shared_memory is not None:
+        memory = {"medium": "Memory", "sizeLimit": launcher.kubernetes_shared_memory}
+        volumes.append({"name": "shared-memory", "emptyDir": memory})
+        mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})
+    return volumes, mounts
+
+
+def _pod_fields(plan: RunPlan) -> dict[str, Any]:
+    """What a pod's specification has in both kinds of manifest."""
+    launcher = plan.config.launcher
+    seconds = launcher.stop_grace_seconds + launcher.grace_seconds + _GRACE_MARGIN_SECONDS
+    fields: dict[str, Any] = {"terminationGracePeriodSeconds": round(seconds)}
+    if launcher.kubernetes_service_account is not None:
+        fields["serviceAccountName"] = launcher.kubernetes_service_account
+    if launcher.kubernetes_node_selector:
+        fields["nodeSelector"] = dict(launcher.kubernetes_node_selector)
+    return fields
+
+
+def _job_set(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -> dict[str, Any]:
+    launcher, nodes = plan.config.launcher, plan.hardware.nodes
+    volumes, mounts = _volumes(plan)
+    container = {
+        "name": "node",
+        "image": launcher.kubernetes_image,
+        "command": _pod_argv(plan, run, attempt),
+        "env": _variables(),
+        "ports": [{"containerPort": launcher.port or _PORT}],
+        "resources": _resources(plan),
+        "volumeMounts": mounts,
+    }
+    pod = {
+        **_pod_fields(plan),
+        "restartPolicy": "Never",
+        "containers": [container],
+        "volumes": volumes,
+    }
+    job = {
+        "parallelism": nodes,
+        "completions": nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "template": {"spec": pod},
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(plan, name),
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": launcher.max_restarts},
+            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+def _train_job(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -> dict[str, Any]:
+    volumes, mounts = _volumes(plan)
+    pod = {
+        **_pod_fields(plan),
+        "containers": [{"name": "node", "volumeMounts": mounts}],
+        "volumes": volumes,
+    }
+    job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    template = {"spec": {"replicatedJobs": [job]}}
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(plan, name),
+        "spec": {
+            "runtimeRef": {"name": "torch-distributed"},
+            "trainer": {
+                "image": plan.config.launcher.kubernetes_image,
+                "command": _pod_argv(plan, run, attempt),
+                "numNodes": plan.hardware.nodes,
+                "env": _variables(),
+                "resourcesPerNode": _resources(plan),
+            },
+            "runtimePatches": [
+                {"manager": "trainctl", "trainingRuntimeSpec": {"template": template}}
+            ],
+        },
+    }
+
+
+def run_launch(
+    run: RunPaths,
+    attempt: AttemptPaths,
+    plan: RunPlan,
+    on_event: Callable[[Event], None],
+    *,
+    rank_command: Sequence[str] | None = None,
+    checkpoint_bytes: int | None = None,
+) -> Outcome:
+    """Write the manifest, apply it and return; the pods do the rest.
+
+    Args: As those of `trainctl.launch.local.run_launch`.
+
+    Raises:
+        TrainctlError: kubectl is missing or refuses the manifest (exit code 4).
+    """
+    rendered = render(
+        plan,
+        run,
+        attempt,
+        environment=os.environ,
+        cores=os.cpu_count() or 1,
+        rank_command=rank_command,
+    )
+    now = time.time()
+    with hold(run):
+        rendered.write(attempt)
+        status = Status(
+            state=State.queued,
+            attempt=attempt.number,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=now,
+            updated=now,
+        )
+        write_status(run, status)
+        try:
+            run_tool(rendered.commands[0])
+        except TrainctlError as error:
+            code = int(error.exit_code)
+            write_status(run, status.changed(State.failed, exit_code=code, message=error.message))
+            raise
+        space = plan.config.launcher.kubernetes_namespace
+        kind = plan.config.launcher.kubernetes_api.value
+        identity = f"{space or ''}/{kind}/{job_name(run)}"
+        host = socket.gethostname()
+        write_job(attempt, Job(kind="kubernetes", id=identity, submitted=now, host=host))
+    return Outcome(exit_code=0, state=State.queued, message=f"{kind} {job_name(run)} is submitted")

@@ -1,0 +1,117 @@
+"""`python -m trainctl.launch.pod RUN_DIR --attempt N`: what each pod of a run runs.
+
+The first pod is the launcher, with its node's agent as a child; the others wait until it has made
+the attempt, and become agents. After a restart of all pods by their controller the attempt is the
+next one: its number follows from what the controller counts, so that all pods mean the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.launch import kubernetes
+from trainctl.launch.agents import OneProcess
+from trainctl.launch.processes import start_agent
+from trainctl.launch.rendered import Rendered
+from trainctl.launch.step import cores, run_steps
+from trainctl.runs.atomic import write_json
+from trainctl.runs.checkpoints import newest_checkpoint
+from trainctl.runs.command import NodeCommand, read_command
+from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
+from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.processes import NODE_VARIABLE, RunTag
+
+_WAIT_SECONDS = 600.0
+"""For the first pod to have made the attempt: its image may still be pulled."""
+_POLL_SECONDS = 0.5
+READY = "pods.json"
+"""A file of the attempt: the first pod has made it and is about to start."""
+
+
+def main() -> int:
+    """Launch, or become an agent; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m trainctl.launch.pod")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    given = parser.parse_args()
+    restarts = int(os.environ.get(kubernetes.RESTART_VARIABLE) or 0)
+    try:
+        run = open_run(given.run_dir)
+        attempt = run.attempt(given.attempt + restarts)
+        if os.environ.get(NODE_VARIABLE, "0") == "0":
+            return _launch(run, attempt)
+        node = _await_node(run, attempt)
+    except TrainctlError as error:
+        print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
+        return int(error.exit_code)
+    if node is not None:
+        os.execvpe(node.argv[0], node.argv, {**os.environ, **node.environment})
+    return 0
+
+
+def _launch(run: RunPaths, attempt: AttemptPaths) -> int:
+    plan = read_plan(run.attempt(min(attempt.number, last_attempt(run))).plan)
+    while last_attempt(run) < attempt.number:
+        new_attempt(run, plan)
+    checkpoint, _ = newest_checkpoint(run)
+    if checkpoint is not None and checkpoint.step >= plan.stop_step:
+        print(f"nothing to do: {run.root} is at step {checkpoint.step}")
+        write_json(attempt.root / READY, {"done": True})
+        return 0
+
+    def start(rendered: Rendered, attempt: AttemptPaths, tag: RunTag, lock: int) -> OneProcess:
+        node = rendered.command.nodes[0]
+        log = attempt.agent_log(0)
+        process = start_agent(
+            node.argv,
+            tag=RunTag(tag.run_id, tag.directory, tag.attempt, 0),
+            environment=node.environment,
+            log=log,
+            lock=lock,
+        )
+        write_json(attempt.root / READY, {"done": False})
+        return OneProcess(process, log, "the agent", node=0)
+
+    outcome = run_steps(
+        run,
+        attempt,
+        plan,
+        lambda _: None,
+        render=lambda attempt, plan: Rendered(
+            command=kubernetes.pod_command(
+                plan, run, attempt, environment=os.environ, cores=cores()
+            ),
+            commands=(),
+        ),
+        start=start,
+        restarts_itself=False,
+    ).outcome
+    if outcome.message:
+        print(outcome.message)
+    return outcome.exit_code
+
+
+def _await_node(run: RunPaths, attempt: AttemptPaths) -> NodeCommand | None:
+    """What this pod is to become, once the first one has made the attempt; None for nothing."""
+    ready = attempt.root / READY
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while not ready.exists():
+        if time.monotonic() > deadline:
+            raise TrainctlError(
+                f"the first pod has not made attempt {attempt.number} in {_WAIT_SECONDS:.0f} s",
+                hint=f"its log tells; {run.root} must be on storage that all pods share",
+                exit_code=ExitCode.environment,
+            )
+        time.sleep(_POLL_SECONDS)
+    if b'"done": true' in ready.read_bytes():
+        return None
+    return read_command(attempt).nodes[int(os.environ[NODE_VARIABLE])]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

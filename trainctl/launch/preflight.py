@@ -1,0 +1,256 @@
+"""What keeps a plan from running on its hosts, by what they answered. Pure."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+
+from trainctl.config.schema import Accelerator
+from trainctl.errors import ExitCode, Finding, Severity
+from trainctl.hardware.resolve import MEMORY_TOLERANCE
+from trainctl.launch.survey import Report
+from trainctl.plan.types import RunPlan
+
+CLOCK_SECONDS = 5.0
+"""Records of several nodes are put in order by their times."""
+
+_HOSTS = "launcher.hosts"
+
+_SILENCE = (
+    (
+        "TC131",
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed"
+        r"|No .* host key is known",
+        "its host key is not the one that ssh knows",
+        "make sure that it is that machine; then `ssh-keygen -R {host}` and `ssh {host}` once",
+    ),
+    (
+        "TC132",
+        r"Permission denied",
+        "ssh may not log in without a password",
+        "`ssh-copy-id {host}`, or name the key in ~/.ssh/config or launcher.ssh_config",
+    ),
+    (
+        "TC133",
+        r"No module named|not found|No such file or directory|cannot execute|Error\b",
+        "trainctl cannot be started there",
+        "install the same environment at the same path, or name its Python in launcher.python",
+    ),
+)
+"""Reasons for no answer, by what ssh said, most telling first."""
+
+
+def problems(
+    plan: RunPlan,
+    reports: Sequence[Report],
+    here: Mapping[str, str],
+    code: str,
+    checkpoint_bytes: int | None,
+) -> list[Finding]:
+    """Every problem of every host.
+
+    Args:
+        plan: The plan.
+        reports: Of its hosts, in the order of the nodes.
+        here: Versions of packages on this machine, which planned.
+        code: Digest of trainctl's source on this machine.
+        checkpoint_bytes: Space that a checkpoint takes, if known.
+    """
+    answered = [report for report in reports if report.facts is not None]
+    return [
+        *(_no_answer(report, plan) for report in reports if report.facts is None),
+        *(finding for report in answered for finding in _versions(report, here, code)),
+        *(finding for report in answered for finding in _devices(report, plan)),
+        *(finding for report in answered for finding in _network(report, plan)),
+        *(finding for report in answered for finding in _storage(report, checkpoint_bytes)),
+        *(finding for report in answered for finding in _clock(report)),
+        *(finding for report in answered for finding in _reach(report)),
+    ]
+
+
+def _no_answer(report: Report, plan: RunPlan) -> Finding:
+    host, lines = report.host.name, report.said.splitlines()
+    said = lines[-1].strip() if lines else ""
+    if report.return_code is None:
+        seconds = plan.config.launcher.preflight_seconds
+        return _problem(
+            "TC130",
+            _HOSTS,
+            f"{host} did not answer within {seconds:.0f} s",
+            "look at the machine, or give it more time with launcher.preflight_seconds",
+        )
+    for rule, pattern, what, hint in _SILENCE:
+        if re.search(pattern, report.said) and "Could not resolve" not in report.said:
+            return _problem(rule, _HOSTS, f"{host}: {what} ({said})", hint.format(host=host))
+    return _problem(
+        "TC130",
+        _HOSTS,
+        f"{host} cannot be reached ({said or f'ssh ended with {report.return_code}'})",
+        f"`ssh {host} true` must work here, or leave the host out with launcher.exclude={host}",
+    )
+
+
+def _versions(report: Report, here: Mapping[str, str], code: str) -> Iterator[Finding]:
+    assert report.facts is not None
+    host, there = report.host.name, report.facts["packages"]
+    for package, version in here.items():
+        if there.get(package) != version:
+            found = there.get(package) or "none"
+            yield _problem(
+                "TC134",
+                _HOSTS,
+                f"{host} has {package} {found}, and this machine {version}",
+                "install the same versions everywhere, or share one environment",
+            )
+    if there == dict(here) and report.facts["code"] != code:
+        yield _problem(
+            "TC135",
+            _HOSTS,
+            f"{host} has another code of trainctl ({report.facts['code']}) than this machine "
+            f"({code}), under the same version",
+            "copy the changed files there, or share one environment",
+        )
+
+
+def _devices(report: Report, plan: RunPlan) -> Iterator[Finding]:
+    assert report.facts is not None
+    host, hardware = report.host.name, plan.hardware
+    planned = hardware.devices_per_node
+    if hardware.accelerator is Accelerator.cpu:
+        if report.facts["cores"] < planned:
+            yield _problem(
+                "TC136",
+                "hardware.devices_per_node",
+                f"{host}: {planned} processes will share {report.facts['cores']} cores",
+                severity=Severity.warning,
+            )
+    else:
+        yield from _accelerators(report, plan)
+    memory = hardware.host_memory_bytes
+    if memory is not None and report.facts["host_memory_bytes"] < memory * (1 - MEMORY_TOLERANCE):
+        found = report.facts["host_memory_bytes"]
+        yield _problem(
+            "TC136",
+            "hardware.host_memory_bytes",
+            f"{host} has {found / 2**30:.1f} GiB of memory, and the plan is for "
+            f"{memory / 2**30:.1f} GiB",
+            f"hardware.host_memory_bytes={found}",
+        )
+
+
+def _accelerators(report: Report, plan: RunPlan) -> Iterator[Finding]:
+    assert report.facts is not None
+    host, hardware, devices = report.host, plan.hardware, report.facts["devices"]
+    wanted = host.devices or tuple(range(hardware.devices_per_node))
+    if len(devices) <= max(wanted):
+        yield _problem(
+            "TC136",
+            "hardware.devices_per_node",
+            f"{host.name} shows {len(devices)} devices, and the plan uses "
+            f"{', '.join(str(number) for number in wanted)}",
+            "look at nvidia-smi there; or plan for fewer devices, or leave the host out",
+        )
+        return
+    smallest = min((devices[number] for number in wanted), key=lambda d: int(d["memory_bytes"]))
+    planned = hardware.device_memory_bytes or 0
+    if smallest["memory_bytes"] < planned * (1 - MEMORY_TOLERANCE):
+        yield _problem(
+            "TC136",
+            "hardware.device_memory_bytes",
+            f"{host.name} has {smallest['name']} with {smallest['memory_bytes'] / 2**30:.1f} GiB, "
+            f"and the plan is for {planned / 2**30:.1f} GiB",
+            f"hardware.device_memory_bytes={smallest['memory_bytes']}",
+        )
+
+
+def _network(report: Report, plan: RunPlan) -> Iterator[Finding]:
+    assert report.facts is not None
+    host, facts, launcher = report.host.name, report.facts, plan.config.launcher
+    if facts["address"] is None:
+        named = launcher.interfaces.get(host, launcher.interface)
+        what = f"has no interface {named} with an address" if named else "has no outer interface"
+        yield _problem(
+            "TC141",
+            "launcher.interfaces" if host in launcher.interfaces else "launcher.interface",
+            f"{host} {what}",
+            f"`ssh {host} ip -brief address` lists them",
+        )
+    elif facts["listens"] is None:
+        yield _problem(
+            "TC141",
+            "launcher.interface",
+            f"{host} cannot listen on {facts['address']} ({facts['interface']})",
+        )
+    if facts["port"] and facts["port"]["problem"]:
+        yield _problem(
+            "TC139",
+            "launcher.port",
+            f"port {facts['port']['number']} on {host} cannot be used: {facts['port']['problem']}",
+            "launcher.port=null takes a free one",
+        )
+
+
+def _storage(report: Report, checkpoint_bytes: int | None) -> Iterator[Finding]:
+    assert report.facts is not None
+    host, storage = report.host.name, report.facts["storage"]
+    if storage["problem"]:
+        yield _problem(
+            "TC137",
+            "",
+            f"{host} cannot write where the run is kept: {storage['problem']}",
+            "--run-dir must be on storage that all hosts share, at the same path",
+        )
+    elif report.unseen:
+        yield _problem(
+            "TC137",
+            "",
+            f"{host} does not see what {', '.join(report.unseen)} wrote where the run is kept",
+            "--run-dir must be on storage that all hosts share, at the same path",
+        )
+    elif checkpoint_bytes is not None and storage["free_bytes"] < checkpoint_bytes:
+        yield _problem(
+            "TC138",
+            "",
+            f"a checkpoint takes {checkpoint_bytes / 1e9:.1f} GB, and {host} sees "
+            f"{storage['free_bytes'] / 1e9:.1f} GB free where the run is kept",
+            "free space, or name a directory on another disk with --run-dir",
+        )
+
+
+def _clock(report: Report) -> Iterator[Finding]:
+    if abs(report.clock_seconds) > CLOCK_SECONDS:
+        ahead = "ahead of" if report.clock_seconds > 0 else "behind"
+        yield _problem(
+            "TC140",
+            _HOSTS,
+            f"the clock of {report.host.name} is {abs(report.clock_seconds):.0f} s {ahead} that "
+            f"of {socket.gethostname()}",
+            "let all hosts take the time from one server (chrony, ntpd)",
+        )
+
+
+def _reach(report: Report) -> Iterator[Finding]:
+    if report.unreached:
+        assert report.facts is not None
+        yield _problem(
+            "TC142",
+            "launcher.interface",
+            f"{report.host.name} by {report.facts['interface']} ({report.facts['address']}) does "
+            f"not reach {', '.join(report.unreached)}",
+            "name interfaces of one network with launcher.interface or launcher.interfaces, "
+            "or open the firewall between the hosts",
+        )
+
+
+def _problem(
+    rule: str, key: str, message: str, hint: str = "", *, severity: Severity = Severity.error
+) -> Finding:
+    return Finding(
+        rule=rule,
+        key=key,
+        message=message,
+        hint=hint,
+        severity=severity,
+        exit_code=ExitCode.environment,
+    )

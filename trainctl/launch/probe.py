@@ -1,0 +1,181 @@
+"""`python -m trainctl.launch.probe`: what a host is, asked by the launcher over ssh. No torch.
+
+A line of JSON on stdin is a question, a line on stdout its answer: first for the facts, then
+whether this host reaches the others and sees what they wrote. The end of stdin ends it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trainctl.hardware.detect import host_memory_limit, visible_devices
+from trainctl.runs.network import addresses_of, interface_of, interface_towards, source_towards
+
+PACKAGES = ("trainctl", "torch", "deepspeed", "transformers")
+"""Whose versions must be the same on all hosts."""
+
+_CONNECT_SECONDS = 5.0
+_VISIBLE_SECONDS = 10.0
+"""How long a file written elsewhere may take to show: file systems of a network cache names."""
+
+_MANY = 64
+
+
+def main() -> int:
+    """Answer until stdin ends."""
+    probe = Probe()
+    try:
+        for line in sys.stdin:
+            print(json.dumps(probe.answer(json.loads(line))), flush=True)
+    finally:
+        probe.close()
+    return 0
+
+
+class Probe:
+    """Answers the questions; keeps a socket that the others connect to, and a file to be seen."""
+
+    def __init__(self) -> None:
+        self._address: str | None = None
+        self._listener: socket.socket | None = None
+        self._written: Path | None = None
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """What was asked for: `facts` or `peers`."""
+        if "facts" in question:
+            return self._facts(**question["facts"])
+        return self._peers(**question["peers"])
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        if self._written is not None:
+            with suppress(OSError):
+                self._written.unlink()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _facts(
+        self, interface: str | None, port: int | None, folder: str, mark: str
+    ) -> dict[str, Any]:
+        """What this host is.
+
+        Args:
+            interface: To use; None is the one that ssh came in by.
+            port: Of the rendezvous, on the first host; 0 takes a free one, None is another host.
+            folder: Of the run, on storage that is to be shared.
+            mark: Name of the file to write there.
+        """
+        name = interface or _interface()
+        self._address = next(iter(addresses_of(name)), None) if name else None
+        return {
+            "host": socket.gethostname(),
+            "packages": {package: _version(package) for package in PACKAGES},
+            "code": code_digest(),
+            "devices": [
+                {"name": device.name, "memory_bytes": device.memory_bytes}
+                for device in visible_devices()
+            ],
+            "cores": len(os.sched_getaffinity(0)),
+            "host_memory_bytes": host_memory_limit(),
+            "time": time.time(),
+            "interface": name,
+            "address": self._address,
+            "listens": self._listen(),
+            "port": None if port is None else self._try_port(port),
+            "storage": self._write(Path(folder), mark),
+        }
+
+    def _peers(self, addresses: Sequence[tuple[str, int]], marks: Sequence[str]) -> dict[str, Any]:
+        """Which of the addresses cannot be reached, and which of the marks cannot be seen."""
+        with ThreadPoolExecutor(_MANY) as pool:
+            failures = list(pool.map(lambda peer: self._connect(*peer), addresses))
+        unseen = set(marks)
+        deadline = time.monotonic() + _VISIBLE_SECONDS
+        folder = self._written.parent if self._written else None
+        while folder is not None and unseen:
+            with suppress(OSError):
+                unseen -= {entry.name for entry in folder.iterdir()}
+            if not unseen or time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        return {"failures": failures, "unseen": sorted(unseen)}
+
+    def _listen(self) -> int | None:
+        """Listen for the others; the port."""
+        if self._address is None:
+            return None
+        with suppress(OSError):
+            family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+            self._listener = socket.create_server((self._address, 0), family=family, backlog=4096)
+            return int(self._listener.getsockname()[1])
+        return None
+
+    def _connect(self, address: str, port: int) -> str:
+        """Why an address cannot be reached from this host's interface; empty if it can."""
+        source = None if self._address is None else (self._address, 0)
+        try:
+            socket.create_connection((address, port), _CONNECT_SECONDS, source).close()
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
+    def _try_port(self, port: int) -> dict[str, Any]:
+        """The port, or why it cannot be had."""
+        try:
+            with socket.create_server((self._address or "", port)) as listener:
+                return {"number": listener.getsockname()[1], "problem": ""}
+        except OSError as error:
+            return {"number": port, "problem": error.strerror or str(error)}
+
+    def _write(self, folder: Path, mark: str) -> dict[str, Any]:
+        """Leave a mark in the folder; how much space there is, and why it cannot be used."""
+        try:
+            (folder / mark).write_text("")
+            self._written = folder / mark
+            return {"free_bytes": shutil.disk_usage(folder).free, "problem": ""}
+        except OSError as error:
+            return {"free_bytes": 0, "problem": error.strerror or str(error)}
+
+
+def code_digest() -> str:
+    """Checksum of trainctl's own source files: the same version may have been edited."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]
+
+
+def _interface() -> str | None:
+    """The interface that ssh came in by; where that was the loopback device, the outer one."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    address = connection[2] if len(connection) == 4 else (source_towards("192.0.2.1") or "")
+    with suppress(ValueError):
+        if not ipaddress.ip_address(address).is_loopback:
+            return interface_of(address)
+    return interface_towards("127.0.0.1")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""Command lines of ssh. The only text that a remote shell reads is made here, and it is quoted."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+
+from trainctl.config.hosts import Host
+from trainctl.config.schema import LauncherConfig
+
+CONNECT_SECONDS = 10
+
+
+def ssh(host: Host, launcher: LauncherConfig, module: str, *arguments: str) -> tuple[str, ...]:
+    """The command line that runs a module of trainctl on a host.
+
+    It never asks anything, uses no connection that another process made, and notices within
+    `launcher.node_timeout_seconds` that the host is gone.
+
+    Args:
+        host: Where.
+        launcher: Python there, settings of ssh, the timeout.
+        module: To run.
+        arguments: Its arguments.
+    """
+    options = {
+        "BatchMode": "yes",
+        "ClearAllForwardings": "yes",
+        "ConnectTimeout": CONNECT_SECONDS,
+        "ControlMaster": "no",
+        "ControlPath": "none",
+        "ServerAliveCountMax": 3,
+        "ServerAliveInterval": max(1, int(launcher.node_timeout_seconds / 3)),
+    }
+    return (
+        "ssh",
+        *(("-F", launcher.ssh_config) if launcher.ssh_config is not None else ()),
+        *(word for name, value in options.items() for word in ("-o", f"{name}={value}")),
+        "-T",
+        "--",
+        host.name,
+        # -P: what lies in the home directory there is not to be imported.
+        shell_line((launcher.python or sys.executable, "-P", "-m", module, *arguments)),
+    )
+
+
+def shell_line(argv: Sequence[str]) -> str:
+    """A line that makes a shell of any kind become the command, whatever characters are in it."""
+    return f"exec {shlex.join(argv)}"

@@ -1,0 +1,38 @@
+"""What a launcher would do, before it does it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trainctl.runs.atomic import write_text
+from trainctl.runs.command import AttemptCommand, write_command
+from trainctl.runs.layout import AttemptPaths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """All that is started for an attempt, and all that is written for it.
+
+    Attributes:
+        command: What runs on each node.
+        commands: What the launcher itself runs to that end, in order: command lines.
+        files: Further files of the attempt's folder: their texts by name.
+    """
+
+    command: AttemptCommand
+    commands: tuple[tuple[str, ...], ...]
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The commands as a person could type them."""
+        return "".join(f"{shlex.join(argv)}\n" for argv in self.commands)
+
+    def write(self, attempt: AttemptPaths) -> None:
+        """Record it in the attempt: `command.json`, `commands.txt` and the files."""
+        write_command(attempt, self.command)
+        write_text(attempt.root / "commands.txt", self.text)
+        for name, text in self.files.items():
+            write_text(attempt.root / name, text)

@@ -1,0 +1,58 @@
+"""What is asked of a scheduler about a job, from any machine that has its commands."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.job import Job
+
+_SECONDS = 60
+
+
+def cancel(job: Job) -> None:
+    """Take a job from its queue, or end it.
+
+    Raises:
+        TrainctlError: The scheduler's command is missing or fails (exit code 4).
+    """
+    if job.kind == "slurm":
+        run_tool(("scancel", "--", job.id))
+    else:
+        namespace, kind, name = job.id.split("/")
+        inside = ("--namespace", namespace) if namespace else ()
+        run_tool(("kubectl", *inside, "delete", "--ignore-not-found", kind, name))
+
+
+def run_tool(command: Sequence[str], *, text: str | None = None) -> str:
+    """Run a scheduler's command to its end; what it printed.
+
+    Args:
+        command: The command line.
+        text: For its standard input.
+
+    Raises:
+        TrainctlError: It is not installed, fails, or does not answer within a minute (exit code 4).
+    """
+    try:
+        done = subprocess.run(
+            command, input=text or "", capture_output=True, text=True, timeout=_SECONDS
+        )
+    except FileNotFoundError:
+        raise TrainctlError(
+            f"{command[0]} is not installed on this machine",
+            hint=f"repeat this where {command[0]} is",
+            exit_code=ExitCode.environment,
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise TrainctlError(
+            f"{command[0]} does not answer", exit_code=ExitCode.environment
+        ) from None
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise TrainctlError(
+            f"{command[0]} failed: {said[-1] if said else f'exit code {done.returncode}'}",
+            exit_code=ExitCode.environment,
+        )
+    return done.stdout

@@ -1,0 +1,60 @@
+"""The plan of a run for the nodes that are left: another layout of the same training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trainctl.config.hosts import Host
+from trainctl.plan.types import RunPlan
+from trainctl.planner.assess import assess
+
+
+def shrink(plan: RunPlan, hosts: Sequence[Host]) -> RunPlan | None:
+    """The plan on fewer nodes; None where it is not legal there, or may not fit.
+
+    The global batch stays, and with it the schedule and the order of samples: more accumulation,
+    or a smaller micro-batch, makes up for the ranks that are gone.
+
+    Args:
+        plan: The plan for all nodes.
+        hosts: Those that are left.
+    """
+    config, batch, nodes = plan.config, plan.batch, len(hosts)
+    hardware = replace(
+        plan.hardware,
+        nodes=nodes,
+        name=plan.hardware.name.replace(f"{plan.hardware.nodes}x", f"{nodes}x", 1),
+    )
+    for micro in _sizes(batch.micro_batch_size):
+        found = assess(
+            replace(
+                config,
+                hardware=replace(config.hardware, nodes=nodes),
+                # What was decided for all nodes, among it the steps of a token budget, stays.
+                training=replace(
+                    config.training,
+                    global_batch_size=batch.global_batch_size,
+                    micro_batch_size=micro,
+                    gradient_accumulation_steps=None,
+                ),
+                parallelism=replace(config.parallelism, data=None),
+                launcher=replace(
+                    config.launcher,
+                    hosts=[host.name for host in hosts],
+                    hostfile=None,
+                    include=None,
+                    exclude=None,
+                    min_nodes=min(config.launcher.min_nodes or nodes, nodes),
+                ),
+            ),
+            hardware,
+        )
+        if found.plan is not None and not any(finding.is_error for finding in found.findings):
+            return found.plan
+    return None
+
+
+def _sizes(micro: int) -> list[int]:
+    """Micro-batch sizes to try: the planned one, then those that divide it."""
+    return [size for size in range(micro, 0, -1) if micro % size == 0]

@@ -1,0 +1,107 @@
+"""The hosts that an attempt runs on: chosen, asked, and found fit or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainctl.config.hosts import Host, chosen_hosts
+from trainctl.errors import Finding
+from trainctl.launch.preflight import problems
+from trainctl.launch.probe import PACKAGES, code_digest
+from trainctl.launch.survey import Report, survey
+from trainctl.plan.types import RunPlan
+from trainctl.runs.provenance import package_versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """The hosts of an attempt, as they answered.
+
+    Attributes:
+        hosts: In the order of the nodes.
+        interfaces: Of each, to use; None where it is not known yet.
+        cores: Of each; None where they are not known yet.
+        address: Of the first host's interface, where the rendezvous is.
+        port: Of the rendezvous; None where a free one is still to be found.
+    """
+
+    hosts: tuple[Host, ...]
+    interfaces: tuple[str | None, ...]
+    cores: tuple[int | None, ...]
+    address: str
+    port: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What asking the hosts has brought.
+
+    Attributes:
+        site: To start on; None if something is wrong.
+        findings: What is wrong, and warnings.
+        there: Hosts that answered.
+    """
+
+    site: Site | None
+    findings: list[Finding]
+    there: tuple[Host, ...]
+
+
+def hosts_of(plan: RunPlan) -> tuple[Host, ...]:
+    """The hosts that a plan names.
+
+    Raises:
+        TrainctlError: The hostfile is missing or wrong, or there are too few hosts (exit code 2).
+    """
+    hardware = plan.hardware
+    return chosen_hosts(plan.config.launcher, hardware.nodes, hardware.devices_per_node)
+
+
+def look(plan: RunPlan, hosts: Sequence[Host], folder: Path, checkpoint_bytes: int | None) -> Look:
+    """Ask the hosts, all at once.
+
+    Args:
+        plan: What they are for.
+        hosts: Whom.
+        folder: Of the run, or where one will be made: the part of the path that exists is used.
+        checkpoint_bytes: Space that a checkpoint takes, if known.
+    """
+    folder = folder.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    reports = survey(hosts, plan.config.launcher, folder)
+    installed = package_versions()
+    here = {package: installed.get(package, "") for package in PACKAGES}
+    findings = problems(plan, reports, here, code_digest(), checkpoint_bytes)
+    is_wrong = any(finding.is_error for finding in findings)
+    return Look(
+        site=None if is_wrong else _site(reports),
+        findings=findings,
+        there=tuple(report.host for report in reports if report.facts is not None),
+    )
+
+
+def unasked(plan: RunPlan) -> Site:
+    """What is known of the hosts before any was asked."""
+    launcher, hosts = plan.config.launcher, hosts_of(plan)
+    return Site(
+        hosts=hosts,
+        interfaces=tuple(launcher.interfaces.get(host.name, launcher.interface) for host in hosts),
+        cores=(None,) * len(hosts),
+        address=hosts[0].address,
+        port=launcher.port,
+    )
+
+
+def _site(reports: Sequence[Report]) -> Site:
+    facts = [report.facts for report in reports if report.facts is not None]
+    assert len(facts) == len(reports)
+    return Site(
+        hosts=tuple(report.host for report in reports),
+        interfaces=tuple(str(of_host["interface"]) for of_host in facts),
+        cores=tuple(int(of_host["cores"]) for of_host in facts),
+        address=str(facts[0]["address"]),
+        port=int(facts[0]["port"]["number"]),
+    )

@@ -1,0 +1,37 @@
+"""The environment of agents and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainctl.plan.types import RunPlan
+from trainctl.runs.provenance import select
+
+
+def rank_variables(
+    plan: RunPlan,
+    shell: Mapping[str, str],
+    *,
+    threads: int,
+    network: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Variables set for agent and ranks; later ones win, the user's own last.
+
+    Args:
+        plan: The plan.
+        shell: The user's environment; of it `launcher.forward_environment` is taken.
+        threads: Of a rank on the CPU, unless the user says otherwise.
+        network: What the launcher knows about the interfaces to use.
+    """
+    launcher = plan.config.launcher
+    variables = {
+        "OMP_NUM_THREADS": str(threads),
+        # What a rank wrote before it was killed must be in its log, and a crash leave a stack.
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        **(network or {}),
+    }
+    variables |= select(shell, launcher.forward_environment)
+    if launcher.omp_num_threads is not None:
+        variables["OMP_NUM_THREADS"] = str(launcher.omp_num_threads)
+    return variables | launcher.environment

@@ -1,0 +1,44 @@
+"""`job.json`: what a scheduler knows an attempt as; written when it has accepted it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from trainctl.config.codec import from_plain, to_plain
+from trainctl.runs.atomic import write_json
+from trainctl.runs.layout import AttemptPaths
+
+JOB_SCHEMA = 1
+"""Version of `job.json`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """An attempt in a scheduler's hands.
+
+    Attributes:
+        kind: The launcher: `slurm` or `kubernetes`.
+        id: What the scheduler calls it, such as `4711` or `4711_3` (an array's task).
+        submitted: Unix seconds.
+        host: Machine that it was submitted from.
+    """
+
+    kind: str
+    id: str
+    submitted: float
+    host: str
+    schema: int = JOB_SCHEMA
+
+
+def write_job(attempt: AttemptPaths, job: Job) -> None:
+    """Record the job of an attempt."""
+    write_json(attempt.job, to_plain(job))
+
+
+def read_job(attempt: AttemptPaths) -> Job | None:
+    """The job of an attempt; None if no scheduler has it, or the file is damaged."""
+    try:
+        return from_plain(Job, json.loads(attempt.job.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,177 @@
+"""What a run directory tells about its run, whoever started it and wherever it runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainctl.errors import TrainctlError
+from trainctl.runs.directory import last_attempt, read_record
+from trainctl.runs.job import Job, read_job
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.lock import Holder, holder
+from trainctl.runs.records import parse_events
+from trainctl.runs.status import State, read_status
+
+_TAIL_BYTES = 262_144
+
+NEW, LOST = "new", "lost"
+"""States beside those of `State`: nothing was started yet; it runs by its status, but nobody
+holds the run, so launcher and agent were ended at one blow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """One line of `trainctl runs ls`.
+
+    Attributes:
+        path: The run's directory.
+        state: A `State`, or `new` or `lost`.
+        created: Unix seconds.
+        updated: Unix seconds of the last sign: a step, or a change of state.
+        attempt: Number of the newest attempt; 0 before the first.
+        launcher: Kind of its launcher.
+        nodes: Machines that it is planned for.
+        ranks: Processes that it is planned for.
+        step: Optimizer steps done, of the run as it stands.
+        stop_step: Step at which the newest attempt ends.
+        loss: Of the last step; None before the first.
+        host: Machine of the launcher.
+        exit_code: Of the newest attempt, once it ended.
+        message: Why it ended, in a sentence.
+        job: What a scheduler knows the newest attempt as.
+        holder: Who holds the run now.
+    """
+
+    path: Path
+    state: str
+    created: float
+    updated: float
+    attempt: int
+    launcher: str
+    nodes: int
+    ranks: int
+    step: int
+    stop_step: int | None
+    loss: float | None
+    host: str
+    exit_code: int | None
+    message: str
+    job: Job | None
+    holder: Holder | None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether something of it runs, or waits in a queue."""
+        return self.holder is not None or self.state == State.queued
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "path": str(self.path),
+            "state": self.state,
+            "created": self.created,
+            "updated": self.updated,
+            "attempt": self.attempt,
+            "launcher": self.launcher,
+            "nodes": self.nodes,
+            "ranks": self.ranks,
+            "step": self.step,
+            "stop_step": self.stop_step,
+            "loss": self.loss,
+            "host": self.host,
+            "exit_code": self.exit_code,
+            "message": self.message,
+            "job": self.job.id if self.job else None,
+        }
+
+
+def summarise(run: RunPaths) -> RunSummary:
+    """Look at a run; reads the end of its records only.
+
+    Raises:
+        TrainctlError: `run.json` is damaged (exit code 5).
+    """
+    created = float(read_record(run).get("created", 0.0))
+    now_holds = holder(run)
+    status = read_status(run)
+    number = last_attempt(run)
+    attempt = run.attempt(number)
+    plan = _read(attempt.plan)
+    step = _last_step(run)
+    state: str = NEW
+    if status is not None:
+        state = status.state.value
+        # Asked first: a launch that ends writes its last state before it lets go.
+        if now_holds is None and status.state in (State.starting, State.running):
+            state = LOST
+    mesh = plan.get("mesh") or {}
+    ranks = 1
+    for axis in ("data", "tensor", "pipeline", "sequence"):
+        ranks *= int(mesh.get(axis, 1))
+    return RunSummary(
+        path=run.root,
+        state=state,
+        created=created,
+        updated=max(step.get("time", 0.0), status.updated if status else created),
+        attempt=number,
+        launcher=_at(plan, "config", "launcher", "kind") or "",
+        nodes=_at(plan, "hardware", "nodes") or 1,
+        ranks=ranks,
+        step=int(step.get("step", 0)),
+        stop_step=plan.get("stop_step"),
+        loss=float(step["loss"]) if "loss" in step else None,
+        host=status.host if status else "",
+        exit_code=status.exit_code if status else None,
+        message=status.message if status else "",
+        job=read_job(attempt) if number else None,
+        holder=now_holds,
+    )
+
+
+def summaries(runs: list[RunPaths]) -> list[RunSummary]:
+    """Of several runs; one whose record is damaged is left out."""
+    found = []
+    for run in runs:
+        try:
+            found.append(summarise(run))
+        except TrainctlError:
+            continue
+    return found
+
+
+def age_text(since: float) -> str:
+    """How long ago a moment was, in its largest unit, such as ``3 h``."""
+    seconds = max(0.0, time.time() - since)
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def _last_step(run: RunPaths) -> dict[str, Any]:
+    """The last `step` record near the end of the records; empty if there is none."""
+    try:
+        with run.events.open("rb") as stream:
+            stream.seek(max(0, run.events.stat().st_size - _TAIL_BYTES))
+            lines = stream.read().split(b"\n")
+    except OSError:
+        return {}
+    return next((e for e in parse_events(reversed(lines)) if e["event"] == "step"), {})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _at(value: Any, *names: str) -> Any:
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value

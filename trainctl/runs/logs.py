@@ -1,0 +1,121 @@
+"""The logs of an attempt: whose each is, where it ran, and what is appended to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainctl.runs.command import read_command
+from trainctl.runs.failures import log_tail
+from trainctl.runs.layout import AttemptPaths
+
+_CHUNK_BYTES = 1 << 20
+_PROGRAMS = ("launcher", "srun", "mpirun")
+"""Logs that belong to no single node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One log.
+
+    Attributes:
+        path: The file.
+        label: Whose it is, such as `rank 3 on node-b`.
+    """
+
+    path: Path
+    label: str
+
+
+def logs_of(attempt: AttemptPaths, ranks: Sequence[int] = ()) -> list[Log]:
+    """The logs that are there: the launcher's, of srun or mpirun, the agents', the ranks'.
+
+    Args:
+        attempt: The attempt.
+        ranks: Only of these; empty gives all logs.
+    """
+    try:
+        names = {path.name for path in attempt.logs.iterdir()}
+    except OSError:
+        return []
+    hosts, per_node = _places(attempt)
+    found = []
+    for name in () if ranks else _PROGRAMS:
+        if f"{name}.log" in names:
+            found.append(Log(attempt.logs / f"{name}.log", name))
+    for number in [] if ranks else _numbers(names, "agent"):
+        found.append(Log(attempt.agent_log(number), f"agent {number}{_on(hosts, number)}"))
+    for rank in _numbers(names, "rank"):
+        if not ranks or rank in ranks:
+            where = _on(hosts, rank // per_node) if per_node else ""
+            found.append(Log(attempt.rank_log(rank), f"rank {rank}{where}"))
+    return found
+
+
+def tails(logs: Sequence[Log], lines: int) -> Iterator[tuple[Log, list[str]]]:
+    """The last lines of each log that has any."""
+    for log in logs:
+        tail = log_tail(log.path, lines)
+        if tail:
+            yield log, tail
+
+
+class LogFollower:
+    """Reads whole lines as they are appended to the logs of an attempt, also to new ones.
+
+    Args:
+        attempt: The attempt.
+        ranks: Only of these; empty follows all logs.
+    """
+
+    def __init__(self, attempt: AttemptPaths, ranks: Sequence[int] = ()) -> None:
+        self._attempt = attempt
+        self._ranks = ranks
+        self._offsets = {log.path: _size(log.path) for log in logs_of(attempt, ranks)}
+        self._partial: dict[Path, bytes] = {}
+
+    def poll(self) -> Iterator[tuple[Log, str]]:
+        """Lines since the last call, or since the follower was made."""
+        for log in logs_of(self._attempt, self._ranks):
+            try:
+                with log.path.open("rb") as stream:
+                    stream.seek(self._offsets.get(log.path, 0))
+                    data = stream.read(_CHUNK_BYTES)
+            except OSError:
+                continue
+            self._offsets[log.path] = self._offsets.get(log.path, 0) + len(data)
+            *lines, rest = (self._partial.get(log.path, b"") + data).split(b"\n")
+            self._partial[log.path] = rest
+            for line in lines:
+                yield log, line.decode(errors="replace")
+
+
+def _places(attempt: AttemptPaths) -> tuple[dict[int, str], int]:
+    """Host of each node, and ranks of a node; 0 where it is not recorded."""
+    try:
+        command = read_command(attempt)
+    except (OSError, ValueError, TypeError):
+        return {}, 0
+    return {node.node: node.host for node in command.nodes}, command.ranks_per_node
+
+
+def _on(hosts: dict[int, str], node: int) -> str:
+    return f" on {hosts[node]}" if hosts.get(node) else ""
+
+
+def _numbers(names: set[str], kind: str) -> list[int]:
+    """Numbers K of the files `KIND-K.log`, ascending."""
+    middles = (
+        name.removeprefix(f"{kind}-").removesuffix(".log")
+        for name in names
+        if name.startswith(f"{kind}-") and name.endswith(".log")
+    )
+    return sorted(int(middle) for middle in middles if middle.isdecimal())
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

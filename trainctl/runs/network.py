@@ -1,0 +1,72 @@
+"""Which of this machine's interfaces and addresses reach another machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import psutil
+
+_DISCARD_PORT = 9
+
+
+def addresses_of(interface: str) -> list[str]:
+    """Addresses of an interface, IPv4 first, without link-local ones; empty if there is none."""
+    found = [
+        entry.address
+        for entry in psutil.net_if_addrs().get(interface, [])
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+        and not ipaddress.ip_address(entry.address.partition("%")[0]).is_link_local
+    ]
+    return sorted(found, key=lambda address: ":" in address)
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has the address."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
+
+
+def source_towards(host: str) -> str | None:
+    """The address that packets to a host leave from; None without a route, or for an unknown name.
+
+    Nothing is sent: connecting a datagram socket only asks the routing table.
+    """
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(
+            host, _DISCARD_PORT, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface that reaches a host, also where that host is this machine.
+
+    A machine reaches itself through the loopback device, which no other can use, and many resolve
+    their own name to it: then the interface that has the name's address counts, else the one of
+    the default route.
+    """
+    source = source_towards(host)
+    if source is None:
+        return None
+    if ipaddress.ip_address(source).is_loopback:
+        source = source_towards("192.0.2.1")  # TEST-NET-1 (RFC 5737): whatever the default route is
+        if source is None:
+            return _only_outer()
+    return interface_of(source)
+
+
+def _only_outer() -> str | None:
+    """The only interface that is no loopback device, on a machine without a default route."""
+    outer = [
+        name
+        for name in sorted(psutil.net_if_addrs())
+        if any(not ipaddress.ip_address(address).is_loopback for address in addresses_of(name))
+    ]
+    return outer[0] if len(outer) == 1 else None

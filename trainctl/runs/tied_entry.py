@@ -1,0 +1,29 @@
+"""`python -m trainctl.runs.tied_entry SIGNAL COMMAND ...`: a command that gets a signal when its
+parent ends.
+
+For programs that are not ours (ssh, srun, mpirun) and would outlive a launcher that is killed. The
+parent's id goes no further: on another machine it would name a stranger.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from trainctl.runs.processes import PARENT_VARIABLE, die_with_parent
+
+
+def main() -> None:
+    """Become the command; one that cannot be started ends with 127, as in a shell."""
+    die_with_parent(death_signal=int(sys.argv[1]))
+    os.environ.pop(PARENT_VARIABLE, None)
+    command = sys.argv[2:]
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127)
+
+
+if __name__ == "__main__":
+    main()
