@@ -264,13 +264,13 @@ ERRORS = [
     ),
     ("TC078", {"logging__deepspeed_level": "loud"}, gpus(), "loud", "warning"),
     ("TC090", {"deepspeed": {"gradient_cliping": 1}}, gpus(), "no key", "gradient_clipping?"),
-    ("TC090", {"deepspeed": {"elasticity": {}}}, gpus(), "removed", "leave it out"),
+    ("TC090", {"deepspeed": {"elasticity": {}}}, gpus(), "removed", "use train_batch_size"),
     (
         "TC090",
         {"deepspeed": {"zero_optimization": {"mics_shard_size": 2}}},
         gpus(),
         "zero_optimization.mics_shard_size has been removed",
-        "leave it out",
+        "use zero_optimization.zero_hpz_partition_size",
     ),
     (
         "TC090",

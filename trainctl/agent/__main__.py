@@ -8,6 +8,7 @@ import socket
 import sys
 import traceback
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,6 +20,7 @@ from trainctl.runs.directory import read_plan
 from trainctl.runs.failures import describe, error_line, is_lost_peer, settle
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import PARENT_VARIABLE, RunTag, die_with_parent, sweep
+from trainctl.runs.provenance import redact_argv
 from trainctl.runs.records import EventWriter
 from trainctl.runs.status import State, read_status, write_status
 
@@ -56,6 +58,7 @@ class Agent:
         self._tag = RunTag.from_environment(os.environ)
         self._launcher_pid = int(os.environ[PARENT_VARIABLE])
         self._grace_seconds = 0.0
+        self._codes_are_ours = True
 
     def run(self) -> NoReturn:
         """Prepare, run the ranks, leave nothing behind, end with the launch's exit code."""
@@ -86,6 +89,7 @@ class Agent:
             on_orphaned=self._report_orphaned,
         )
         guard.start()
+        self._codes_are_ours = plan.config.script is None
         if command.prepare:
             from trainctl.train.prepare import prepare
 
@@ -93,6 +97,13 @@ class Agent:
 
         code = 0
         oom_kills = host_oom_kills()
+        launcher = plan.config.launcher
+        # A program of the user's gives no signs of life, so their absence tells nothing.
+        watch = Watch(
+            self._attempt,
+            heartbeat_seconds=inf if command.is_users else launcher.heartbeat_seconds,
+            slow_phase_seconds=inf if command.is_users else launcher.slow_phase_seconds,
+        )
 
         def on_failure(failed: RankExit | HungRank) -> None:
             nonlocal code
@@ -102,12 +113,9 @@ class Agent:
             else:
                 code = self._report_hung(failed)
 
-        launcher = plan.config.launcher
-        watch = Watch(
-            self._attempt,
-            heartbeat_seconds=launcher.heartbeat_seconds,
-            slow_phase_seconds=launcher.slow_phase_seconds,
-        )
+        if command.is_users:
+            with EventWriter(self._run.events, self._attempt.number) as writer:
+                writer.write("program", command=redact_argv(command.rank_command))
         run_ranks(command, self._tag, guard, watch, self._grace_seconds, on_failure)
         return code
 
@@ -125,9 +133,11 @@ class Agent:
             log,
             host_oom_kills=oom_kills,
             disk_is_full=disk_is_full(self._run.root),
+            codes_are_ours=self._codes_are_ours,
         )
         self._report(rank=rank, pid=pid, **fields)
-        return exit_code(return_code, Cause(fields["cause"]))
+        cause = Cause(fields["cause"])
+        return exit_code(return_code, cause, codes_are_ours=self._codes_are_ours)
 
     def _report_hung(self, hung: HungRank) -> int:
         """Record the rank that hangs; the launch's exit code."""

@@ -105,6 +105,9 @@ class ModelConfig:
     attention: AttentionKind = option(AttentionKind.sdpa, "Attention kernel.")
     mup: bool = option(False, "Maximal-update parametrisation (arXiv:2203.03466).")
     trust_remote_code: bool = option(False, "Let transformers run Python code found in model.path.")
+    factory: str | None = option(
+        None, "Your own function that makes the model, as module:function; the shape describes it."
+    )
 
 
 # ------------------------------------------------------------- optimisation and schedule
@@ -387,6 +390,9 @@ class DataConfig:
     mask_documents: bool = option(
         False, "Attend, and count positions, only within a document of a packed sample."
     )
+    factory: str | None = option(
+        None, "Your own function that gives the documents, as module:function, instead of `kind`."
+    )
 
 
 class TokenizerKind(Enum):
@@ -665,13 +671,31 @@ class RunConfig:
     launcher: LauncherConfig = section(LauncherConfig)
     hardware: HardwareConfig = section(HardwareConfig)
     recipe: str | None = option(None, "Name of the recipe that this was composed from.")
+    script: str | None = option(
+        None, "Your own program, started on every rank instead of trainctl's trainer."
+    )
+    script_arguments: list[str] = option([], "Its arguments: the words after `--`.")
+    script_config_flag: str | None = option(
+        "--deepspeed_config",
+        "Added to them, with the path of DeepSpeed's JSON, unless it is there; none adds nothing.",
+    )
+    trainer: str | None = option(
+        None, "Your own function that trains in place of trainctl's trainer, as module:function."
+    )
     deepspeed: dict[str, Any] = option(
         {}, "Keys of DeepSpeed's own JSON, merged last; must not contradict a derived one."
     )
 
+    @property
+    def trains_itself(self) -> bool:
+        """Whether trainctl's own trainer trains, and not a script or function of the user's."""
+        return self.script is None and self.trainer is None
+
 
 GROUPS = tuple(
-    name.name for name in fields(RunConfig) if name.name not in ("training", "recipe", "deepspeed")
+    item.name
+    for item in fields(RunConfig)
+    if is_dataclass(item.default_factory) and item.name != "training"
 )
 """The config groups: sections with a folder of options under `conf/`."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.launch import program
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.restarts import run_with_restarts
 from trainctl.launch.stop import Stop, TimeLimit
@@ -36,6 +37,7 @@ def render(
     *,
     environment: Mapping[str, str],
     cores: int,
+    folder: Path | None = None,
     rank_command: Sequence[str] | None = None,
 ) -> AttemptCommand:
     """What `run_launch` starts for an attempt. Pure: reads and starts nothing.
@@ -46,27 +48,31 @@ def render(
         attempt: The attempt.
         environment: Of the user's shell; of it `launcher.forward_environment` is taken.
         cores: Processors of this machine, shared among the ranks.
+        folder: Where agents and ranks run; None is the current folder.
         rank_command: Another command line for the ranks, which then needs no corpus prepared.
     """
     ranks = plan.mesh.world_size
     agent = ("-m", "trainctl.agent", str(run.root), "--attempt", str(attempt.number), "--node", "0")
-    trainer = ("-m", "trainctl.train", str(run.root), "--attempt", str(attempt.number))
     node = NodeCommand(
         node=0,
         host=socket.gethostname(),
         argv=(sys.executable, *agent),
-        environment=_environment(plan, environment, threads=max(1, cores // ranks)),
+        environment=_environment(plan, attempt, environment, threads=max(1, cores // ranks)),
     )
     return AttemptCommand(
         nodes=(node,),
         ranks_per_node=ranks,
-        rank_command=tuple(rank_command or (sys.executable, *trainer)),
-        prepare=rank_command is None,
+        rank_command=tuple(rank_command or program.command(plan.config, run, attempt)),
+        prepare=rank_command is None and plan.config.trains_itself,
+        is_users=not plan.config.trains_itself,
+        folder=None if folder is None else str(folder),
         port=plan.config.launcher.port,
     )
 
 
-def _environment(plan: RunPlan, shell: Mapping[str, str], *, threads: int) -> dict[str, str]:
+def _environment(
+    plan: RunPlan, attempt: AttemptPaths, shell: Mapping[str, str], *, threads: int
+) -> dict[str, str]:
     """Variables set for agent and ranks; later ones win, the user's own last."""
     launcher = plan.config.launcher
     variables = {
@@ -74,6 +80,7 @@ def _environment(plan: RunPlan, shell: Mapping[str, str], *, threads: int) -> di
         # What a rank wrote before it was killed must be in its log, and a crash leave a stack.
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
+        **program.environment(plan, attempt),
     }
     if plan.hardware.accelerator is Accelerator.cpu:
         variables["GLOO_SOCKET_IFNAME"] = "lo"
@@ -118,23 +125,34 @@ def run_launch(
         identity = run_id(run)
         # Only after the launcher and the agent of an earlier attempt were killed at one blow.
         sweep(RunTag(identity, run.root), grace_seconds=_LEFTOVER_GRACE_SECONDS)
-        limit = TimeLimit(plan.config.training.time_limit_minutes, read_events(run.events))
+        # A program of the user's reads no requests: a signal is passed to it, and no more.
+        reads_requests = plan.config.trains_itself
+        minutes = plan.config.training.time_limit_minutes if reads_requests else None
+        limit = TimeLimit(minutes, read_events(run.events))
+        folder = program.folder(plan.config, run)
 
         def run_one(attempt: AttemptPaths, stop: Stop) -> Outcome:
             command = render(
-                plan, run, attempt, environment=os.environ, cores=cores, rank_command=rank_command
+                plan,
+                run,
+                attempt,
+                environment=os.environ,
+                cores=cores,
+                folder=folder,
+                rank_command=rank_command,
             )
             write_command(attempt, command)
             tag = RunTag(identity, run.root, attempt.number)
             return supervise(
                 Attempt(run, attempt, tag, ranks=plan.mesh.world_size),
-                lambda: _start_agent(command.nodes[0], tag, attempt.agent_log(0), lock),
+                lambda: _start_agent(command.nodes[0], tag, attempt.agent_log(0), lock, folder),
                 on_event,
                 stop,
                 grace_seconds=launcher.grace_seconds,
             )
 
-        with Stop(run, stop_grace_seconds=launcher.stop_grace_seconds, limit=limit) as stop:
+        stop_grace_seconds = launcher.stop_grace_seconds if reads_requests else 0.0
+        with Stop(run, stop_grace_seconds=stop_grace_seconds, limit=limit) as stop:
             return run_with_restarts(run, attempt, plan, on_event, stop, run_one)
 
 
@@ -154,7 +172,9 @@ def require_space(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def _start_agent(node: NodeCommand, tag: RunTag, log: Path, lock: int) -> subprocess.Popen[bytes]:
+def _start_agent(
+    node: NodeCommand, tag: RunTag, log: Path, lock: int, folder: Path | None
+) -> subprocess.Popen[bytes]:
     """Start an agent in a session of its own: a terminal's Ctrl-C reaches only the launcher."""
     environment = {
         **os.environ,
@@ -165,6 +185,7 @@ def _start_agent(node: NodeCommand, tag: RunTag, log: Path, lock: int) -> subpro
     with log.open("ab") as stream:
         return subprocess.Popen(
             node.argv,
+            cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=stream,

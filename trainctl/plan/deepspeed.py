@@ -65,7 +65,7 @@ def derived_settings(config: RunConfig, mesh: Mesh, batch: Batch) -> tuple[Deriv
         *_offload(config.zero_stage, config.offload),
         *_parallelism(mesh),
         *_activation_checkpointing(config.activation_checkpointing),
-        *_reporting(config.logging.deepspeed_level),
+        *_reporting(config),
     )
 
 
@@ -112,12 +112,16 @@ def _optimizer(optimizer: OptimizerConfig, offload: OffloadConfig) -> Iterator[D
     if name is not None:
         yield _set("optimizer.type", name, f"optimizer.kind={kind.value}")
         yield from _optimizer_params(
-            optimizer, offloaded=offload.optimizer is not OffloadDevice.none
+            optimizer,
+            offloaded=offload.optimizer is not OffloadDevice.none,
+            zenflow=offload.zenflow,
         )
     yield _set("gradient_clipping", optimizer.gradient_clipping, "optimizer.gradient_clipping")
 
 
-def _optimizer_params(optimizer: OptimizerConfig, *, offloaded: bool) -> Iterator[Derived]:
+def _optimizer_params(
+    optimizer: OptimizerConfig, *, offloaded: bool, zenflow: bool
+) -> Iterator[Derived]:
     kind, params = optimizer.kind, "optimizer.params"
     schedule = "the peak; the trainer sets the schedule's value at each step"
     yield _set(f"{params}.lr", optimizer.lr, f"optimizer.lr: {schedule}")
@@ -139,7 +143,8 @@ def _optimizer_params(optimizer: OptimizerConfig, *, offloaded: bool) -> Iterato
     if kind is OptimizerKind.adam:
         why = "optimizer.kind=adam: the decay is part of the gradient"
         yield _set(f"{params}.adam_w_mode", False, why)
-    if kind in (OptimizerKind.adamw, OptimizerKind.adam, OptimizerKind.muon):
+    # ZenFlow hands these parameters on to torch's AdamW, which does not know the key.
+    if kind in (OptimizerKind.adamw, OptimizerKind.adam, OptimizerKind.muon) and not zenflow:
         why = (
             "the optimizer is offloaded: DeepSpeedCPUAdam"
             if offloaded
@@ -280,8 +285,11 @@ def _activation_checkpointing(recompute: ActivationCheckpointingConfig) -> Itera
             )
 
 
-def _reporting(level: str) -> Iterator[Derived]:
+def _reporting(config: RunConfig) -> Iterator[Derived]:
     own = "the trainer reports itself"
-    yield _set("steps_per_print", STEPS_PER_PRINT, own)
-    yield _set("wall_clock_breakdown", False, own)
-    yield _set("log_level", level, "logging.deepspeed_level")
+    if config.trains_itself:
+        yield _set("steps_per_print", STEPS_PER_PRINT, own)
+        yield _set("wall_clock_breakdown", False, own)
+    else:
+        yield _set("steps_per_print", config.logging.every_steps, "logging.every_steps")
+    yield _set("log_level", config.logging.deepspeed_level, "logging.deepspeed_level")

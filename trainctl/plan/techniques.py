@@ -32,6 +32,9 @@ def not_yet(config: RunConfig) -> tuple[str, ...]:
 
 def _wanted(config: RunConfig) -> Iterator[tuple[str, object, str]]:
     """Key, value and name of each technique that the config uses and training lacks."""
+    if not config.trains_itself:
+        yield from _launching(config)
+        return
     yield from _model_and_optimizer(config)
     yield from _layout(config)
     yield from _precision(config)
@@ -109,6 +112,10 @@ def _run(config: RunConfig) -> Iterator[tuple[str, object, str]]:
         yield "stability.z_loss", stability.z_loss, "z-loss"
     if config.logging.profile_steps:
         yield "logging.profile_steps", config.logging.profile_steps, "the profiler"
+    yield from _launching(config)
+
+
+def _launching(config: RunConfig) -> Iterator[tuple[str, object, str]]:
     if config.launcher.kind is not LauncherKind.local:
         name = config.launcher.kind.value
         yield "launcher.kind", name, f"the {name} launcher"

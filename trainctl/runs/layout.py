@@ -7,6 +7,7 @@ RUN/
   lock                   held (flock) by the launch that runs here
   status.json            state of the newest attempt
   events.jsonl           records of every attempt
+  corpus/                the tokenized documents of `data.factory`; else they are in the cache
   checkpoints/           committed checkpoints `step-00000040/`, and `latest`, a pointer
   requests/              what a running launch is asked to do at its next step
   attempts/N/            one launch or resume, N from 1
@@ -92,6 +93,10 @@ class RunPaths:
     @property
     def corpus(self) -> Path:
         return self.root / "corpus.json"
+
+    @property
+    def users_corpus(self) -> Path:
+        return self.root / "corpus"
 
     @property
     def checkpoints(self) -> Path:

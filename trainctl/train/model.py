@@ -24,6 +24,7 @@ from trainctl.config.schema import (
     ModelFamily,
 )
 from trainctl.errors import TrainctlError
+from trainctl.train.user_code import load
 
 TORCH_TYPES = {
     DataType.fp32: torch.float32,
@@ -118,16 +119,34 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 
     No rank holds a weight yet, whatever the model's size; `trainctl.train.build` fills them in.
     """
-    config = transformers_config(model)
     with _parameters_on_meta():
-        built = AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=model.attention.value,
-            trust_remote_code=model.trust_remote_code,
-        )
+        built = _users_model(model, dtype) if model.factory else _own_model(model, dtype)
     built.tie_weights()
     built.train()
+    return built
+
+
+def _own_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(
+        transformers_config(model),
+        dtype=dtype,
+        attn_implementation=model.attention.value,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def _users_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """What `model.factory` makes of the declared shape, its parameters in the compute type."""
+    assert model.factory is not None
+    built = load("model.factory", model.factory)(model)
+    if not isinstance(built, PreTrainedModel):
+        raise TrainctlError(
+            f"model.factory={model.factory} gave a {type(built).__name__}",
+            hint="return a transformers PreTrainedModel with a language-modelling head",
+        )
+    for parameter in built.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     return built
 
 
