@@ -140,9 +140,10 @@ def _accept(planned: Planned, *, force: bool, as_json: bool) -> RunPlan:
 
 def _check_machine(planned: Planned) -> None:
     """Refuse to start where the plan's devices are not."""
-    from trainctl.hardware import preflight
+    from trainctl.hardware import missing_packages, preflight
 
-    findings = name_sources(planned.composed, preflight(planned.hardware))
+    lacking = missing_packages(planned.composed.config, planned.hardware)
+    findings = name_sources(planned.composed, [*preflight(planned.hardware), *lacking])
     if any(finding.is_error for finding in findings):
         raise TrainctlError.from_findings(findings)
     show_findings(findings)
