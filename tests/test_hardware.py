@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from trainctl.config.schema import Accelerator, HardwareConfig, RunConfig
+from trainctl.config.schema import Accelerator, DataType, HardwareConfig, RunConfig
 from trainctl.errors import ExitCode, Finding, Severity
 from trainctl.hardware import detect, resolve_hardware
 from trainctl.hardware.devices import are_here as devices_here
@@ -101,6 +101,32 @@ def test_a_hanging_tool_is_given_up(tool, monkeypatch):
     start = time.monotonic()
     assert detect.visible_devices() == ()
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("line", "bf16", "fp32", "bandwidth"),
+    [
+        (H100, 989.4, 66.9, 3350.0),
+        (T4, None, 8.1, 320.0),
+        ("{i}, GPU-{i}, NVIDIA H100 PCIe, 81559, 9.0", None, None, None),
+    ],
+    ids=["H100", "T4", "another form of a known chip"],
+)
+def test_a_detected_device_has_the_rates_of_its_option(tool, line, bf16, fp32, bandwidth):
+    tool("nvidia-smi", devices(line, 2))
+    hardware = resolve_hardware(HardwareConfig())
+    assert hardware.peak_tflops(DataType.bf16) == bf16
+    assert hardware.peak_tflops(DataType.fp32) == fp32
+    assert hardware.memory_bandwidth_gb_per_second == bandwidth
+
+
+def test_a_declared_rate_wins_and_a_mixed_machine_has_none(tool):
+    tool("nvidia-smi", devices(H100, 2))
+    hardware = resolve_hardware(HardwareConfig(peak_tflops_bf16=800.0))
+    assert hardware.peak_tflops(DataType.bf16) == 800.0
+    assert hardware.peak_tflops(DataType.fp8) == 1978.9
+    tool("nvidia-smi", print_lines(H100.format(i=0), T4.format(i=1)))
+    assert resolve_hardware(HardwareConfig()).peak_tflops(DataType.fp16) is None
 
 
 def test_amd_devices(tool, monkeypatch):

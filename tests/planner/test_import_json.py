@@ -107,7 +107,12 @@ def test_what_cannot_be_expressed_is_said():
 
 
 def test_the_batch_of_a_tensor_parallel_json_is_the_true_one():
-    config = {**BASE, "tensor_parallel": {"autotp_size": 2}, "gradient_accumulation_steps": 1}
+    config = {
+        **BASE,
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": 2},
+        "gradient_accumulation_steps": 1,
+    }
     imported = import_json(config, world_size=4)
     assert imported.settings["parallelism.tensor"] == 2
     assert imported.settings["training.global_batch_size"] == 4

@@ -24,8 +24,8 @@ def plan_lines(plan: RunPlan) -> list[str]:
 
     Settings of DeepSpeed's JSON are left to `trainctl config deepspeed` and `config why`.
     """
-    from trainctl.memory.shapes import count_parameters
     from trainctl.plan.deepspeed import flatten
+    from trainctl.plan.shapes import count_parameters
 
     config, batch, mesh = plan.config, plan.batch, plan.mesh
     parameters = count_parameters(config.model).total

@@ -9,6 +9,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import builds, devices, limits, network, packages, storage
 from trainctl.hardware.facts import Hardware
+from trainctl.hardware.kernels import kernels_are_installed
 
 Check = Callable[[RunConfig, Hardware], Iterable[str | Finding]]
 """Yields what it found: a text where all is well, a finding where it is not."""
@@ -19,6 +20,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("devices", devices.are_here),
     ("visible devices", devices.visible_ones_exist),
     ("number formats", devices.compute_in_the_format),
+    ("kernels", kernels_are_installed),
     ("compiler", builds.compiler_is_here),
     ("libaio", builds.libaio_is_here),
     ("CUDA toolkit", builds.toolkit_matches_torch),

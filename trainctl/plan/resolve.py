@@ -11,12 +11,14 @@ from trainctl.plan.deepspeed import derived_settings, render, user_settings
 from trainctl.plan.derive import (
     derive_batch,
     derive_mesh,
+    derive_stages,
     derive_stop_step,
     derive_total_steps,
     derive_warmup_steps,
 )
 from trainctl.plan.own_json import check_own_json
 from trainctl.plan.precision import formats
+from trainctl.plan.recompute import wrapped_blocks
 from trainctl.plan.rules import Draft, check
 from trainctl.plan.techniques import not_yet
 from trainctl.plan.types import Derived, RunPlan
@@ -61,6 +63,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
 
     stop_step, stop_reasons = derive_stop_step(config.training, total_steps)
     warmup_steps, warmup_reasons = derive_warmup_steps(config.schedule, total_steps)
+    stage_blocks, stage_reasons = derive_stages(config)
 
     plan = RunPlan(
         config=config,
@@ -70,6 +73,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
         total_steps=total_steps,
         stop_step=stop_step,
         warmup_steps=warmup_steps,
+        stage_blocks=stage_blocks,
         deepspeed=deepspeed,
         derived=(
             *mesh_reasons,
@@ -77,6 +81,8 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
             *total_reasons,
             *stop_reasons,
             *warmup_reasons,
+            *wrapped_blocks(config),
+            *stage_reasons,
             *_format_reasons(config),
             *settings,
         ),

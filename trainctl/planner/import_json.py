@@ -25,6 +25,10 @@ OURS = {
     "wall_clock_breakdown": "trainctl reports itself",
     "optimizer.params.torch_adam": "trainctl chooses the kernel",
     "optimizer.params.adam_w_mode": "optimizer.kind says it",
+    "torch_autocast.lower_precision_safe_modules": "trainctl keeps ZeRO's gathering exact",
+    "tensor_parallel.autotp_size": "parallelism.tensor says it",
+    "sequence_parallel_size": "parallelism.sequence says it",
+    "seq_parallel_communication_data_type": "precision.communication says it",
 }
 """Keys that trainctl sets by itself, and why they are not taken over."""
 

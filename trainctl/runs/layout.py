@@ -16,6 +16,7 @@ RUN/
     command.json         what was started on each node
     logs/                rank-0.log ..., agent-0.log
     heartbeats/          rank-0 ...: when each rank last did what
+    profile/             rank-0.trace.json.gz and rank-0.txt, with logging.profile_steps
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ class AttemptPaths:
 
     def heartbeat(self, rank: int) -> Path:
         return self.root / "heartbeats" / f"rank-{rank}"
+
+    @property
+    def profile(self) -> Path:
+        return self.root / "profile"
 
 
 @dataclass(frozen=True, slots=True)

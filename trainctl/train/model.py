@@ -17,8 +17,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import (
-    ActivationCheckpointingConfig,
-    CheckpointingMode,
     DataType,
     ModelConfig,
     ModelFamily,
@@ -167,28 +165,6 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def blocks(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+def blocks(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """The decoder blocks, in order."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def wrap_blocks(model: PreTrainedModel, config: ActivationCheckpointingConfig) -> int:
-    """Recompute every k-th block in the backward pass; how many blocks do.
-
-    Raises:
-        TrainctlError: None of the model's blocks can.
-    """
-    if config.mode is CheckpointingMode.none:
-        return 0
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    layers = blocks(model)
-    for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = index % config.every_kth_block == 0
-    wrapped = sum(layer.gradient_checkpointing for layer in layers)
-    if wrapped == 0:
-        raise TrainctlError(
-            f"activation_checkpointing.mode={config.mode.value} but 0 of {len(layers)} blocks of "
-            f"{type(model).__name__} are wrapped",
-            hint="activation_checkpointing=none, or a model whose blocks support it",
-        )
-    return wrapped

@@ -137,7 +137,7 @@ def _evaluate(
     model = load(plan, arguments.checkpoint, arguments.device, progress)
     with model.inference():
         loss = evaluate(
-            model.logits,
+            model.score,
             dataset,
             num_samples=samples,
             micro_batch_size=plan.batch.micro_batch_size,
@@ -183,7 +183,7 @@ def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
     model = load(plan, arguments.checkpoint, arguments.device, progress)
     with model.inference():
         text = sample_text(
-            model.logits,
+            model.next_scores,
             tokenizer,
             prompt=arguments.prompt,
             num_tokens=arguments.tokens,
