@@ -35,3 +35,19 @@ def test_what_our_trainer_cannot_do_yet_a_script_may() -> None:
     assert theirs is not None and theirs.not_yet == ()
     elsewhere = planned("script=train.py", "hardware.nodes=2", "launcher=slurm").assessment.plan
     assert elsewhere is not None and len(elsewhere.not_yet) == 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "key", "value"),
+    [
+        ("parallelism=tensor", "tensor_parallel", {"autotp_size": 2}),
+        ("parallelism=sequence", "sequence_parallel_size", 2),
+    ],
+)
+def test_a_script_hears_of_the_layout_and_our_trainer_brings_its_own_mesh(
+    layout: str, key: str, value: object
+) -> None:
+    typed = [layout, "hardware=2xcpu"]
+    ours, theirs = (planned(*typed, *own).assessment.plan for own in ([], ["script=train.py"]))
+    assert ours is not None and key not in ours.deepspeed
+    assert theirs is not None and theirs.deepspeed[key] == value
