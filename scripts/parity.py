@@ -127,6 +127,9 @@ def main() -> int:
                 if not result.holds:
                     print(result.combination, _cell(result), result.failure, file=sys.stderr)
                 meter("parity", sum(c in results for c in todo), len(todo))
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
     finally:  # also when stopped: what there is makes a page
         pool.shutdown(cancel_futures=True)
         _replace_tables(arguments.output, "\n".join(page(results)))

@@ -210,6 +210,7 @@ def _config(combination: Combination, steps: int, nvme: Path) -> RunConfig:
         config.offload.nvme_path = str(nvme)
     if config.offload.parameters is OffloadDevice.nvme:
         config.offload.buffer_size = 1_000_000
+        config.offload.buffer_count = 32  # as many parameters as are on their way at once
         config.offload.max_in_cpu = 0
     return config
 

@@ -41,6 +41,7 @@ def plan(stage, optimizer, parameters="none", nvme=None, *, precision=FP32, rati
         config.zero_stage.max_live_parameters = 10_000_000
         config.offload.nvme_path = str(nvme)
         config.offload.buffer_size = 3_000_000
+        config.offload.buffer_count = 32  # each parameter that is gathered holds one
         config.offload.max_in_cpu = 0
     return tiny_plan(config, 2)
 

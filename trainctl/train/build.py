@@ -105,8 +105,9 @@ def materialise_partitioned(
             holder.weight = parameter
             deepspeed.zero.Init(
                 module=holder,
+                # Without `dtype`: on a device without fp16 DeepSpeed takes bf16 in its place, and
+                # would swap fp32 weights through bf16 buffers; by the JSON it takes the right one.
                 config_dict_or_path=deepspeed_json,
-                dtype=meta.dtype,
                 mpu=unit,
                 data_parallel_group=group,
                 param_swapper=swapper,
