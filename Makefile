@@ -21,8 +21,9 @@ format: $(VENV)/.installed-dev  ## Rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.installed-run  ## Write docs/reference.md anew from the schema
+docs: $(VENV)/.installed-run  ## Write docs/reference.md and docs/rules.md anew
 	$(BIN)/python scripts/generate_reference.py
+	$(BIN)/python scripts/generate_rules.py
 
 help:  ## Show this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -1,10 +1,10 @@
-"""Resume on every other layout: processes x ZeRO stages x offload, as a table.
+"""Resume on every other layout: processes x ZeRO stages x offload, and cut models, as a table.
 
     python scripts/resume_matrix.py [--output docs/resume.md]
 
 Trains a tiny model in fp32 on real processes, some hundred attempts in all, so it takes a while;
-`tests/train/test_resume_elsewhere.py` does a part of it. The table between the two marks of the
-output file is replaced; without a file it is printed.
+`tests/train/test_resume_elsewhere.py` and `test_resume_layouts.py` do a part of it. The table
+between the two marks of the output file is replaced; without a file it is printed.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def main() -> int:
             (elsewhere.plain, elsewhere.offloaded), elsewhere.PROCESSES, elsewhere.STAGES
         )
     ]
+    journeys += elsewhere.CUTS
     with tempfile.TemporaryDirectory() as folder:
         runs = elsewhere.travel(Path(folder), journeys)
         reference = runs[elsewhere.REFERENCE]
@@ -49,9 +50,9 @@ def main() -> int:
             rows.append(_row(journey, difference, once, compared))
     table = "\n".join(
         [
-            "| processes | ZeRO stage | optimizer offload | largest loss difference "
+            "| processes | ZeRO stage | optimizer offload | model cut | largest loss difference "
             "| every sample once | replayed steps compared |",
-            "|---|---|---|---|---|---|",
+            "|---|---|---|---|---|---|---|",
             *rows,
         ]
     )
@@ -70,6 +71,7 @@ def _row(journey: Journey, difference: float, once: bool, compared: int) -> str:
         _way(journey, lambda leg: str(leg.processes)),
         _way(journey, lambda leg: str(leg.stage)),
         _way(journey, lambda leg: leg.offload),
+        _way(journey, lambda leg: leg.cut),
         f"{difference:.1e}",
         "yes" if once else "**no**",
         str(compared),

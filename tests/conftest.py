@@ -1,4 +1,4 @@
-"""What all tests share: CI turns a skip of a marked test into a failure."""
+"""What all tests share: when a test may skip. CI turns a skip of a marked test into a failure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from trainctl.hardware.detect import visible_devices
+
 MUST_RUN_MARKS = ("slow", "cluster", "slurm")
 
 
@@ -16,6 +18,13 @@ def pytest_configure() -> None:
     """A shell's background job ignores Ctrl-C and so would what tests start and interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test marked `gpu` needs one that this process can see."""
+    if item.get_closest_marker("gpu") and not visible_devices():
+        pytest.skip("no GPU that this process can see")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,9 +13,10 @@ import time
 import psutil
 import pytest
 
-from trainctl.config.schema import Accelerator, HardwareConfig
-from trainctl.errors import ExitCode, Severity
-from trainctl.hardware import detect, preflight, resolve_hardware
+from trainctl.config.schema import Accelerator, DataType, HardwareConfig, RunConfig
+from trainctl.errors import ExitCode, Finding, Severity
+from trainctl.hardware import detect, resolve_hardware
+from trainctl.hardware.devices import are_here as devices_here
 
 H100 = "{i}, GPU-{i}aaa-1, NVIDIA H100 80GB HBM3, 81559, 9.0"
 T4 = "{i}, GPU-{i}bbb-1, Tesla T4, 15360, 7.5"
@@ -28,13 +29,16 @@ def tool(tmp_path, monkeypatch):
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    detect.query_tool.cache_clear()
 
     def put(name: str, script: str) -> None:
         path = tmp_path / name
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        detect.query_tool.cache_clear()
 
-    return put
+    yield put
+    detect.query_tool.cache_clear()
 
 
 def print_lines(*lines: str) -> str:
@@ -97,6 +101,32 @@ def test_a_hanging_tool_is_given_up(tool, monkeypatch):
     start = time.monotonic()
     assert detect.visible_devices() == ()
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("line", "bf16", "fp32", "bandwidth"),
+    [
+        (H100, 989.4, 66.9, 3350.0),
+        (T4, None, 8.1, 320.0),
+        ("{i}, GPU-{i}, NVIDIA H100 PCIe, 81559, 9.0", None, None, None),
+    ],
+    ids=["H100", "T4", "another form of a known chip"],
+)
+def test_a_detected_device_has_the_rates_of_its_option(tool, line, bf16, fp32, bandwidth):
+    tool("nvidia-smi", devices(line, 2))
+    hardware = resolve_hardware(HardwareConfig())
+    assert hardware.peak_tflops(DataType.bf16) == bf16
+    assert hardware.peak_tflops(DataType.fp32) == fp32
+    assert hardware.memory_bandwidth_gb_per_second == bandwidth
+
+
+def test_a_declared_rate_wins_and_a_mixed_machine_has_none(tool):
+    tool("nvidia-smi", devices(H100, 2))
+    hardware = resolve_hardware(HardwareConfig(peak_tflops_bf16=800.0))
+    assert hardware.peak_tflops(DataType.bf16) == 800.0
+    assert hardware.peak_tflops(DataType.fp8) == 1978.9
+    tool("nvidia-smi", print_lines(H100.format(i=0), T4.format(i=1)))
+    assert resolve_hardware(HardwareConfig()).peak_tflops(DataType.fp16) is None
 
 
 def test_amd_devices(tool, monkeypatch):
@@ -174,8 +204,13 @@ def test_a_control_group_limits_the_host_s_memory(tmp_path, cgroup, files, expec
     assert detect.host_memory_limit(tmp_path) == (expected or psutil.virtual_memory().total)
 
 
+def lacking(hardware):
+    found = devices_here(RunConfig(), hardware)
+    return [finding for finding in found if isinstance(finding, Finding)]
+
+
 def test_a_plan_for_gpus_on_a_machine_without_any_is_stopped(tool):
-    (finding,) = preflight(resolve_hardware(declared_h100s(devices_per_node=8)))
+    (finding,) = lacking(resolve_hardware(declared_h100s(devices_per_node=8)))
     assert finding.is_error and finding.exit_code is ExitCode.environment
     assert "8xh100-80g" in finding.message
     assert "hardware=auto" in finding.hint and "hardware=2xcpu" in finding.hint
@@ -184,23 +219,23 @@ def test_a_plan_for_gpus_on_a_machine_without_any_is_stopped(tool):
 def test_a_plan_for_more_gpus_than_are_visible_is_stopped(tool, monkeypatch):
     tool("nvidia-smi", devices(H100, 8))
     planned = resolve_hardware(declared_h100s(devices_per_node=8))
-    assert preflight(planned) == []
+    assert lacking(planned) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    (finding,) = preflight(planned)
+    (finding,) = lacking(planned)
     assert "shows 2 (CUDA_VISIBLE_DEVICES=0,1)" in finding.message
     assert finding.hint.startswith("hardware.devices_per_node=2")
 
 
 def test_a_plan_for_larger_gpus_is_stopped(tool):
     tool("nvidia-smi", devices(RTX, 8))
-    (finding,) = preflight(resolve_hardware(declared_h100s(devices_per_node=8)))
+    (finding,) = lacking(resolve_hardware(declared_h100s(devices_per_node=8)))
     assert "RTX 4090" in finding.message and finding.is_error
 
 
 def test_more_processes_than_cores_is_a_warning():
     cores = len(os.sched_getaffinity(0))
     config = HardwareConfig(name="cpu", accelerator=Accelerator.cpu, devices_per_node=cores)
-    assert preflight(resolve_hardware(config)) == []
+    assert lacking(resolve_hardware(config)) == []
     config.devices_per_node = cores + 1
-    (finding,) = preflight(resolve_hardware(config))
+    (finding,) = lacking(resolve_hardware(config))
     assert finding.severity is Severity.warning

@@ -109,6 +109,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert not _loaded(["--help"]) & {*HEAVY, "hydra", "omegaconf", "numpy", "yaml"}
 
 
+DEEPSPEED_JSON = str(Path(__file__).parent / "plan" / "golden" / "stage-0-fp32-cpu.json")
 PLANNED = ["recipe=7b-zero3", "hardware=8xh100-80g"]
 
 
@@ -121,6 +122,12 @@ PLANNED = ["recipe=7b-zero3", "hardware=8xh100-80g"]
         ["config", "deepspeed", *PLANNED],
         ["config", "why", "train_batch_size", *PLANNED],
         ["config", "diff", "7b-zero2", "7b-zero3"],
+        ["config", "why", "optimizer.lr", *PLANNED],
+        ["config", "schema"],
+        ["config", "schema", "--deepspeed"],
+        ["doctor", "tiny"],
+        ["validate", "--deepspeed", DEEPSPEED_JSON, "--world-size", "2"],
+        ["config", "import", DEEPSPEED_JSON, "--world-size", "2"],
         ["recipes"],
         ["launch", "recipe=tiny", "--dry-run"],
     ],

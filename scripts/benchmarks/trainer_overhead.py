@@ -115,14 +115,19 @@ class _BareLoop:
         import deepspeed
         from transformers import AutoModelForCausalLM
 
-        from trainctl.train.engine import parameter_groups
         from trainctl.train.model import TORCH_TYPES, transformers_config
 
         config = plan.config
         dtype = TORCH_TYPES[config.precision.compute]
         model = AutoModelForCausalLM.from_config(transformers_config(config.model), dtype=dtype)
         # The same groups: what weight decay spares is a choice of the configuration.
-        groups = parameter_groups(model, config.optimizer)
+        embedding = model.get_input_embeddings().weight
+        decayed = [p for p in model.parameters() if p.dim() > 1 and p is not embedding]
+        plain = [p for p in model.parameters() if p.dim() < 2 or p is embedding]
+        groups = [
+            {"params": decayed, "weight_decay": config.optimizer.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
         self.engine, *_ = deepspeed.initialize(
             model=model, model_parameters=groups, config=plan.deepspeed
         )

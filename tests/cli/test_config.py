@@ -122,3 +122,103 @@ def test_diff_of_the_same_is_no_data(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_path_that_is_no_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["config", command, "runs/none"]) == ExitCode.run_state
     assert "runs/none does not exist" in capsys.readouterr().err
+
+
+def test_why_says_which_layer_won_and_what_became_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = output(capsys, "why", "optimizer.lr", "tiny", "optimizer.lr=1e-3").splitlines()
+    assert lines[0] == "optimizer.lr = 0.001"
+    assert [line.endswith(", which wins") for line in lines[1:4]] == [False, False, True]
+    assert lines[3].split() == ["0.001", "set", "by", "optimizer.lr=1e-3,", "which", "wins"]
+    assert "  0.0003 is the default of the schema" in lines
+    assert "  in DeepSpeed's JSON: optimizer.params.lr = 0.001" in lines
+    lines = output(capsys, "why", "schedule.kind", "tiny").splitlines()
+    assert "  in DeepSpeed's JSON: nothing" in lines
+
+
+def test_why_leads_from_the_json_back_to_what_was_typed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["why", "zero_optimization.stage", "tiny", "zero_stage=3"]
+    assert "zero_stage.stage = 3, set by conf/zero_stage/3.yaml:2 (chosen by zero_stage=3)" in (
+        output(capsys, *asked)
+    )
+    (source,) = json.loads(output(capsys, *asked, "--json"))["sources"]
+    assert (source["key"], source["value"], source["default"]) == ("zero_stage.stage", 3, 1)
+
+
+def test_why_of_a_section_names_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "why", "optimizer", "recipe=tiny"]) == ExitCode.bad_input
+    error = capsys.readouterr().err
+    assert "optimizer is a section" in error and "optimizer.kind" in error
+
+
+def test_diff_knows_what_a_null_stands_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    for name, steps in (("same", 2), ("other", 4)):
+        (tmp_path / "recipes" / f"{name}.yaml").write_text(
+            "defaults: [tiny, _self_]\n"
+            "training:\n  global_batch_size: null\n"
+            f"  gradient_accumulation_steps: {steps}\n"
+        )
+    # tiny derives an accumulation of 2 from a global batch of 16: the same thing.
+    rows = json.loads(output(capsys, "diff", "tiny", "same", "--json"))
+    assert [row["key"] for row in rows] == ["recipe"]
+    text = output(capsys, "diff", "tiny", "other")
+    rows = [line.split() for line in text.splitlines()[1:-1]]
+    assert ["training.global_batch_size", "16", "32", "(derived)"] in rows
+    assert ["training.gradient_accumulation_steps", "2", "(derived)", "4"] in rows
+
+
+def test_diff_of_json_files_is_by_what_deepspeed_makes_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rendered = json.loads(output(capsys, "deepspeed", "tiny"))
+    file = tmp_path / "ds_config.json"
+
+    def differences(document: dict[str, object], other: str = "tiny") -> list[str]:
+        file.write_text(json.dumps(document))
+        return [
+            row["key"] for row in json.loads(output(capsys, "diff", str(file), other, "--json"))
+        ]
+
+    assert differences(rendered) == []
+    # Written otherwise, and the same: a default left out or written out, case, an empty section.
+    del rendered["fp16"], rendered["wall_clock_breakdown"]
+    rendered["optimizer"]["type"] = "adamw"
+    rendered["gradient_clipping"] = 1
+    rendered["prescale_gradients"] = False
+    rendered["comms_logger"] = {}
+    assert differences(rendered) == []
+    rendered["zero_optimization"]["stage"] = 1
+    rendered["prescale_gradients"] = True
+    del rendered["steps_per_print"]
+    assert sorted(differences(rendered)) == [
+        "prescale_gradients",
+        "steps_per_print",
+        "zero_optimization.stage",
+    ]
+    text = output(capsys, "diff", str(file), "tiny")
+    assert "False (DeepSpeed's default)" in text
+    assert differences({}, other=str(file)) == []
+
+
+def test_diff_of_what_is_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text('{"train_batch_size": 3,\n nope}')
+    assert run(["config", "diff", str(file), "tiny"]) == ExitCode.bad_input
+    assert f"{file}:2" in capsys.readouterr().err
+    assert run(["config", "diff", "none.json", "tiny"]) == ExitCode.bad_input
+    assert "none.json cannot be read" in capsys.readouterr().err
+
+
+def test_schema_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["optimizer"], ["--deepspeed"]):
+        document = json.loads(output(capsys, "schema", *arguments))
+        assert document["type"] == "object" and document["additionalProperties"] is False
+    assert run(["config", "schema", "optimiser"]) == ExitCode.bad_input
+    assert "did you mean optimizer" in capsys.readouterr().err

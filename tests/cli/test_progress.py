@@ -34,6 +34,31 @@ def test_a_step_line_has_every_number() -> None:
     )
 
 
+def test_utilisation_is_shown_where_the_peak_is_known() -> None:
+    assert " tokens/s MFU 41.2% eta" in step_line(
+        step(1, mfu=0.4123), stop_step=2, seconds_left=None
+    )
+    assert "MFU" not in step_line(step(1, mfu=None), stop_step=2, seconds_left=None)
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "at_end", "shown"), [(4, True, True), (4, False, False), (7, False, True)]
+)
+def test_memory_is_shown_at_the_end_or_when_it_is_more_than_planned(
+    gibibytes: int, at_end: bool, shown: bool
+) -> None:
+    planned = {"device_peak_bytes": 5, "device_peak_low_bytes": 4, "device_peak_high_bytes": 6}
+    event = {
+        "event": "memory",
+        "step": 2,
+        "at_end": at_end,
+        "measured": {"device_peak_bytes": gibibytes * 2**30},
+        "planned": {name: size * 2**30 for name, size in planned.items()},
+    }
+    line = f"peak memory of a device: {gibibytes}.00 GiB; planned 5.00 (between 4.00 and 6.00)"
+    assert event_lines(event) == ([line] if shown else [])
+
+
 def test_a_step_without_clipping_has_no_norm() -> None:
     assert "grad_norm" not in step_line(step(1, grad_norm=None), stop_step=2, seconds_left=None)
 

@@ -8,7 +8,14 @@ import pytest
 
 from trainctl.config.catalog import leading_comment, options, shipped_root
 from trainctl.config.compose import compose
-from trainctl.config.schema import GROUPS, ModelConfig, ModelFamily
+from trainctl.config.schema import (
+    GROUPS,
+    Accelerator,
+    DataType,
+    HardwareConfig,
+    ModelConfig,
+    ModelFamily,
+)
 
 FILES = sorted((shipped_root() / "conf").rglob("*.yaml"))
 CHOICES = [(group, info.name) for group in GROUPS for info in options(group)]
@@ -35,7 +42,7 @@ ISSUE = {
         "constant linear cosine wsd polynomial exponential step inverse_sqrt one_cycle cyclic"
     ),
     "zero_stage": "0 1 2 3",
-    "offload": "none cpu cpu-all nvme nvme-optimizer",
+    "offload": "none cpu cpu-all cpu-partial nvme nvme-optimizer",
     "precision": "fp32 bf16 fp16 fp8 bf16-low-memory autocast-bf16",
     "parallelism": "data tensor pipeline sequence 3d",
     "activation_checkpointing": "none full selective offloaded",
@@ -97,12 +104,36 @@ def parameters(model: ModelConfig) -> int:
     return embeddings + layers * (attention + 3 * hidden * width + norms) + hidden
 
 
+def _peak(hardware: HardwareConfig, name: str) -> float | None:
+    peak: float | None = getattr(hardware, f"peak_tflops_{name}")
+    return peak
+
+
+@pytest.mark.parametrize("name", [info.name for info in options("hardware")])
+def test_peak_rates_name_their_source_and_are_dense(name: str) -> None:
+    hardware = compose([f"hardware={name}"]).config.hardware
+    rates = {item: _peak(hardware, item.name) for item in DataType}
+    path = shipped_root() / "conf" / "hardware" / f"{name}.yaml"
+    assert any(rates.values()) is any("Peak rates: " in line for line in leading_comment(path))
+    # Each halving of the width at most doubles the rate (a figure with sparsity would be fourfold);
+    # fp32 has no matrix unit to itself.
+    bf16, fp8 = rates[DataType.bf16], rates[DataType.fp8]
+    assert bf16 is None or bf16 == rates[DataType.fp16]
+    assert bf16 is None or fp8 is None or fp8 == pytest.approx(2 * bf16, rel=1e-3)
+
+
 @pytest.mark.parametrize("name", [info.name for info in options("hardware")])
 def test_hardware_is_counted_one_unless_written_otherwise(name: str) -> None:
     hardware = compose([f"hardware={name}"]).config.hardware
     assert hardware.name == name
     assert hardware.nodes == 1
     assert hardware.devices_per_node == (None if name == "auto" else 1)
+    if hardware.accelerator in (Accelerator.cuda, Accelerator.rocm):
+        assert hardware.driver_names
+        has_peak = {item.name: _peak(hardware, item.name) is not None for item in DataType}
+        assert has_peak["fp32"] and has_peak["fp16"]
+        assert has_peak["bf16"] is hardware.supports_bf16
+        assert has_peak["fp8"] is hardware.supports_fp8
     gigabytes = name.rpartition("-")[2].removesuffix("g")
     if gigabytes.isdigit():
         assert hardware.device_memory_bytes is not None

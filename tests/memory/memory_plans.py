@@ -6,6 +6,7 @@ from typing import Any
 
 from trainctl.config.schema import Accelerator, ModelConfig, ModelFamily, RunConfig
 from trainctl.hardware import Hardware
+from trainctl.plan.stages import blocks_of_stages
 from trainctl.plan.types import Batch, Mesh, RunPlan
 
 GIB = 2**30
@@ -61,6 +62,8 @@ def make_plan(
 ) -> RunPlan:
     """A plan; `settings` are dotted keys with ``__`` for the dot (``zero_stage__stage=3``)."""
     config = RunConfig(model=model)
+    axes = config.parallelism
+    axes.tensor, axes.pipeline, axes.sequence = tensor, pipeline, sequence
     for key, value in settings.items():
         section, name = key.split("__")
         assert hasattr(getattr(config, section), name), key
@@ -85,6 +88,7 @@ def make_plan(
         total_steps=10,
         stop_step=10,
         warmup_steps=0,
+        stage_blocks=blocks_of_stages(model, config.parallelism, sequence_length=sequence_length),
         deepspeed={"optimizer": {"params": {"torch_adam": True}}}
         if deepspeed is None
         else deepspeed,

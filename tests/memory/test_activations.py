@@ -28,6 +28,33 @@ def traced_bytes_per_token(
 ) -> float:
     """Bytes per token that autograd saves for one block, each storage counted once; under autocast
     to bf16 without the casts of the weights."""
+    import torch
+
+    hidden, block, arguments, shared = real_block(model, attention, dtype_name)
+    ignored = {tensor.untyped_storage().data_ptr() for tensor in shared}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in ignored:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        output = block(hidden, **arguments)
+    total = sum(storage.nbytes() for storage in saved.values())
+    if autocast:
+        total -= sum(2 * tensor.numel() for tensor in block.parameters() if tensor.dim() == 2)
+    del output
+    return total / (BATCH * SEQUENCE)
+
+
+def real_block(model: ModelConfig, attention: str, dtype_name: str):
+    """An input, transformers' block for it, its other arguments, and tensors that are no part of
+    the activations."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     dtype = getattr(torch, dtype_name)
@@ -58,25 +85,7 @@ def traced_bytes_per_token(
         rotary = whole.model.rotary_emb(hidden, torch.arange(SEQUENCE)[None])
         arguments["position_embeddings"] = rotary
         shared += rotary
-    ignored = {tensor.untyped_storage().data_ptr() for tensor in shared}
-    saved = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in ignored:
-            saved[storage.data_ptr()] = storage
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-    ):
-        output = block(hidden, **arguments)
-    total = sum(storage.nbytes() for storage in saved.values())
-    if autocast:
-        total -= sum(2 * tensor.numel() for tensor in block.parameters() if tensor.dim() == 2)
-    del output
-    return total / (BATCH * SEQUENCE)
+    return hidden, block, arguments, shared
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -88,6 +97,31 @@ def test_closed_form_is_what_autograd_saves(family: str, attention: str, dtype: 
         model, sequence_length=SEQUENCE, element=2 if dtype == "bfloat16" else 4
     ).saved
     assert ours == pytest.approx(traced_bytes_per_token(model, attention, dtype), rel=0.005)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", MODELS)
+def test_products_are_what_selective_keeps(family: str, attention: str) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from trainctl.train.recompute import KEPT_OPERATIONS
+
+    sizes = []
+
+    class Kept(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            output = func(*args, **(kwargs or {}))
+            if func.name() in KEPT_OPERATIONS:
+                results = output if isinstance(output, tuple) else (output,)
+                sizes.extend(result.untyped_storage().nbytes() for result in results)
+            return output
+
+    model = replace(MODELS[family], attention=AttentionKind(attention))
+    hidden, block, arguments, _ = real_block(model, attention, "bfloat16")
+    with Kept():
+        block(hidden, **arguments)
+    ours = block_activations(model, sequence_length=SEQUENCE, element=2).products
+    assert ours * BATCH * SEQUENCE == sum(sizes)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])

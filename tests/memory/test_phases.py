@@ -13,7 +13,6 @@ from trainctl.config.schema import (
     ModelFamily,
     OffloadDevice,
     OptimizerKind,
-    PipelinePartition,
 )
 from trainctl.memory.components import Components
 from trainctl.memory.engine import read_engine
@@ -25,9 +24,7 @@ FUSED = {"optimizer": {"params": {}}}
 
 
 def one_stage(plan: RunPlan) -> Stage:
-    (stage,) = stages(
-        plan.config.model, pipeline=1, tensor=1, partition=PipelinePartition.parameters
-    )
+    (stage,) = stages(plan.config.model)
     return stage
 
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_plans import GPT2, LLAMA_2_7B, LLAMA_3_8B
 
-from trainctl.config.schema import ModelConfig, ModelFamily, PipelinePartition
-from trainctl.memory import shapes
-from trainctl.memory.stages import stages
+from trainctl.config.schema import ModelConfig, ModelFamily, ParallelismConfig, PipelinePartition
+from trainctl.memory.stages import Stage, stages
+from trainctl.plan import shapes
+from trainctl.plan.stages import blocks_of_stages
 
 LLAMA_32_1B = ModelConfig(
     vocab_size=128_256,
@@ -140,7 +141,10 @@ models = st.builds(
 def test_stages_hold_every_parameter_once(
     model: ModelConfig, pipeline: int, partition: PipelinePartition
 ) -> None:
-    held = stages(model, pipeline=pipeline, tensor=1, partition=partition)
+    axes = ParallelismConfig(pipeline=pipeline, pipeline_partition=partition)
+    blocks = blocks_of_stages(model, axes, sequence_length=512)
+    assert min(blocks) > 0 or model.num_layers < pipeline
+    held = stages(model, stage_blocks=blocks)
     copies = shapes.head_tensor(model).numel if pipeline > 1 and model.tie_word_embeddings else 0
     assert sum(stage.parameters for stage in held) == shapes.count_parameters(model).total + copies
     assert sum(stage.blocks for stage in held) == model.num_layers
@@ -148,14 +152,18 @@ def test_stages_hold_every_parameter_once(
 
 
 def test_balanced_partition_gives_the_stage_with_the_head_fewer_blocks() -> None:
-    held = stages(LLAMA_3_8B, pipeline=4, tensor=1, partition=PipelinePartition.parameters)
-    uniform = stages(LLAMA_3_8B, pipeline=4, tensor=1, partition=PipelinePartition.uniform)
+    def cut(partition: PipelinePartition) -> tuple[Stage, ...]:
+        axes = ParallelismConfig(pipeline=4, pipeline_partition=partition)
+        blocks = blocks_of_stages(LLAMA_3_8B, axes, sequence_length=8192)
+        return stages(LLAMA_3_8B, stage_blocks=blocks)
+
+    held, uniform = cut(PipelinePartition.parameters), cut(PipelinePartition.uniform)
     assert max(s.parameters for s in held) < max(s.parameters for s in uniform)
     assert held[-1].blocks < uniform[-1].blocks == 8
 
 
 def test_tensor_ranks_share_matrices_and_copy_norms() -> None:
-    (whole,) = stages(LLAMA_3_8B, pipeline=1, tensor=1, partition=PipelinePartition.uniform)
-    (shard,) = stages(LLAMA_3_8B, pipeline=1, tensor=4, partition=PipelinePartition.uniform)
+    (whole,) = stages(LLAMA_3_8B)
+    (shard,) = stages(LLAMA_3_8B, tensor=4)
     norms = 65 * 4096
     assert shard.parameters == (whole.parameters - norms) // 4 + norms

@@ -2,8 +2,8 @@
 
 Reads a list of cases from standard input and writes, for each, what the installed DeepSpeed made of
 it. The process group is torch's fake one: this process is rank 0 of a world without other ranks, so
-that the batch check of a 64-rank config runs on one core. The mpu is what DeepSpeed itself uses for
-the layout: its pipeline grid, its Ulysses groups, its tensor-parallel groups.
+that the batch check of a 64-rank config runs on one core. The mpu is what the trainer hands it:
+DeepSpeed's own pipeline grid, or else our mesh.
 """
 
 import json
@@ -20,9 +20,11 @@ from deepspeed.runtime.pipe.topology import (
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
 )
-from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from trainctl.plan.types import Mesh
+from trainctl.train.mesh import join_mesh
 
 # Its shared-memory all-reduce would be compiled first; nothing is communicated here.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -35,13 +37,7 @@ def layout(mesh: dict[str, int]) -> object | None:
             num_pp=mesh["pipeline"], num_mp=mesh["tensor"], num_dp=mesh["data"]
         )
         return PipelineParallelGrid(topology=topology)
-    if mesh["tensor"] > 1:
-        groups._init_tp_mesh_device(tensor_model_parallel_size=mesh["tensor"])
-        return groups
-    if mesh["sequence"] > 1:
-        parallel_state_sp.initialize_sequence_parallel(mesh["sequence"])
-        return parallel_state_sp
-    return None
+    return join_mesh(Mesh(**mesh), 0, timedelta(seconds=60)).model_parallel_unit
 
 
 def optimizer_of(config: DeepSpeedConfig) -> str | None:
@@ -74,7 +70,6 @@ def load(case: dict) -> dict:
             "gradient_clipping": config.gradient_clipping,
             "zero_stage": int(config.zero_optimization_stage),
             "optimizer": optimizer_of(config),
-            "autotp_size": config.tensor_parallel_config.autotp_size,
         }
     except Exception as error:  # the test compares what DeepSpeed said
         return {"error": f"{type(error).__name__}: {error}"}

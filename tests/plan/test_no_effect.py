@@ -49,6 +49,12 @@ def test_the_table_names_keys_of_the_schema_once():
         ({"training__sample_prompt": "x"}, {"training__sample_tokens": 5}),
         ({"stability__max_interventions": 1}, {"stability__on_bad_loss": "skip_step"}),
         ({"training__tokens": 5000}, {"training__steps": None}),
+        (
+            {"activation_checkpointing__every_kth_block": 2},
+            {"activation_checkpointing__mode": "selective"},
+        ),
+        ({"kernels__chunk_tokens": 64}, {"kernels__cross_entropy": "chunked"}),
+        ({"logging__profile_ranks": [1]}, {"logging__profile_steps": [2, 3]}),
     ],
 )
 def test_a_setting_is_reported_exactly_while_it_does_nothing(idle, effective):

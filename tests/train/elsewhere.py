@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +31,25 @@ STAGES = ((1, 3), (3, 1), (3, 2), (2, 0), (0, 3))
 
 @dataclass(frozen=True, order=True)
 class Leg:
-    """A layout."""
+    """A layout: the processes that the other axes leave are data-parallel."""
 
     processes: int
     stage: int
     offload: str = "none"
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+
+    @property
+    def cut(self) -> str:
+        """The axes besides data."""
+        sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence}
+        return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "none"
+
+    @property
+    def name(self) -> str:
+        cut = self.cut.replace(" ", "")
+        return f"{self.processes}p-zero{self.stage}-{self.offload}-{cut}"
 
     def plan(self) -> RunPlan:
         config = tiny_config(steps=STEPS)
@@ -44,6 +58,9 @@ class Leg:
         config.schedule.warmup_steps = 2
         config.zero_stage.stage = self.stage
         config.offload.optimizer = OffloadDevice(self.offload)
+        config.parallelism.tensor = self.tensor
+        config.parallelism.pipeline = self.pipeline
+        config.parallelism.sequence = self.sequence
         config.checkpoint.every_steps = SAVE_EVERY
         config.checkpoint.at_end = False
         return tiny_plan(config, self.processes)
@@ -53,6 +70,17 @@ Journey = tuple[Leg, ...]
 
 REFERENCE: Journey = (Leg(1, 0),)
 """Undisturbed, on one process and without ZeRO."""
+
+
+_WHOLE, _ALL = Leg(2, 2), Leg(8, 1, tensor=2, pipeline=2)
+_TENSOR, _PIPELINE = Leg(2, 3, tensor=2), Leg(2, 1, pipeline=2)
+CUTS: tuple[Journey, ...] = (
+    (_TENSOR, _WHOLE, _TENSOR),
+    (_PIPELINE, _WHOLE, _PIPELINE),
+    (_ALL, _WHOLE, _ALL),
+    (Leg(2, 1, sequence=2), Leg(2, 0, tensor=2), Leg(2, 0, pipeline=2)),
+)
+"""Journeys on which the model is cut otherwise."""
 
 
 def plain(processes: tuple[int, int], stages: tuple[int, int]) -> Journey:
@@ -68,39 +96,25 @@ def offloaded(processes: tuple[int, int], stages: tuple[int, int]) -> Journey:
 
 
 def travel(folder: Path, journeys: Iterable[Journey]) -> dict[Journey, RunPaths]:
-    """Run the journeys; legs that begin alike are run once, many in one process start."""
+    """Run the journeys; legs that begin alike are run once."""
     wanted = [REFERENCE, *journeys]
     for length in range(1, 1 + max(map(len, wanted))):
         ending = {journey for journey in wanted if len(journey) == length}
         leaving = {journey[:length] for journey in wanted if len(journey) > length}
         for goes_on, begun in ((False, ending), (True, leaving)):
-            for batch in _batches(sorted(begun)):
-                cases = []
-                for part in batch:
-                    run = _place(folder, part, goes_on)
-                    if length > 1:
-                        shutil.copytree(_place(folder, part[:-1], True).root, run.root)
-                    stop = length * SAVE_EVERY + OVERSHOOT if goes_on else STEPS
-                    cases.append(Case(with_stop(part[-1].plan(), stop), run, attempt=length))
-                train_cases(batch[0][-1].processes, cases)
+            for part in sorted(begun):
+                run = _place(folder, part, goes_on)
+                if length > 1:
+                    shutil.copytree(_place(folder, part[:-1], True).root, run.root)
+                stop = length * SAVE_EVERY + OVERSHOOT if goes_on else STEPS
+                case = Case(with_stop(part[-1].plan(), stop), run, attempt=length)
+                train_cases(part[-1].processes, [case])
     return {journey: _place(folder, journey, False) for journey in wanted}
 
 
 def _place(folder: Path, journey: Journey, goes_on: bool) -> RunPaths:
-    name = "_".join(f"{leg.processes}p-zero{leg.stage}-{leg.offload}" for leg in journey)
+    name = "_".join(leg.name for leg in journey)
     return RunPaths(folder / (f"{name}_on" if goes_on else name))
-
-
-def _batches(begun: list[Journey]) -> Iterator[list[Journey]]:
-    """Those that one process start can do: the same process count, one ZeRO-3 engine at most."""
-    by_size: dict[int, list[Journey]] = defaultdict(list)
-    for journey in begun:
-        by_size[journey[-1].processes].append(journey)
-    for alike in by_size.values():
-        with_3 = [journey for journey in alike if journey[-1].stage == 3]
-        without = [journey for journey in alike if journey[-1].stage != 3]
-        for index in range(max(1, len(with_3))):
-            yield (without if index == 0 else []) + with_3[index : index + 1]
 
 
 def largest_difference(run: RunPaths, reference: RunPaths) -> float:

@@ -1,19 +1,22 @@
-"""Real ranks for tests: gloo processes that train one case after the other in one process start."""
+"""Real ranks for tests: gloo processes, forked from a server that has everything imported."""
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import socket
-import subprocess
-import sys
+import atexit
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from fork_server import ForkServer
+
 from trainctl.config.codec import to_plain
-from trainctl.config.schema import Accelerator, DataConfig, DataKind, ModelConfig, RunConfig
+from trainctl.config.schema import (
+    Accelerator,
+    DataConfig,
+    DataKind,
+    ModelConfig,
+    OffloadDevice,
+    RunConfig,
+)
 from trainctl.hardware import Hardware
 from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
@@ -21,6 +24,30 @@ from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
 from trainctl.train.prepare import prepare
+
+PRELOAD = (
+    "ranks",
+    # What DeepSpeed's engine imports only when it is built; the first alone, which has torch's
+    # compiler imported, is two seconds.
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mistral.modeling_mistral",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+SECONDS = 300.0
+"""Limit of one case."""
+
+
+_servers: list[ForkServer] = []
 
 
 @dataclass(frozen=True)
@@ -65,54 +92,47 @@ def tiny_plan(config: RunConfig, world_size: int) -> RunPlan:
     return resolution.plan
 
 
-def train_cases(world_size: int, cases: list[Case], *, probe: str = "") -> list[dict[str, Any]]:
-    """Train every case on `world_size` processes; what `probe` returned, by rank.
-
-    A process can hold one ZeRO-3 engine in its life (a second one hangs in DeepSpeed), so at most
-    one case is at stage 3.
+def train_cases(world_size: int, cases: list[Case], *, probe: str = "") -> list[Any]:
+    """Train every case on `world_size` fresh processes; what `probe` returned, by rank.
 
     Args:
-        probe: ``module:function`` called as ``function(cases, process)`` in place of training.
+        probe: ``module:function`` called once as ``function(cases, process)`` in place of training.
+
+    Raises:
+        RanksFailed: A rank failed; its message ends with what it printed.
     """
     for case in cases:
         attempt = case.run.attempt(case.attempt)
         attempt.root.mkdir(parents=True, exist_ok=True)
         write_json(attempt.plan, to_plain(case.plan))
         prepare(case.plan, case.run)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-    }
-    work = pickle.dumps((cases, probe))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        assert rank.stdin is not None
-        rank.stdin.write(work)
-        rank.stdin.close()
-        rank.stdin = None
-    outputs = [rank.communicate(timeout=300) for rank in ranks]
-    for rank, (_, error) in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, error.decode()[-3000:]
-    return [json.loads(output.decode().splitlines()[-1]) for output, _ in outputs]
+    for operator in sorted(set().union(*(_operators(case.plan) for case in cases))):
+        # Once for all ranks, and with no limit to it: a compiler that is killed leaves a lock.
+        server().prepare("ranks:load_operator", operator)
+    if probe:
+        return server().run("ranks:probe", (cases, probe), world_size, SECONDS)
+    for case in cases:
+        server().run("ranks:train", case, world_size, SECONDS)
+    return []
+
+
+def server() -> ForkServer:
+    """The fork server that all tests of a session share; it ends with the session."""
+    if not _servers or not _servers[-1].is_alive:
+        _servers.append(ForkServer(PRELOAD, ENVIRONMENT))
+        atexit.register(_servers[-1].close)
+    return _servers[-1]
+
+
+def _operators(plan: RunPlan) -> set[str]:
+    """What of DeepSpeed is compiled when it is first used."""
+    offload = plan.config.offload
+    operators = set()
+    if offload.optimizer is not OffloadDevice.none:
+        operators.add("CPUAdamBuilder")
+    if OffloadDevice.nvme in (offload.optimizer, offload.parameters):
+        operators.add("AsyncIOBuilder")
+    return operators
 
 
 def curve(run: RunPaths) -> dict[int, tuple[float, float]]:
@@ -124,54 +144,3 @@ def curve(run: RunPaths) -> dict[int, tuple[float, float]]:
 def with_stop(plan: RunPlan, step: int) -> RunPlan:
     """The plan, ending its launch at `step`."""
     return replace(plan, stop_step=step)
-
-
-class _Watched:
-    """The training data of a rank, with a record of the samples that it really gave out."""
-
-    def __init__(self, data: Any, case: Case) -> None:
-        self._data = data
-        self._path = case.run.root / f"seen-{case.attempt}.jsonl"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._data, name)
-
-    def step(self, first_sample: int) -> Any:
-        batches = self._data.step(first_sample)
-        ids = [int(sample) for batch in batches for sample in batch.sample_ids]
-        with self._path.open("a") as file:  # one short write: the ranks' lines do not mix
-            file.write(json.dumps({"first": first_sample, "ids": ids}) + "\n")
-        return batches
-
-
-def _main() -> None:
-    cases, probe = pickle.load(sys.stdin.buffer)
-    import importlib
-
-    import torch
-
-    from trainctl.runs.records import EventWriter
-    from trainctl.train.process import start_process, stop_process
-    from trainctl.train.session import assemble
-    from trainctl.train.trainer import Trainer
-
-    torch.set_num_threads(1)
-    process = start_process(cases[0].plan)
-    result: Any = {}
-    if probe:
-        module, _, function = probe.partition(":")
-        result = getattr(importlib.import_module(module), function)(cases, process)
-    else:
-        for case in cases:
-            session = assemble(case.plan, case.run, process)
-            session.training = _Watched(session.training, case)  # type: ignore[assignment]
-            events = EventWriter(case.run.events, case.attempt) if process.is_first else None
-            Trainer(session, events).train()
-            process.barrier()
-            session.engine.close()
-    stop_process()
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    _main()

@@ -42,12 +42,12 @@ def plan(stage, compute=DataType.fp32, **model):
     return tiny_plan(config, 2)
 
 
-def held_out_loss(logits, case):
+def held_out_loss(score, case):
     corpus = Corpus.load(case.run.corpus)
     length = case.plan.batch.sequence_length
     dataset = PackedDataset(corpus, corpus.held_out, sequence_length=length, mask_documents=False)
     number = case.plan.config.training.evaluation_samples
-    return evaluate(logits, dataset, num_samples=number, micro_batch_size=2)
+    return evaluate(score, dataset, num_samples=number, micro_batch_size=2)
 
 
 def check(case, out, dtype=torch.float32, shard_bytes=5 * 10**9):
@@ -68,7 +68,7 @@ def check(case, out, dtype=torch.float32, shard_bytes=5 * 10**9):
         )
         recorded = [e for e in read_events(case.run.events) if e["event"] == "evaluation"][-1]
         for loaded in (theirs, ours):
-            assert held_out_loss(loaded.logits, case) == pytest.approx(recorded["loss"], abs=1e-6)
+            assert held_out_loss(loaded.score, case) == pytest.approx(recorded["loss"], abs=1e-6)
     return exported
 
 

@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from trainctl.config.schema import (
-    ActivationCheckpointingConfig,
-    CheckpointingMode,
     ModelConfig,
     ModelFamily,
 )
 from trainctl.train.build import materialise
-from trainctl.train.model import blocks, skeleton, wrap_blocks
+from trainctl.train.model import skeleton
 from trainctl.train.weights import SeedWeights
 
 FAMILIES = [ModelFamily.llama, ModelFamily.mistral, ModelFamily.qwen3, ModelFamily.gpt2]
@@ -54,14 +52,3 @@ def test_positions_that_start_anew_keep_attention_inside_a_document(family):
 
     assert torch.equal(second_document(ids, masked), second_document(changed, masked))
     assert not torch.allclose(second_document(ids, plain), second_document(changed, plain))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_recomputed_blocks_are_counted(family):
-    model = skeleton(small(family), torch.float32)
-    assert len(blocks(model)) == 2
-    assert wrap_blocks(model, ActivationCheckpointingConfig()) == 0
-    full = ActivationCheckpointingConfig(mode=CheckpointingMode.full)
-    assert wrap_blocks(model, full) == 2
-    every_other = ActivationCheckpointingConfig(mode=CheckpointingMode.full, every_kth_block=2)
-    assert wrap_blocks(model, every_other) == 1

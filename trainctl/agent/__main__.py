@@ -13,6 +13,7 @@ import socket
 import sys
 import traceback
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,6 +32,7 @@ from trainctl.runs.processes import (
     die_with_parent,
     sweep,
 )
+from trainctl.runs.provenance import redact_argv
 from trainctl.runs.records import EventWriter
 from trainctl.runs.status import State, read_status, write_status
 
@@ -95,6 +97,7 @@ class Agent:
         self._tag = tag
         self._launcher_pid = launcher_pid
         self._grace_seconds = 0.0
+        self._codes_are_ours = True
 
     def run(self) -> NoReturn:
         """Prepare, run the ranks, leave nothing behind, end with the launch's exit code."""
@@ -118,6 +121,8 @@ class Agent:
 
         plan = read_plan(self._attempt.plan)
         command = read_command(self._attempt)
+        if command.folder is not None:  # where the run was launched from: the user's code is there
+            os.chdir(command.folder)
         self._grace_seconds = plan.config.launcher.grace_seconds
         guard = Guard(
             self._tag,
@@ -130,6 +135,7 @@ class Agent:
         guard.start()
         if _early_sigterm:
             os.kill(os.getpid(), signal.SIGTERM)
+        self._codes_are_ours = plan.config.script is None
         nodes = plan.hardware.nodes
         address, port = self._place.rendezvous or (command.address, command.port)
         if nodes > 1:
@@ -146,6 +152,13 @@ class Agent:
 
         code = 0
         oom_kills = host_oom_kills()
+        launcher = plan.config.launcher
+        # A program of the user's gives no signs of life, so their absence tells nothing.
+        watch = Watch(
+            self._attempt,
+            heartbeat_seconds=inf if command.is_users else launcher.heartbeat_seconds,
+            slow_phase_seconds=inf if command.is_users else launcher.slow_phase_seconds,
+        )
 
         def on_failure(failed: RankExit | HungRank) -> None:
             nonlocal code
@@ -162,6 +175,9 @@ class Agent:
             slow_phase_seconds=launcher.slow_phase_seconds,
         )
         prepare_ranks(plan, command.ranks_per_node)
+        if command.is_users and self._node == 0:
+            with EventWriter(self._run.events, self._attempt.number) as writer:
+                writer.write("program", command=redact_argv(command.rank_command))
         run_ranks(command, rendezvous, self._tag, guard, watch, self._grace_seconds, on_failure)
         return code
 
@@ -181,8 +197,10 @@ class Agent:
             log,
             host_oom_kills=oom_kills,
             disk_is_full=disk_is_full(self._run.root),
+            codes_are_ours=self._codes_are_ours,
         )
-        code = exit_code(return_code, Cause(fields["cause"]))
+        cause = Cause(fields["cause"])
+        code = exit_code(return_code, cause, codes_are_ours=self._codes_are_ours)
         self._report(code, rank=rank, **where, **fields)
         return code
 

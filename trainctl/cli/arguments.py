@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from trainctl.cli.complete import complete_overrides, complete_target
+
+_WORDS = "trainctl.words"
 
 Overrides = Annotated[
     list[str] | None,
@@ -14,6 +19,7 @@ Overrides = Annotated[
         metavar="OVERRIDES",
         help="Configuration: recipe=NAME, GROUP=OPTION, KEY=VALUE.",
         show_default=False,
+        autocompletion=complete_overrides,
     ),
 ]
 TargetAndOverrides = Annotated[
@@ -22,6 +28,7 @@ TargetAndOverrides = Annotated[
         metavar="[RECIPE|RUN] OVERRIDES",
         help="A recipe or a run directory, then GROUP=OPTION, KEY=VALUE.",
         show_default=False,
+        autocompletion=complete_target,
     ),
 ]
 ConfigDir = Annotated[
@@ -67,6 +74,24 @@ class Device(StrEnum):
 OnDevice = Annotated[
     Device, typer.Option("--device", help="auto: an accelerator with room for it, else the CPU.")
 ]
+
+
+class CommandWithWords(TyperCommand):
+    """A command whose words after `--` are a script's, whatever they look like."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Set them aside, and parse the rest."""
+        if "--" in args:
+            where = args.index("--")
+            ctx.meta[_WORDS] = args[where + 1 :]
+            args = args[:where]
+        return super().parse_args(ctx, args)
+
+
+def words_of(context: typer.Context) -> list[str] | None:
+    """The words after `--`; None where there was no `--`."""
+    words: list[str] | None = context.meta.get(_WORDS)
+    return words
 
 
 def split_target(arguments: list[str] | None) -> tuple[str | None, list[str]]:

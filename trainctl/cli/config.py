@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, Overrides, TargetAndOverrides, split_target
+from trainctl.cli.complete import complete_key
+from trainctl.cli.import_json import import_json
 from trainctl.errors import TrainctlError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainctl.cli.compare import Difference
     from trainctl.cli.planning import Planned
-    from trainctl.config.compose import Composed
     from trainctl.plan.types import RunPlan
 
+SIDE = "A recipe, a run directory, or a file of DeepSpeed's JSON."
+
 app = typer.Typer(help="Look at a configuration: its values, and why.", rich_markup_mode="rich")
+app.command("import")(import_json)
 
 
 @app.command()
@@ -60,7 +67,8 @@ def why(
     key: Annotated[
         str,
         typer.Argument(
-            help="A config key, a key of DeepSpeed's JSON, or a quantity such as total_steps."
+            help="A config key, a key of DeepSpeed's JSON, or a quantity such as total_steps.",
+            autocompletion=complete_key,
         ),
     ],
     overrides: Overrides = None,
@@ -72,102 +80,92 @@ def why(
     Example: trainctl config why train_batch_size recipe=tiny
     """
     from trainctl.cli.console import print_json, put
+    from trainctl.cli.explain import explain, unknown
     from trainctl.cli.planning import compose_target, plan
 
     composed = compose_target(*split_target(overrides), config_dir)
-    answer = _explain(key, composed, plan(composed))
+    planned = plan(composed)
+    made = planned.assessment.plan
+    answer = explain(key, composed, made)
+    if answer is None:
+        if made is None:
+            raise TrainctlError.from_findings(planned.findings)
+        raise unknown(key, composed, made)
     if as_json:
-        print_json(answer)
+        print_json(answer.to_json())
         return
-    put(f"{key} = {answer['value']}")
-    if answer["reason"]:
-        put(f"  because: {answer['reason']}")
-    for layer in answer["layers"]:
-        put(f"  {layer['value']}  set by {layer['source']}")
-    if not answer["reason"] and not answer["layers"]:
-        put("  the default of the schema")
-    if answer["doc"]:
-        put(f"  {answer['doc']}")
+    for line in answer.lines():
+        put(line)
 
 
 @app.command()
 def diff(
-    left: Annotated[str, typer.Argument(metavar="A", help="A recipe or a run directory.")],
-    right: Annotated[str, typer.Argument(metavar="B", help="A recipe or a run directory.")],
+    left: Annotated[str, typer.Argument(metavar="A", help=SIDE)],
+    right: Annotated[str, typer.Argument(metavar="B", help=SIDE)],
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
-    """Print the keys in which two configurations differ.
+    """Print the keys in which two configurations differ, by what they mean.
 
-    Example: trainctl config diff 7b-zero2 7b-zero3
+    Examples: trainctl config diff 7b-zero2 7b-zero3; trainctl config diff ds_config.json 7b-zero3
     """
+    from trainctl.cli.compare import compare, read_side
     from trainctl.cli.console import print_json
-    from trainctl.cli.planning import compose_target
-    from trainctl.config.codec import to_plain
-    from trainctl.config.diff import diff as compare
 
-    changes = compare(
-        compose_target(left, (), config_dir).config, compose_target(right, (), config_dir).config
-    )
+    differences = compare(read_side(left, config_dir), read_side(right, config_dir))
     if as_json:
-        print_json(
-            [{"key": c.key, "left": to_plain(c.left), "right": to_plain(c.right)} for c in changes]
-        )
+        print_json([{"key": d.key, "left": d.left, "right": d.right} for d in differences])
     else:
-        _print_changes(changes, left, right)
+        _print_differences(differences, left, right)
 
 
-def _print_changes(changes: list[Any], left: str, right: str) -> None:
+def _print_differences(differences: Sequence[Difference], left: str, right: str) -> None:
     from rich.table import Table
 
     from trainctl.cli.console import rich_console, say
-    from trainctl.config.codec import to_plain
 
-    if not changes:
+    if not differences:
         say(f"{left} and {right} are the same")
         return
     table = Table("key", left, right, box=None, pad_edge=False)
-    for change in changes:
-        table.add_row(change.key, str(to_plain(change.left)), str(to_plain(change.right)))
+    for difference in differences:
+        table.add_row(difference.key, difference.left_text, difference.right_text)
     rich_console().print(table)
+
+
+@app.command()
+def schema(
+    group: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[GROUP]",
+            help="A config group: the schema of the options in conf/GROUP; else of recipes.",
+            show_default=False,
+        ),
+    ] = None,
+    deepspeed: Annotated[
+        bool, typer.Option("--deepspeed", help="Of DeepSpeed's own JSON instead.")
+    ] = False,
+) -> None:
+    """Print a JSON Schema, for an editor that completes and checks YAML or JSON.
+
+    Example: trainctl config schema > recipe.schema.json
+    """
+    from trainctl.cli.console import print_json
+
+    if deepspeed:
+        from trainctl.plan.json_schema import deepspeed_schema
+
+        if group is not None:
+            raise TrainctlError("--deepspeed takes no group")
+        print_json(deepspeed_schema())
+        return
+    from trainctl.config.json_schema import option_schema, recipe_schema
+
+    print_json(recipe_schema() if group is None else option_schema(group))
 
 
 def _plan_of(planned: Planned) -> RunPlan:
     if planned.assessment.plan is None:
         raise TrainctlError.from_findings(planned.findings)
     return planned.assessment.plan
-
-
-def _explain(key: str, composed: Composed, planned: Planned) -> dict[str, Any]:
-    """Value, reason, the layers that set it and its documentation.
-
-    What was typed can be explained even where no plan can be made of it.
-    """
-    from trainctl.config.codec import to_plain
-    from trainctl.config.schema import walk
-
-    values = {name: to_plain(value) for name, _, value in walk(composed.config)}
-    docs = {name: item.metadata["doc"] for name, item, _ in walk(composed.config)}
-    made = planned.assessment.plan
-    derived = {item.key: item for item in made.derived} if made else {}
-    if key not in values and key not in derived:
-        if made is None:
-            raise TrainctlError.from_findings(planned.findings)
-        raise _unknown_key(key, [*values, *derived])
-    layers = composed.layers.get(key, ())
-    return {
-        "key": key,
-        "value": to_plain(derived[key].value) if key in derived else values[key],
-        "reason": derived[key].reason if key in derived else "",
-        "layers": [{"source": each.source, "value": to_plain(each.value)} for each in layers],
-        "doc": docs.get(key, ""),
-    }
-
-
-def _unknown_key(key: str, known: list[str]) -> TrainctlError:
-    from trainctl.config.suggest import nearest
-
-    # A short key, such as `lr`, is most likely the end of a longer one.
-    near = [name for name in known if name.rpartition(".")[2] == key] or nearest(key, known)
-    hint = f"did you mean {', '.join(near)}?" if near else "trainctl config show lists the keys"
-    return TrainctlError(f"there is no key or quantity {key}", hint=hint)

@@ -17,6 +17,7 @@ from trainctl.cli.arguments import (
     Overrides,
     TargetAndOverrides,
     split_target,
+    words_of,
 )
 from trainctl.errors import TrainctlError
 
@@ -29,6 +30,7 @@ class ResumeMode(StrEnum):
 
 
 def launch(
+    context: typer.Context,
     overrides: Overrides = None,
     dry_run: DryRun = False,
     force: Force = False,
@@ -46,12 +48,15 @@ def launch(
 ) -> None:
     """Check a configuration against the hardware, then train.
 
-    Example: trainctl launch recipe=tiny training.steps=200 optimizer.lr=1e-3
+    Examples: trainctl launch recipe=tiny training.steps=200 optimizer.lr=1e-3;
+    trainctl launch script=train.py recipe=7b-zero3 -- --its --own arguments
     """
     from trainctl.cli import start
-    from trainctl.cli.planning import compose, plan
+    from trainctl.cli.planning import compose
+    from trainctl.config.user_code import with_words
     from trainctl.runs.directory import is_run
 
+    words = words_of(context)
     if resume is ResumeMode.auto:
         if run_dir is None:
             raise TrainctlError("--resume auto needs --run-dir, the directory to look in")
@@ -59,7 +64,7 @@ def launch(
             # A scheduler repeats the whole command, so it composes as the first launch did.
             start.resume_run(
                 run_dir,
-                lambda _: compose(overrides, config_dir),
+                lambda _: with_words(compose(overrides, config_dir), words),
                 dry_run=dry_run,
                 force=force,
                 as_json=as_json,
@@ -67,13 +72,14 @@ def launch(
                 detach=detach,
             )
             return
-    planned = plan(compose(overrides, config_dir), with_files=True)
+    composed = with_words(compose(overrides, config_dir), words)
     start.start_run(
-        planned, run_dir=run_dir, dry_run=dry_run, force=force, as_json=as_json, detach=detach
+        composed, run_dir=run_dir, dry_run=dry_run, force=force, as_json=as_json, detach=detach
     )
 
 
 def resume(
+    context: typer.Context,
     run: TargetAndOverrides = None,
     dry_run: DryRun = False,
     force: Force = False,
@@ -83,17 +89,23 @@ def resume(
 ) -> None:
     """Continue a run (the newest, if none is named) from its newest complete checkpoint.
 
+    A script is started again as it was; words after -- replace its arguments.
+
     Examples: trainctl resume; trainctl resume runs/NAME training.steps=400
     """
     from trainctl.cli import start
     from trainctl.config.compose import recompose
+    from trainctl.config.user_code import with_words
     from trainctl.runs.directory import newest_run
 
+    words = words_of(context)
     target, overrides = split_target(run)
     root = Path(target) if target is not None else newest_run().root
     start.resume_run(
         root,
-        lambda before: recompose(start.next_launch(before), overrides, config_dir=config_dir),
+        lambda before: with_words(
+            recompose(start.next_launch(before), overrides, config_dir=config_dir), words
+        ),
         dry_run=dry_run,
         force=force,
         as_json=as_json,

@@ -16,6 +16,7 @@ from trainctl.cli import (
     check,
     checkpoint,
     config,
+    doctor,
     evaluate,
     export,
     launch,
@@ -24,30 +25,33 @@ from trainctl.cli import (
     sample,
     sweep,
 )
+from trainctl.cli.arguments import CommandWithWords
 from trainctl.errors import ExitCode, TrainctlError
 
 # The base class of every usage error, wherever the installed typer keeps it.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
+COMPLETE_VARIABLE = "_TRAINCTL_COMPLETE"
+
 app = typer.Typer(
     name="trainctl",
     help="Plan, launch and resume the training of large models on DeepSpeed.",
-    add_completion=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(rich_help_panel="Train")(launch.launch)
-app.command(rich_help_panel="Train")(launch.resume)
+app.command(rich_help_panel="Train", cls=CommandWithWords)(launch.launch)
+app.command(rich_help_panel="Train", cls=CommandWithWords)(launch.resume)
 app.command(rich_help_panel="Train")(sweep.sweep)
 app.add_typer(runs.app, name="runs", rich_help_panel="Train")
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="Use what was trained")
 app.command(rich_help_panel="Use what was trained")(evaluate.evaluate)
 app.command(rich_help_panel="Use what was trained")(sample.sample)
 app.command(rich_help_panel="Use what was trained")(export.export)
-app.command(rich_help_panel="Plan")(check.validate)
-app.command(rich_help_panel="Plan")(check.estimate_memory)
+app.command(rich_help_panel="Plan", cls=CommandWithWords)(check.validate)
+app.command(rich_help_panel="Plan", cls=CommandWithWords)(check.estimate_memory)
 app.add_typer(config.app, name="config", rich_help_panel="Plan")
 app.command(rich_help_panel="Plan")(recipes.recipes)
+app.command(rich_help_panel="Plan")(doctor.doctor)
 
 
 def _print_version(value: bool) -> None:
@@ -105,6 +109,8 @@ def entry_point() -> NoReturn:
     taking every module apart at the end, are a quarter of its time: the first is made rare, the
     second is left to the kernel.
     """
+    if COMPLETE_VARIABLE in os.environ:  # a shell asks how a line may go on
+        _complete()
     gc.set_threshold(200_000)
     code = run(sys.argv[1:])
     try:
@@ -113,6 +119,15 @@ def entry_point() -> NoReturn:
         _abandon_output()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _complete() -> None:
+    if os.environ[COMPLETE_VARIABLE] != "complete_bash":
+        app(prog_name="trainctl")
+    from trainctl.cli.complete import answer_bash
+
+    sys.stdout.write(answer_bash(app, os.environ))
+    sys.exit(0)
 
 
 def _abandon_output() -> None:

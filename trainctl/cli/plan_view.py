@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from trainctl.cli.console import put, short_count
 
 if TYPE_CHECKING:
+    from trainctl.config.schema import RunConfig
     from trainctl.plan.types import RunPlan
 
 
@@ -22,8 +24,8 @@ def plan_lines(plan: RunPlan) -> list[str]:
 
     Settings of DeepSpeed's JSON are left to `trainctl config deepspeed` and `config why`.
     """
-    from trainctl.memory.shapes import count_parameters
     from trainctl.plan.deepspeed import flatten
+    from trainctl.plan.shapes import count_parameters
 
     config, batch, mesh = plan.config, plan.batch, plan.mesh
     parameters = count_parameters(config.model).total
@@ -45,6 +47,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         ),
         ("run", f"{steps}: {short_count(tokens)} tokens"),
     ]
+    rows += [("runs", program) for program in _users_code(config)]
     name = config.recipe or config.model.name
     lines = [f"Plan of {name}", *(f"  {label:<10}{text}" for label, text in rows)]
     settings = {key for key, _ in flatten(plan.deepspeed)}
@@ -55,10 +58,18 @@ def plan_lines(plan: RunPlan) -> list[str]:
     return lines
 
 
+def _users_code(config: RunConfig) -> Iterator[str]:
+    """The user's own script and functions, as they will be called."""
+    from trainctl.config.user_code import functions
+
+    if config.script is not None:
+        yield shlex.join([config.script, *config.script_arguments])
+    for key, reference in functions(config):
+        yield f"{reference} ({key})"
+
+
 def show_commands(commands: Sequence[Sequence[str]]) -> None:
     """Print the command of each node, as a shell would take it."""
-    import shlex
-
     put("Commands")
     for command in commands:
         put(f"  {shlex.join(command)}")

@@ -60,12 +60,13 @@ def compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Compose
     return composed
 
 
-def plan(composed: Composed, *, with_files: bool = False) -> Planned:
+def plan(composed: Composed, *, with_files: bool = False, folder: Path | None = None) -> Planned:
     """Resolve, check and budget a composed configuration.
 
     Args:
         composed: The configuration.
         with_files: Also look for the files that it names, as whoever starts from here must.
+        folder: Where the user's own code is looked for; None is the current folder.
     """
     from trainctl.config.files import missing_files
     from trainctl.hardware import resolve_hardware
@@ -73,7 +74,7 @@ def plan(composed: Composed, *, with_files: bool = False) -> Planned:
 
     hardware = resolve_hardware(composed.config.hardware)
     assessment = assess(composed.config, hardware)
-    found = (*assessment.findings, *(missing_files(composed.config) if with_files else ()))
+    found = (*assessment.findings, *(missing_files(composed.config, folder) if with_files else ()))
     return Planned(
         composed=composed,
         hardware=hardware,

@@ -113,7 +113,9 @@ def step_line(event: Event, *, stop_step: int, seconds_left: float | None) -> st
         f"step {event['step']}/{stop_step} loss {number(event['loss']):.4f}"
         f" lr {event['learning_rate']:.1e}"
         + (f" grad_norm {number(norm):.2f}" if norm is not None else "")
-        + f" {event['tokens_per_second']:,.0f} tokens/s eta {clock(seconds_left)}"
+        + f" {event['tokens_per_second']:,.0f} tokens/s"
+        + (f" MFU {event['mfu']:.1%}" if event.get("mfu") is not None else "")
+        + f" eta {clock(seconds_left)}"
     )
 
 
@@ -134,6 +136,10 @@ def event_lines(event: Event) -> list[str]:
             return [line]
         case "checkpoint":
             return [f"checkpoint at step {event['step']}: {event['path']}"]
+        case "memory":
+            return _memory_lines(event)
+        case "profile":
+            return [f"profile of the steps up to {event['step']}: {event['path']}"]
         case "restart":
             return [
                 f"failed: {event['cause']}",
@@ -156,6 +162,19 @@ def event_lines(event: Event) -> list[str]:
                 *(f"  {printable(line)}" for line in event["text"].splitlines()),
             ]
     return []
+
+
+def _memory_lines(event: Event) -> list[str]:
+    """At the end always; while the run goes on, only when more is used than the plan allows."""
+    planned = event["planned"]
+    measured, high = event["measured"]["device_peak_bytes"], planned["device_peak_high_bytes"]
+    if not event["at_end"] and measured <= high:
+        return []
+    peak, low, middle, most = (
+        f"{size / 2**30:.2f}"
+        for size in (measured, planned["device_peak_low_bytes"], planned["device_peak_bytes"], high)
+    )
+    return [f"peak memory of a device: {peak} GiB; planned {middle} (between {low} and {most})"]
 
 
 def clock(seconds: float | None) -> str:

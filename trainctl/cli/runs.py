@@ -280,6 +280,7 @@ def _ask_to_stop(run: RunPaths, *, now: bool) -> None:
     """Ask the launch of a live run; a job that has not started is taken from its queue."""
     from trainctl.cli.console import say
     from trainctl.launch.schedulers import cancel
+    from trainctl.runs.directory import last_config
     from trainctl.runs.listing import summarise
     from trainctl.runs.requests import Request, file_request
     from trainctl.runs.status import State, read_status, write_status
@@ -293,8 +294,10 @@ def _ask_to_stop(run: RunPaths, *, now: bool) -> None:
             write_status(run, before.changed(State.stopped, message=message))
         say(f"{run.root}: job {summary.job.id} is cancelled")
         return
-    file_request(run, Request.end if now else Request.stop, "trainctl runs stop")
-    what = "ends now" if now else "saves at its next step and ends"
+    # A program of the user's reads no requests to save: its launch ends it.
+    ends = now or not last_config(run).trains_itself
+    file_request(run, Request.end if ends else Request.stop, "trainctl runs stop")
+    what = "ends now" if ends else "saves at its next step and ends"
     say(f"{run.root}: asked; it {what}")
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def start_run(
-    planned: Planned,
+    composed: Composed,
     *,
     run_dir: Path | None,
     dry_run: bool,
@@ -43,6 +43,7 @@ def start_run(
     """
     from trainctl.runs.directory import DEFAULT_ROOT, create_run
 
+    planned = plan(composed, with_files=True)
     made = _accept(planned, force=force, as_json=as_json)
     if dry_run:
         from trainctl.runs.layout import RunPaths
@@ -81,34 +82,49 @@ def resume_run(
         typer.Exit: The run did not end well; carries its exit code.
     """
     from trainctl.config.diff import diff
+    from trainctl.launch import program
     from trainctl.runs.directory import last_config, open_run
     from trainctl.runs.lock import hold
 
     run = open_run(root)
     with hold(run):
-        checkpoint = _newest_checkpoint(run)
-        if checkpoint is None and not may_restart:
+        before = last_config(run)
+        composed = configure(before)
+        # What a script or function of the user's saves, and goes on from, is its own affair.
+        is_ours = composed.config.trains_itself
+        checkpoint = _newest_checkpoint(run) if is_ours else None
+        if checkpoint is None and is_ours and not may_restart:
             raise TrainctlError(
                 f"{run.root} has no complete checkpoint to resume from",
                 hint=f"trainctl launch --resume auto --run-dir {root} starts it from the beginning",
                 exit_code=ExitCode.run_state,
             )
-        before = last_config(run)
-        planned = plan(configure(before), with_files=True)
+        folder = program.folder(composed.config, run)
+        planned = plan(composed, with_files=True, folder=folder)
         _show_changes(diff(before, planned.composed.config))
         if checkpoint is not None and _is_done(checkpoint, planned):
             say(f"nothing to do: {run.root} is at step {checkpoint.step:,}, where this launch ends")
             say("hint: a larger training.steps or training.stop_after_steps trains on")
             return
         made = _accept(planned, force=force, as_json=as_json)
-        where = checkpoint.path.name if checkpoint else "the beginning: there is no checkpoint yet"
-        say(f"resuming {run.root} from {where}")
+        say(_resuming(run, made, checkpoint))
         if dry_run:
             _show_start(planned, made, run, as_json=as_json)
             return
         _check_machine(planned, made, run.root)
         size = _checkpoint_bytes(planned)
         _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
+
+
+def _resuming(run: RunPaths, made: RunPlan, checkpoint: CheckpointInfo | None) -> str:
+    if not made.config.trains_itself:
+        return f"starting {_program_name(made.config)} of {run.root} again"
+    where = checkpoint.path.name if checkpoint else "the beginning: there is no checkpoint yet"
+    return f"resuming {run.root} from {where}"
+
+
+def _program_name(config: RunConfig) -> str:
+    return Path(config.script).name if config.script is not None else str(config.trainer)
 
 
 def next_launch(config: RunConfig) -> RunConfig:
@@ -125,6 +141,7 @@ def _accept(planned: Planned, *, force: bool, as_json: bool) -> RunPlan:
     """Show plan, findings and budget; give the plan, or refuse it."""
     from trainctl.cli.budget_view import show_budget
     from trainctl.cli.plan_view import show_plan
+    from trainctl.config.user_code import not_applied
 
     made, budget = planned.assessment.plan, planned.assessment.budget
     if made is None or budget is None or planned.errors_but_fit:
@@ -132,7 +149,7 @@ def _accept(planned: Planned, *, force: bool, as_json: bool) -> RunPlan:
     if not as_json:
         show_plan(made)
         show_budget(budget.to_json(), host_capacity_bytes=planned.hardware.host_memory_bytes)
-    show_findings(planned.findings)
+    show_findings([*planned.findings, *not_applied(planned.composed)])
     if planned.errors:
         show_suggestions(planned.composed.config, planned.hardware)
         if not force:
@@ -160,9 +177,10 @@ def _check_machine(planned: Planned, made: RunPlan, folder: Path) -> None:
 
 
 def _run_attempt(
-    run: RunPaths, made: RunPlan, *, checkpoint_bytes: int, as_json: bool, detach: bool
+    run: RunPaths, made: RunPlan, *, checkpoint_bytes: int | None, as_json: bool, detach: bool
 ) -> None:
     """Start the next attempt, show its records, and say how it ended, unless it is detached."""
+    from trainctl.cli.follow import Follower
     from trainctl.cli.progress import Progress
     from trainctl.launch.choose import has_scheduler, launcher
     from trainctl.runs.directory import new_attempt
@@ -176,9 +194,14 @@ def _run_attempt(
         if detach and not has_scheduler(made.config):
             _detach(run, attempt, lock, checkpoint_bytes, as_json=as_json)
             return
-        with Progress(stop_step=made.stop_step, every_steps=every, as_json=as_json) as progress:
+        shown: Progress | Follower
+        if made.config.trains_itself or as_json:
+            shown = Progress(stop_step=made.stop_step, every_steps=every, as_json=as_json)
+        else:
+            shown = Follower(run)
+        with shown as on_event:
             outcome = launcher(made.config).run_launch(
-                run, attempt, made, progress, checkpoint_bytes=checkpoint_bytes
+                run, attempt, made, on_event, checkpoint_bytes=checkpoint_bytes
             )
     if outcome.exit_code:
         _show_failure(run, outcome)
@@ -190,13 +213,19 @@ def _run_attempt(
 
 
 def _detach(
-    run: RunPaths, attempt: AttemptPaths, lock: int, checkpoint_bytes: int, *, as_json: bool
+    run: RunPaths,
+    attempt: AttemptPaths,
+    lock: int,
+    checkpoint_bytes: int | None,
+    *,
+    as_json: bool,
 ) -> None:
     """Leave the attempt to a launcher without a terminal."""
     from trainctl.launch.background import start_in_background
     from trainctl.launch.local import require_space
 
-    require_space(run.root, checkpoint_bytes)
+    if checkpoint_bytes is not None:
+        require_space(run.root, checkpoint_bytes)
     process = start_in_background(run, attempt, lock)
     if as_json:
         print_json({"schema": 1, "run": str(run.root), "pid": process.pid})
@@ -246,9 +275,11 @@ def _show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool
     )
 
 
-def _checkpoint_bytes(planned: Planned) -> int:
+def _checkpoint_bytes(planned: Planned) -> int | None:
+    """Size of a checkpoint of trainctl's own, for which there must be space; None if unknown."""
     budget = planned.assessment.budget
-    return budget.checkpoint_bytes if budget is not None else 0
+    is_ours = planned.composed.config.trains_itself
+    return budget.checkpoint_bytes if budget is not None and is_ours else None
 
 
 def _newest_checkpoint(run: RunPaths) -> CheckpointInfo | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainctl.config.keys import ValueProblem, accept, leaf_of, leaves, range_problem, sections
 from trainctl.config.schema import GROUPS, RunConfig, walk
-from trainctl.config.suggest import DEEPSPEED_KEYS, did_you_mean, nearest_keys
+from trainctl.config.suggest import DEEPSPEED_KEYS, OTHER_NAMES, did_you_mean, nearest_keys
 from trainctl.errors import Finding
 
 UNKNOWN_KEY, WRONG_VALUE, OUT_OF_RANGE, REFUSED = "TC101", "TC102", "TC103", "TC104"
@@ -88,6 +88,8 @@ def unknown_key(setting: Setting) -> Finding:
     parent = next((name for name in _parents(setting.path) if name in leaves()), None)
     if parent:
         message, hint = f"{parent} is a single value and has no keys", f"set {parent}"
+        if key.rpartition(".")[2] in OTHER_NAMES:
+            hint = did_you_mean(nearest_keys(key, leaves(), GROUPS))
     elif key in sections():
         inside = [name for name in leaves() if name.startswith(f"{key}.")]
         message, hint = f"{key} is a section", f"set a key of it, such as {', '.join(inside[:4])}"

@@ -7,14 +7,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainctl.config.schema import DataKind, RunConfig, TokenizerKind
+from trainctl.config.user_code import check_user_code
 from trainctl.errors import Finding
 
 MISSING = "TC115"
 
 
-def missing_files(config: RunConfig) -> list[Finding]:
-    """A finding for each glob without a match and each path without a file."""
-    findings = [
+def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding]:
+    """A finding for each glob without a match, path without a file, and missing code.
+
+    Args:
+        config: The configuration.
+        folder: Where the user's code is looked for; None is the current folder.
+    """
+    findings = check_user_code(config, folder)
+    if not config.trains_itself:
+        return findings  # the corpus and the tokenizer are for trainctl's trainer
+    findings += [
         Finding(
             rule=MISSING,
             key=key,
@@ -33,7 +42,7 @@ def missing_files(config: RunConfig) -> list[Finding]:
 
 
 def _globs(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.data.kind is DataKind.files:
+    if config.data.kind is DataKind.files and config.data.factory is None:
         for key in ("paths", "held_out_paths"):
             for pattern in getattr(config.data, key):
                 yield f"data.{key}", pattern

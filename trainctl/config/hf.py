@@ -31,7 +31,7 @@ NAMES = {
 }
 """Field of ours, and the keys that transformers' configurations call it."""
 
-FILLED = ("name", "family", "path", *NAMES)
+FILLED = ("name", "family", "model_type", "path", *NAMES)
 """Fields that `fill_from_directory` sets."""
 
 REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")
@@ -97,7 +97,7 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
     family = ModelFamily(kind) if _is_ours(kind, raw) else ModelFamily.hf
     name = path.parent.name if model.name == "hf" else model.name
     kept = model.path if family is ModelFamily.hf else None
-    return replace(model, name=name, family=family, path=kept, **accepted)
+    return replace(model, name=name, family=family, model_type=kind or None, path=kept, **accepted)
 
 
 def _read(directory: str | None) -> tuple[Path, dict[str, Any]]:

@@ -71,6 +71,9 @@ class ModelConfig:
 
     name: str = option("tiny-llama", "Name shown in plans, reports and exports.")
     family: ModelFamily = option(ModelFamily.llama, "Architecture.")
+    model_type: str | None = option(
+        None, "transformers' name of the architecture; read from config.json for family=hf."
+    )
     path: str | None = option(
         None, "Local transformers directory with config.json; required for family=hf."
     )
@@ -105,6 +108,9 @@ class ModelConfig:
     attention: AttentionKind = option(AttentionKind.sdpa, "Attention kernel.")
     mup: bool = option(False, "Maximal-update parametrisation (arXiv:2203.03466).")
     trust_remote_code: bool = option(False, "Let transformers run Python code found in model.path.")
+    factory: str | None = option(
+        None, "Your own function that makes the model, as module:function; the shape describes it."
+    )
 
 
 # ------------------------------------------------------------- optimisation and schedule
@@ -290,16 +296,23 @@ class DataType(Enum):
 class PrecisionConfig:
     """Number formats of weights, gradients and states."""
 
-    compute: DataType = option(DataType.bf16, "Weights and activations in forward and backward.")
+    compute: DataType = option(
+        DataType.bf16,
+        "Weights and activations in forward and backward; fp8: bf16, with the matrix products of "
+        "blocks in fp8 (by torchao).",
+    )
     master_weights: DataType = option(DataType.fp32, "The copy that the optimizer updates.")
     optimizer_states: DataType = option(DataType.fp32, "Moments of the optimizer.")
     gradient_accumulation: DataType | None = option(
-        None, "Gradients while they accumulate; none means the compute type."
+        None, "Gradients while they accumulate; none means the type of the weights."
     )
     communication: DataType | None = option(
-        None, "Gradients on the wire; none means the compute type."
+        None, "Gradients on the wire; none means the type of the weights."
     )
     autocast: bool = option(False, "Weights in fp32, matrix products in compute type by autocast.")
+    emulate_fp8: bool = option(
+        False, "fp8: round to fp8 but multiply in fp32, to try it on devices without fp8."
+    )
     loss_scale: float = option(0.0, "fp16: fixed loss scale; 0 adapts it.", minimum=0)
     initial_scale_power: int = option(
         16, "fp16: first adaptive loss scale, as a power of two.", minimum=0, maximum=32
@@ -316,6 +329,7 @@ class PipelinePartition(Enum):
     """How blocks are dealt to pipeline stages."""
 
     parameters = "parameters"
+    time = "time"
     uniform = "uniform"
 
 
@@ -330,6 +344,14 @@ class ParallelismConfig:
     expert: int = option(1, "Expert-parallel size, carved out of data.", minimum=1)
     pipeline_partition: PipelinePartition = option(
         PipelinePartition.parameters, "What the stages are balanced by."
+    )
+    stage_blocks: list[int] = option(
+        [], "Blocks of each stage, in place of a balance; empty balances them."
+    )
+    sequence_sharded_norms: bool = option(
+        False,
+        "Split what lies between the tensor-parallel matrices, norms among it, along the sequence"
+        " over the tensor ranks (arXiv:2205.05198); off keeps it whole on each.",
     )
 
 
@@ -346,12 +368,56 @@ class ActivationCheckpointingConfig:
     """Recompute activations instead of keeping them (arXiv:1604.06174, arXiv:2205.05198)."""
 
     mode: CheckpointingMode = option(
-        CheckpointingMode.none, "none keeps all; full recomputes blocks; selective attention only."
+        CheckpointingMode.none,
+        "none keeps all; full recomputes blocks from their inputs; selective keeps their products "
+        "with weights and attention too, and recomputes the rest.",
     )
-    every_kth_block: int = option(1, "With full: recompute every k-th block.", minimum=1)
-    offload_to_cpu: bool = option(False, "Keep block inputs in host memory.")
+    every_kth_block: int = option(
+        1, "Recompute the first of every k blocks, and keep the others whole.", minimum=1
+    )
+    offload_to_cpu: bool = option(
+        False, "Keep the inputs of recomputed blocks in (pinned) host memory."
+    )
     partition_across_tensor_ranks: bool = option(
-        False, "Split block inputs over the tensor-parallel ranks."
+        False, "Keep of them a slice on each tensor-parallel rank, gathered when needed."
+    )
+
+
+class CrossEntropyKind(Enum):
+    """How the loss is computed from the last hidden states."""
+
+    plain = "plain"
+    chunked = "chunked"
+    liger_fused = "liger_fused"
+
+
+class CompileKind(Enum):
+    """What is compiled."""
+
+    none = "none"
+    blocks = "blocks"
+    deepcompile = "deepcompile"
+
+
+@dataclass
+class KernelsConfig:
+    """Which code computes the model and its loss; the mathematics stays the same."""
+
+    liger: bool = option(
+        False, "Norms, rotary embedding and SwiGLU by the package liger-kernel; on GPUs."
+    )
+    cross_entropy: CrossEntropyKind = option(
+        CrossEntropyKind.plain,
+        "plain: all logits at once; chunked: those of chunk_tokens tokens, computed again in the "
+        "backward pass; liger_fused: liger-kernel's, on GPUs.",
+    )
+    chunk_tokens: int = option(
+        1024, "chunked: tokens whose logits exist at once.", unit="tokens", minimum=1
+    )
+    compile: CompileKind = option(
+        CompileKind.none,
+        "blocks: torch.compile of each decoder block; deepcompile: DeepSpeed's compiler of the "
+        "whole model with its communication, on GPUs.",
     )
 
 
@@ -386,6 +452,9 @@ class DataConfig:
     shuffle: bool = option(True, "Order is a pseudo-random function of (seed, sample counter).")
     mask_documents: bool = option(
         False, "Attend, and count positions, only within a document of a packed sample."
+    )
+    factory: str | None = option(
+        None, "Your own function that gives the documents, as module:function, instead of `kind`."
     )
 
 
@@ -522,7 +591,10 @@ class LoggingConfig:
         unit="optimizer steps",
         minimum=1,
     )
-    profile_steps: list[int] = option([], "Steps that the profiler records.")
+    profile_steps: list[int] = option(
+        [], "First and last step that the profiler records; empty switches it off."
+    )
+    profile_ranks: list[int] = option([0], "Ranks that it records.")
     deepspeed_level: str = option("warning", "Level of DeepSpeed's own log in the ranks' logs.")
 
 
@@ -724,6 +796,9 @@ class HardwareConfig:
     """Facts about the machines, declared by an option of `hardware` or detected."""
 
     name: str = option("auto", "Name shown in plans, such as h100-80g.")
+    driver_names: list[str] = option(
+        [], "Names that the vendor's tool gives to the device: how hardware=auto recognises it."
+    )
     accelerator: Accelerator = option(Accelerator.auto, "Kind of device; auto detects everything.")
     nodes: int = option(1, "Machines.", minimum=1)
     devices_per_node: int | None = option(
@@ -744,8 +819,17 @@ class HardwareConfig:
     nvme_bytes: int | None = option(
         None, "Free space of a machine's NVMe; none leaves it unchecked.", unit="bytes", minimum=0
     )
+    peak_tflops_fp32: float | None = option(
+        None, "Dense fp32 throughput of a device, not TF32.", unit="TFLOP/s", above=0
+    )
     peak_tflops_bf16: float | None = option(
         None, "Dense bf16 matrix throughput of a device.", unit="TFLOP/s", above=0
+    )
+    peak_tflops_fp16: float | None = option(
+        None, "Dense fp16 matrix throughput, accumulated in fp32.", unit="TFLOP/s", above=0
+    )
+    peak_tflops_fp8: float | None = option(
+        None, "Dense fp8 matrix throughput, accumulated in fp32.", unit="TFLOP/s", above=0
     )
     memory_bandwidth_gb_per_second: float | None = option(
         None, "Device memory bandwidth.", unit="GB/s", above=0
@@ -772,6 +856,7 @@ class RunConfig:
     precision: PrecisionConfig = section(PrecisionConfig)
     parallelism: ParallelismConfig = section(ParallelismConfig)
     activation_checkpointing: ActivationCheckpointingConfig = section(ActivationCheckpointingConfig)
+    kernels: KernelsConfig = section(KernelsConfig)
     data: DataConfig = section(DataConfig)
     tokenizer: TokenizerConfig = section(TokenizerConfig)
     training: TrainingConfig = section(TrainingConfig)
@@ -781,13 +866,31 @@ class RunConfig:
     launcher: LauncherConfig = section(LauncherConfig)
     hardware: HardwareConfig = section(HardwareConfig)
     recipe: str | None = option(None, "Name of the recipe that this was composed from.")
+    script: str | None = option(
+        None, "Your own program, started on every rank instead of trainctl's trainer."
+    )
+    script_arguments: list[str] = option([], "Its arguments: the words after `--`.")
+    script_config_flag: str | None = option(
+        "--deepspeed_config",
+        "Added to them, with the path of DeepSpeed's JSON, unless it is there; none adds nothing.",
+    )
+    trainer: str | None = option(
+        None, "Your own function that trains in place of trainctl's trainer, as module:function."
+    )
     deepspeed: dict[str, Any] = option(
         {}, "Keys of DeepSpeed's own JSON, merged last; must not contradict a derived one."
     )
 
+    @property
+    def trains_itself(self) -> bool:
+        """Whether trainctl's own trainer trains, and not a script or function of the user's."""
+        return self.script is None and self.trainer is None
+
 
 GROUPS = tuple(
-    name.name for name in fields(RunConfig) if name.name not in ("training", "recipe", "deepspeed")
+    item.name
+    for item in fields(RunConfig)
+    if is_dataclass(item.default_factory) and item.name != "training"
 )
 """The config groups: sections with a folder of options under `conf/`."""
 

@@ -1,7 +1,6 @@
 """Facts about machines and devices: declared by a `hardware` option, or detected here."""
 
 from trainctl.hardware.facts import Hardware
-from trainctl.hardware.preflight import preflight
 from trainctl.hardware.resolve import resolve_hardware
 
-__all__ = ["Hardware", "preflight", "resolve_hardware"]
+__all__ = ["Hardware", "resolve_hardware"]

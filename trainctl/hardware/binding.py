@@ -90,7 +90,7 @@ def _core(cpu: int, root: Path) -> int:
 
 def _device_sockets(root: Path) -> list[int | None]:
     """The NUMA node of each visible CUDA device."""
-    text = query_tool(["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"])
+    text = query_tool(("nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"))
     buses = {row[0]: row[1].lower() for row in csv.reader(text.splitlines(), skipinitialspace=True)
              if len(row) == 2}  # fmt: skip
     found: list[int | None] = []

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -58,6 +60,17 @@ def visible_devices() -> tuple[Device, ...]:
     return _visible(_amd_devices(), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"))
 
 
+def all_devices() -> tuple[Device, ...]:
+    """GPUs of this machine, whatever the environment says."""
+    return _nvidia_devices() or _amd_devices()
+
+
+def driver_cuda_version() -> tuple[int, int] | None:
+    """The newest CUDA that NVIDIA's driver supports; None if its tool does not say."""
+    found = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", query_tool(("nvidia-smi",)))
+    return (int(found[1]), int(found[2])) if found else None
+
+
 def host_memory_limit(root: Path = Path("/")) -> int:
     """Bytes of memory that this process may use: the machine's, or its control group's if less.
 
@@ -69,7 +82,7 @@ def host_memory_limit(root: Path = Path("/")) -> int:
 
 def _nvidia_devices() -> tuple[Device, ...]:
     fields = "index,uuid,name,memory.total,compute_cap"
-    text = query_tool(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
+    text = query_tool(("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"))
     devices = []
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         try:
@@ -94,7 +107,7 @@ def _nvidia_devices() -> tuple[Device, ...]:
 
 def _amd_devices() -> tuple[Device, ...]:
     text = query_tool(
-        ["rocm-smi", "--showproductname", "--showmeminfo", "vram", "--showuniqueid", "--json"]
+        ("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--showuniqueid", "--json")
     )
     try:
         cards = json.loads(text)
@@ -120,8 +133,9 @@ def _amd_devices() -> tuple[Device, ...]:
     return tuple(sorted(devices, key=lambda device: device.index))
 
 
-def query_tool(command: Sequence[str]) -> str:
-    """Standard output of a vendor's tool; empty when it cannot answer."""
+@cache
+def query_tool(command: tuple[str, ...]) -> str:
+    """Standard output of a vendor's tool, asked once; empty when it cannot answer."""
     if shutil.which(command[0]) is None:
         return ""
     try:

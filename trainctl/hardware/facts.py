@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainctl.config.schema import Accelerator
+from trainctl.config.schema import Accelerator, DataType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,10 @@ class Hardware:
             of the host's memory.
         host_memory_bytes: Memory of a machine.
         nvme_bytes: Free space of its NVMe.
-        peak_tflops_bf16: Dense bf16 matrix throughput, TFLOP/s per device.
+        peak_tflops_fp32: Dense fp32 throughput (not TF32), TFLOP/s per device.
+        peak_tflops_bf16: Dense bf16 matrix throughput.
+        peak_tflops_fp16: Dense fp16 matrix throughput.
+        peak_tflops_fp8: Dense fp8 matrix throughput.
         memory_bandwidth_gb_per_second: Of a device's memory.
         device_link_gb_per_second: Between devices of a node, one direction.
         network_gb_per_second: Between nodes, per device.
@@ -36,7 +39,10 @@ class Hardware:
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     nvme_bytes: int | None = None
+    peak_tflops_fp32: float | None = None
     peak_tflops_bf16: float | None = None
+    peak_tflops_fp16: float | None = None
+    peak_tflops_fp8: float | None = None
     memory_bandwidth_gb_per_second: float | None = None
     device_link_gb_per_second: float | None = None
     network_gb_per_second: float | None = None
@@ -47,3 +53,13 @@ class Hardware:
     @property
     def world_size(self) -> int:
         return self.nodes * self.devices_per_node
+
+    def peak_tflops(self, compute: DataType) -> float | None:
+        """Dense throughput of a device in a number format, TFLOP/s; None where it is not known."""
+        peaks = {
+            DataType.fp32: self.peak_tflops_fp32,
+            DataType.bf16: self.peak_tflops_bf16,
+            DataType.fp16: self.peak_tflops_fp16,
+            DataType.fp8: self.peak_tflops_fp8,
+        }
+        return peaks[compute]

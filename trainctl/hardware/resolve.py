@@ -7,6 +7,7 @@ from math import ceil
 from trainctl.config.schema import Accelerator, HardwareConfig
 from trainctl.hardware.detect import Device, host_memory_limit, visible_devices
 from trainctl.hardware.facts import Hardware
+from trainctl.hardware.known import RATES, known_rates
 
 MEMORY_TOLERANCE = 0.03
 """Drivers of one kind of card report its memory within this share of each other."""
@@ -45,6 +46,11 @@ def resolve_hardware(config: HardwareConfig) -> Hardware:
         one = _short_name(found[0]) if found else "cpu"
     prefix = f"{config.nodes}x{devices}x" if config.nodes > 1 else f"{devices}x"
     read_off = not declared and bool(found)
+    # In a mixed machine the rates of one card would be wrong for another.
+    alike = read_off and len({device.name for device in found}) == 1
+    known = known_rates(found[0].name) if alike else {}
+    declared_rates = {key: getattr(config, key) for key in RATES}
+    rates = known | {key: rate for key, rate in declared_rates.items() if rate is not None}
     return Hardware(
         name=prefix + one,
         accelerator=accelerator,
@@ -53,10 +59,7 @@ def resolve_hardware(config: HardwareConfig) -> Hardware:
         device_memory_bytes=device_memory,
         host_memory_bytes=host_memory,
         nvme_bytes=config.nvme_bytes,
-        peak_tflops_bf16=config.peak_tflops_bf16,
-        memory_bandwidth_gb_per_second=config.memory_bandwidth_gb_per_second,
-        device_link_gb_per_second=config.device_link_gb_per_second,
-        network_gb_per_second=config.network_gb_per_second,
+        **rates,
         supports_bf16=(
             all(device.supports_bf16 for device in found) if read_off else config.supports_bf16
         ),

@@ -22,6 +22,7 @@ from typing import Any
 
 from trainctl.config.schema import Accelerator, KubernetesApi
 from trainctl.errors import Finding, TrainctlError
+from trainctl.launch import program
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.rendered import Rendered
 from trainctl.launch.schedulers import run_tool
@@ -102,6 +103,7 @@ def render(
     environment: Mapping[str, str],
     cores: int,
     rank_command: Sequence[str] | None = None,
+    folder: Path | None = None,
 ) -> Rendered:
     """The manifest and the command that applies it. Pure.
 
@@ -114,7 +116,13 @@ def render(
     text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
     return Rendered(
         command=pod_command(
-            plan, run, attempt, environment=environment, cores=cores, rank_command=rank_command
+            plan,
+            run,
+            attempt,
+            environment=environment,
+            cores=cores,
+            rank_command=rank_command,
+            folder=folder,
         ),
         commands=((*_kubectl(plan), "create", "--filename", str(attempt.root / MANIFEST)),),
         files={MANIFEST: text},
@@ -129,6 +137,7 @@ def pod_command(
     environment: Mapping[str, str],
     cores: int,
     rank_command: Sequence[str] | None = None,
+    folder: Path | None = None,
 ) -> AttemptCommand:
     """What the pods of an attempt start; the agents read it from the run directory."""
     launcher, nodes = plan.config.launcher, plan.hardware.nodes
@@ -136,8 +145,8 @@ def pod_command(
     python = launcher.kubernetes_python
     name = job_name(run)
     number = ("--attempt", str(attempt.number))
-    variables = rank_variables(plan, environment, threads=max(1, cores // ranks))
-    if launcher.stop_grace_seconds > 0:
+    variables = rank_variables(plan, attempt, environment, threads=max(1, cores // ranks))
+    if plan.config.trains_itself and launcher.stop_grace_seconds > 0:
         variables[SIGTERM_SAVES_VARIABLE] = "1"
     return AttemptCommand(
         nodes=tuple(
@@ -150,10 +159,9 @@ def pod_command(
             for node in range(nodes)
         ),
         ranks_per_node=ranks,
-        rank_command=tuple(
-            rank_command or (python, "-m", "trainctl.train", str(run.root), *number)
+        **program.of_ranks(
+            plan.config, run, attempt, rank_command=rank_command, folder=folder, python=python
         ),
-        prepare=rank_command is None,
         port=launcher.port or _PORT,
         address=pod_host(name, 0) if nodes > 1 else None,
     )
@@ -327,6 +335,7 @@ def run_launch(
         environment=os.environ,
         cores=os.cpu_count() or 1,
         rank_command=rank_command,
+        folder=program.folder(plan.config, run),
     )
     now = time.time()
     with hold(run):

@@ -13,7 +13,8 @@ from typing import Any
 
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, Finding, TrainctlError
-from trainctl.hardware import preflight
+from trainctl.hardware.health import preflight
+from trainctl.launch import program
 from trainctl.launch.agents import OneProcess
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.processes import start_agent
@@ -40,6 +41,7 @@ def render(
     *,
     environment: Mapping[str, str],
     cores: int,
+    folder: Path | None = None,
     rank_command: Sequence[str] | None = None,
 ) -> Rendered:
     """What `run_launch` starts for an attempt. Pure: reads and starts nothing.
@@ -50,11 +52,11 @@ def render(
         attempt: The attempt.
         environment: Of the user's shell; of it `launcher.forward_environment` is taken.
         cores: Processors of this machine, shared among the ranks.
+        folder: Where agents and ranks run; None is the current folder.
         rank_command: Another command line for the ranks, which then needs no corpus prepared.
     """
     ranks = plan.mesh.world_size
     agent = ("-m", "trainctl.agent", str(run.root), "--attempt", str(attempt.number), "--node", "0")
-    trainer = ("-m", "trainctl.train", str(run.root), "--attempt", str(attempt.number))
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     node = NodeCommand(
         node=0,
@@ -62,6 +64,7 @@ def render(
         argv=(sys.executable, *agent),
         environment=rank_variables(
             plan,
+            attempt,
             environment,
             threads=max(1, cores // ranks),
             network={"GLOO_SOCKET_IFNAME": "lo"} if on_cpu else None,
@@ -70,8 +73,7 @@ def render(
     command = AttemptCommand(
         nodes=(node,),
         ranks_per_node=ranks,
-        rank_command=tuple(rank_command or (sys.executable, *trainer)),
-        prepare=rank_command is None,
+        **program.of_ranks(plan.config, run, attempt, rank_command=rank_command, folder=folder),
         port=plan.config.launcher.port,
     )
     return Rendered(command=command, commands=(node.argv,))
@@ -79,7 +81,7 @@ def render(
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
     """What this machine lacks; space is looked for later, where the run's directory is."""
-    return preflight(plan.hardware)
+    return preflight(plan.config, plan.hardware)
 
 
 def run_launch(
@@ -117,11 +119,21 @@ def run_launch(
         identity = run_id(run)
         # Only after the launcher and the agent of an earlier attempt were killed at one blow.
         sweep(RunTag(identity, run.root), grace_seconds=_LEFTOVER_GRACE_SECONDS)
-        limit = TimeLimit(plan.config.training.time_limit_minutes, read_events(run.events))
+        # A program of the user's reads no requests: a signal is passed to it, and no more.
+        reads_requests = plan.config.trains_itself
+        minutes = plan.config.training.time_limit_minutes if reads_requests else None
+        limit = TimeLimit(minutes, read_events(run.events))
+        folder = program.folder(plan.config, run)
 
         def run_one(attempt: AttemptPaths, plan: RunPlan, stop: Stop) -> Outcome:
             rendered = render(
-                plan, run, attempt, environment=os.environ, cores=cores, rank_command=rank_command
+                plan,
+                run,
+                attempt,
+                environment=os.environ,
+                cores=cores,
+                folder=folder,
+                rank_command=rank_command,
             )
             rendered.write(attempt)
             (node,) = rendered.command.nodes
@@ -135,6 +147,7 @@ def run_launch(
                     environment=node.environment,
                     log=log,
                     lock=lock,
+                    folder=folder,
                 )
                 return OneProcess(process, log, "the agent", node=0)
 
@@ -146,7 +159,8 @@ def run_launch(
                 grace_seconds=launcher.grace_seconds,
             )
 
-        with Stop(run, stop_grace_seconds=launcher.stop_grace_seconds, limit=limit) as stop:
+        stop_grace_seconds = launcher.stop_grace_seconds if reads_requests else 0.0
+        with Stop(run, stop_grace_seconds=stop_grace_seconds, limit=limit) as stop:
             return run_with_restarts(run, attempt, plan, on_event, stop, run_one)
 
 

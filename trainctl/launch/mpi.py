@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trainctl.config.schema import MpiFlavor
 from trainctl.errors import ExitCode, Finding
+from trainctl.launch import program
 from trainctl.launch.agents import OneProcess
 from trainctl.launch.local import require_space
 from trainctl.launch.outcome import Outcome
@@ -82,6 +83,7 @@ def render(
     environment: Mapping[str, str],
     cores: int,
     rank_command: Sequence[str] | None = None,
+    folder: Path | None = None,
     hosts: Sequence[str] = (),
 ) -> Rendered:
     """What `run_launch` starts. Pure.
@@ -93,14 +95,14 @@ def render(
         environment: Of the user's shell; of it `launcher.forward_environment` is taken.
         cores: Processors of this machine, taken for those of each.
         rank_command: Another command line for the ranks, which then needs no corpus prepared.
+        folder: Where agents and ranks run; None is where they are started.
         hosts: Of the hostfile; where a scheduler knows them, this machine is the first.
     """
     nodes = plan.hardware.nodes
     ranks = plan.mesh.world_size // nodes
-    variables = rank_variables(plan, environment, threads=max(1, cores // ranks))
+    variables = rank_variables(plan, attempt, environment, threads=max(1, cores // ranks))
     number = ("--attempt", str(attempt.number))
     argv = (sys.executable, "-m", "trainctl.agent", str(run.root), *number)
-    trainer = (sys.executable, "-m", "trainctl.train", str(run.root), *number)
     names = (*hosts[:nodes], *[""] * (nodes - len(hosts))) if hosts else ("",) * nodes
     command = AttemptCommand(
         nodes=tuple(
@@ -108,8 +110,7 @@ def render(
             for node in range(nodes)
         ),
         ranks_per_node=ranks,
-        rank_command=tuple(rank_command or trainer),
-        prepare=rank_command is None,
+        **program.of_ranks(plan.config, run, attempt, rank_command=rank_command, folder=folder),
         port=plan.config.launcher.port,
         address=(names[0] or socket.gethostname()) if nodes > 1 else None,
     )
@@ -167,6 +168,7 @@ def run_launch(
             environment=os.environ,
             cores=own_cores(),
             rank_command=rank_command,
+            folder=program.folder(plan.config, run),
             hosts=hosts,
         ),
         start=_start,

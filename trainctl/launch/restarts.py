@@ -30,7 +30,8 @@ def run_with_restarts(
 ) -> Outcome:
     """Run attempts until one ends well, or another would be in vain.
 
-    Progress is a newer committed checkpoint: steps that were not saved are done again.
+    Progress is a newer committed checkpoint: steps that were not saved are done again. What a
+    program of the user's saves is not known here, so it is started as often as it may be.
 
     Args:
         run: The run; its lock is held.
@@ -50,7 +51,7 @@ def run_with_restarts(
         if outcome.exit_code == 0 or not outcome.may_pass or most == 0:
             return outcome
         before, saved = saved, _saved_step(run)
-        if saved > before:
+        if saved > before or not plan.config.trains_itself:
             fruitless = 0
         if fruitless == FRUITLESS_RESTARTS:
             return _give_up(

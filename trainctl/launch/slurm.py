@@ -24,6 +24,7 @@ from pathlib import Path
 
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.launch import program
 from trainctl.launch.agents import OneProcess
 from trainctl.launch.local import require_space
 from trainctl.launch.outcome import Outcome
@@ -83,6 +84,7 @@ def render(
     environment: Mapping[str, str],
     cores: int,
     rank_command: Sequence[str] | None = None,
+    folder: Path | None = None,
     address: str | None = None,
 ) -> Rendered:
     """What `run_launch` starts: a job from outside, a step inside an allocation. Pure.
@@ -94,6 +96,7 @@ def render(
         environment: Of the user's shell, or of the job.
         cores: Processors of this machine; those of the job's nodes are taken where known.
         rank_command: Another command line for the ranks, which then needs no corpus prepared.
+        folder: Where agents and ranks run; None is where they are started.
         address: Of the first node; None is its name.
     """
     nodes = plan.hardware.nodes
@@ -102,12 +105,11 @@ def render(
     hosts = node_names(environment.get("SLURM_JOB_NODELIST", ""))[:nodes]
     own = environment.get("SLURM_CPUS_ON_NODE", "")
     threads = max(1, (int(own) if own.isdecimal() else cores) // ranks)
-    variables = rank_variables(plan, environment, threads=threads)
-    if plan.config.launcher.stop_grace_seconds > 0:
+    variables = rank_variables(plan, attempt, environment, threads=threads)
+    if plan.config.trains_itself and plan.config.launcher.stop_grace_seconds > 0:
         variables[SIGTERM_SAVES_VARIABLE] = "1"
     agent = (sys.executable, "-m", "trainctl.agent", str(run.root))
     argv = (*agent, "--attempt", str(attempt.number))
-    trainer = (sys.executable, "-m", "trainctl.train", str(run.root))
     command = AttemptCommand(
         nodes=tuple(
             NodeCommand(
@@ -119,8 +121,7 @@ def render(
             for node in range(nodes)
         ),
         ranks_per_node=ranks,
-        rank_command=tuple(rank_command or (*trainer, "--attempt", str(attempt.number))),
-        prepare=rank_command is None,
+        **program.of_ranks(plan.config, run, attempt, rank_command=rank_command, folder=folder),
         port=plan.config.launcher.port or _port(job),
         address=address or (hosts[0] if hosts else None),
     )
@@ -352,6 +353,7 @@ def run_launch(
             environment=os.environ,
             cores=cores(),
             rank_command=rank_command,
+            folder=program.folder(plan.config, run),
             address=address,
         ),
         start=_start,
@@ -405,6 +407,7 @@ def _submit(
         environment=os.environ,
         cores=cores(),
         rank_command=rank_command,
+        folder=program.folder(plan.config, run),
     )
     with hold(run):
         rendered.write(attempt)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.errors import Finding, TrainctlError
+from trainctl.launch import program
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.regroup import Regroup
 from trainctl.launch.remote import ssh
@@ -45,6 +46,7 @@ def render(
     environment: Mapping[str, str],
     cores: int,
     rank_command: Sequence[str] | None = None,
+    folder: Path | None = None,
     site: Site | None = None,
 ) -> Rendered:
     """What is started for an attempt: an ssh for each host. Pure, but for reading the hostfile.
@@ -56,6 +58,7 @@ def render(
         environment: Of the user's shell; of it `launcher.forward_environment` is taken.
         cores: Processors of a host that has not been asked.
         rank_command: Another command line for the ranks, which then needs no corpus prepared.
+        folder: Where agents and ranks run; None is where they are started.
         site: The hosts as they answered; None shows what is known without asking.
     """
     launcher = plan.config.launcher
@@ -69,7 +72,7 @@ def render(
             host=host.name,
             argv=(python, "-m", "trainctl.agent", *paths, "--node", str(node)),
             environment=_environment(
-                plan, environment, site, node, max(1, (site.cores[node] or cores) // ranks)
+                plan, attempt, environment, site, node, max(1, (site.cores[node] or cores) // ranks)
             ),
         )
         for node, host in enumerate(site.hosts)
@@ -77,8 +80,9 @@ def render(
     command = AttemptCommand(
         nodes=nodes,
         ranks_per_node=ranks,
-        rank_command=tuple(rank_command or (python, "-m", "trainctl.train", *paths)),
-        prepare=rank_command is None,
+        **program.of_ranks(
+            plan.config, run, attempt, rank_command=rank_command, folder=folder, python=python
+        ),
         address=site.address,
         port=site.port,
     )
@@ -120,7 +124,11 @@ def run_launch(
         sweep(everything, grace_seconds=0)
         if attempt.number > 1:  # agents that were cut off from an earlier launcher may be there
             sweep_hosts(hosts, launcher, everything)
-        limit = TimeLimit(plan.config.training.time_limit_minutes, read_events(run.events))
+        # A program of the user's reads no requests: a signal is passed to it, and no more.
+        reads_requests = plan.config.trains_itself
+        minutes = plan.config.training.time_limit_minutes if reads_requests else None
+        limit = TimeLimit(minutes, read_events(run.events))
+        folder = program.folder(plan.config, run)
 
         def run_one(attempt: AttemptPaths, plan: RunPlan, stop: Stop) -> Outcome:
             rendered = render(
@@ -130,6 +138,7 @@ def run_launch(
                 environment=os.environ,
                 cores=len(os.sched_getaffinity(0)),
                 rank_command=rank_command,
+                folder=folder,
                 site=group.site,
             )
             rendered.write(attempt)
@@ -137,7 +146,7 @@ def run_launch(
 
             def start() -> Team:
                 team = Team(run, attempt, tag, group.site.hosts, launcher)
-                team.start(rendered.command.nodes, Path.cwd())
+                team.start(rendered.command.nodes, folder or Path.cwd())
                 return team
 
             return supervise(
@@ -148,12 +157,18 @@ def run_launch(
                 grace_seconds=launcher.grace_seconds,
             )
 
-        with Stop(run, stop_grace_seconds=launcher.stop_grace_seconds, limit=limit) as stop:
+        stop_grace_seconds = launcher.stop_grace_seconds if reads_requests else 0.0
+        with Stop(run, stop_grace_seconds=stop_grace_seconds, limit=limit) as stop:
             return run_with_restarts(run, attempt, plan, on_event, stop, run_one, group.plan_again)
 
 
 def _environment(
-    plan: RunPlan, shell: Mapping[str, str], site: Site, node: int, threads: int
+    plan: RunPlan,
+    attempt: AttemptPaths,
+    shell: Mapping[str, str],
+    site: Site,
+    node: int,
+    threads: int,
 ) -> dict[str, str]:
     """Variables of a node's agent and ranks."""
     host, launcher = site.hosts[node], plan.config.launcher
@@ -164,7 +179,7 @@ def _environment(
         if launcher.interfaces.get(host.name, launcher.interface) is not None:
             # Where nothing was asked for, NCCL's own choice is better: it knows InfiniBand.
             variables["NCCL_SOCKET_IFNAME"] = interface
-    variables = rank_variables(plan, shell, threads=threads, network=variables)
+    variables = rank_variables(plan, attempt, shell, threads=threads, network=variables)
     if host.devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(number) for number in host.devices)
     return variables

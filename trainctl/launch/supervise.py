@@ -126,7 +126,7 @@ class _Records:
     def poll(self) -> None:
         for event in self._follower.poll():
             kind = event["event"]
-            self.has_started |= kind in ("start", "step")
+            self.has_started |= kind in ("start", "step", "program")
             if kind == "failure" and (self.failure is None or _is_behind(event, self.failure)):
                 self.failure = event
             elif kind == "end":

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trainctl.launch import program
 from trainctl.plan.types import RunPlan
+from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.provenance import select
 
 
 def rank_variables(
     plan: RunPlan,
+    attempt: AttemptPaths,
     shell: Mapping[str, str],
     *,
     threads: int,
@@ -19,6 +22,7 @@ def rank_variables(
 
     Args:
         plan: The plan.
+        attempt: Whose files a program of the user's is told of.
         shell: The user's environment; of it `launcher.forward_environment` is taken.
         threads: Of a rank on the CPU, unless the user says otherwise.
         network: What the launcher knows about the interfaces to use.
@@ -29,6 +33,7 @@ def rank_variables(
         # What a rank wrote before it was killed must be in its log, and a crash leave a stack.
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
+        **program.environment(plan, attempt),
         **(network or {}),
     }
     variables |= select(shell, launcher.forward_environment)

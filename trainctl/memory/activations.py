@@ -10,14 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainctl.config.schema import (
+    Accelerator,
     ActivationCheckpointingConfig,
     AttentionKind,
     CheckpointingMode,
     ModelConfig,
     ModelFamily,
 )
-from trainctl.memory import shapes
 from trainctl.memory.constants import BYTES
+from trainctl.plan import shapes
 from trainctl.plan.types import RunPlan
 
 FP32 = 4
@@ -38,7 +39,9 @@ class BlockActivations:
         attention: Queries, keys, values, output and statistics.
         scores: Attention probabilities; 0 unless attention is eager.
         feed_forward: Inside the feed-forward layer.
-        boundary: The block's input, all that is kept when the block is recomputed.
+        boundary: The block's input, which is kept when the block is recomputed.
+        products: Results of products with weights and of attention as one kernel, which `selective`
+            keeps besides it.
         feed_forward_gradient: Gradients alive while the feed-forward layer goes backward.
         attention_gradient: Gradients alive while attention goes backward.
     """
@@ -48,6 +51,7 @@ class BlockActivations:
     scores: int
     feed_forward: int
     boundary: int
+    products: int
     feed_forward_gradient: int
     attention_gradient: int
 
@@ -89,6 +93,7 @@ def block_activations(
     element: int,
     tensor: int = 1,
     autocast: bool = False,
+    liger: bool = False,
 ) -> BlockActivations:
     """Activations of one block.
 
@@ -98,6 +103,7 @@ def block_activations(
         tensor: Tensor-parallel ranks, which share heads and feed-forward width. Ulysses ranks
             share tokens outside attention and heads inside: bytes per token stay the same.
         autocast: Whether weights and residual stream are fp32.
+        liger: Whether Liger's norms and SwiGLU take the place of transformers'.
     """
     gpt2 = model.family is ModelFamily.gpt2
     hidden = model.hidden_size
@@ -115,23 +121,29 @@ def block_activations(
         scores = heads * sequence_length * (element + fp32_copy)
     if eager or _expands_keys(model, sequence_length):
         key_heads = heads
+    # One result for each projection, and attention's; the last two have the block's full width.
+    attended = 0.0 if eager else heads * width * element + FP32 * heads
+    own_keys = shapes.key_value_heads(model) / tensor
+    projected = width * (heads + 2 * own_keys) + (1 if gpt2 else 2) * ffn + 2 * hidden
+    products = element * projected + attended
     query_norms = 0.0
     if model.family is ModelFamily.qwen3:
         normed = (model.num_attention_heads + shapes.key_value_heads(model)) / tensor
-        query_norms = normed * (width * _rms_norm_bytes(element) + FP32)
+        query_norms = normed * (width * _rms_norm_bytes(element, liger) + FP32)
     qkvo = element * width * (2 * heads + 2 * key_heads)
     statistics = 0.0 if eager else FP32 * heads
     # Two norms, and what each hands to the products; autocast casts it once for each of them.
-    norm = hidden * (residual if gpt2 else _rms_norm_bytes(residual))
+    norm = hidden * (residual if gpt2 else _rms_norm_bytes(residual, liger))
     inputs = 5 if autocast and not gpt2 else 2
     norms = 2 * (norm + NORM_STATISTICS.get(model.family, FP32)) + inputs * hidden * element
-    inner = ffn * element * (GELU_COPIES + 1 if gpt2 else 4)
+    inner = ffn * element * (GELU_COPIES + 1 if gpt2 else 3 if liger else 4)
     return BlockActivations(
         norms=round(norms),
         attention=round(qkvo + query_norms + statistics),
         scores=round(scores),
         feed_forward=round(inner),
         boundary=round(hidden * residual),
+        products=round(products),
         feed_forward_gradient=round(2 * ffn * element + hidden * (element + residual)),
         attention_gradient=round(
             qkvo
@@ -161,27 +173,36 @@ def stage_activations(
         element=element,
         tensor=plan.mesh.tensor,
         autocast=autocast,
+        liger=plan.config.kernels.liger,
     )
-    if settings.mode is not CheckpointingMode.full:
-        recomputed = block.scores if settings.mode is CheckpointingMode.selective else 0
-        kept = block.saved - recomputed
-        backward = recomputed + block.backward_extra(block.saved)
+    if settings.mode is CheckpointingMode.none:
+        backward = block.backward_extra(block.saved)
         return StageActivations(
-            forward_end=tokens * kept * blocks * in_flight,
+            forward_end=tokens * block.saved * blocks * in_flight,
             block_backward=tokens * backward,
-            last_block=tokens * (kept + backward) if blocks else 0,
+            last_block=tokens * (block.saved + backward) if blocks else 0,
             offloaded=0,
         )
+    # The most that a stage may have of them, wherever in the model it begins.
     checkpointed = -(-blocks // settings.every_kth_block)
     boundary = _boundary(block, settings, plan.mesh.tensor)
-    on_device = 1 if settings.offload_to_cpu else checkpointed * in_flight
+    offloads = settings.offload_to_cpu and plan.hardware.accelerator is not Accelerator.cpu
+    on_device = 1 if offloads else checkpointed * in_flight
     whole = (blocks - checkpointed) * block.saved * in_flight
-    backward = block.saved + block.backward_extra(block.saved)
+    # What is kept besides the input is given back, and not computed beside it again.
+    kept = block.products if settings.mode is CheckpointingMode.selective else 0
+    recomputed = max(block.saved - kept, 0)
+    backward = recomputed + block.backward_extra(block.saved)
     return StageActivations(
-        forward_end=tokens * (boundary * min(on_device, checkpointed * in_flight) + whole),
+        forward_end=tokens
+        * (
+            boundary * min(on_device, checkpointed * in_flight)
+            + kept * checkpointed * in_flight
+            + whole
+        ),
         block_backward=tokens * backward,
-        last_block=tokens * (boundary + backward) if blocks else 0,
-        offloaded=tokens * boundary * checkpointed * in_flight if settings.offload_to_cpu else 0,
+        last_block=tokens * (boundary + kept + backward) if blocks else 0,
+        offloaded=tokens * boundary * checkpointed * in_flight if offloads else 0,
     )
 
 
@@ -200,11 +221,12 @@ def _boundary(block: BlockActivations, settings: ActivationCheckpointingConfig, 
     return block.boundary // (tensor if settings.partition_across_tensor_ranks else 1)
 
 
-def _rms_norm_bytes(element: int) -> int:
+def _rms_norm_bytes(element: int, liger: bool) -> int:
     """Bytes per element that an RMSNorm keeps besides its output: the input in fp32 (its own
     storage if it is fp32 already) and the scaled values in the input's type, which meet the weight.
+    Liger's keeps the input as it came (ops/rms_norm.py of liger-kernel).
     """
-    return FP32 + element
+    return element if liger else FP32 + element
 
 
 def _expands_keys(model: ModelConfig, sequence_length: int) -> bool:

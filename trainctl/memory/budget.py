@@ -8,7 +8,7 @@ from typing import Any
 
 from trainctl.config.schema import (
     Accelerator,
-    CheckpointingMode,
+    CompileKind,
     DataType,
     ModelFamily,
 )
@@ -128,12 +128,7 @@ def budget(plan: RunPlan) -> MemoryBudget:
     """The memory budget of a plan."""
     engine = read_engine(plan)
     runtime = _runtime(plan)
-    held = stages(
-        plan.config.model,
-        pipeline=plan.mesh.pipeline,
-        tensor=plan.mesh.tensor,
-        partition=plan.config.parallelism.pipeline_partition,
-    )
+    held = stages(plan.config.model, tensor=plan.mesh.tensor, stage_blocks=plan.stage_blocks)
     budgets = []
     for stage in held:
         moments = phases(plan, engine, stage, runtime.usual)
@@ -222,8 +217,8 @@ def _notes(plan: RunPlan) -> list[str]:
         notes.append("The model directory is counted as a Llama of the same shape.")
     if config.precision.compute is DataType.fp8:
         notes.append("fp8 is counted as bf16: its savings are in compute, not in states.")
-    if config.activation_checkpointing.mode is CheckpointingMode.selective:
-        notes.append("Selective checkpointing saves only what eager attention would keep.")
+    if config.kernels.compile is not CompileKind.none:
+        notes.append("Compiled blocks are counted as transformers' own code: they keep less.")
     if config.zero_stage.quantized_weights or config.zero_stage.quantized_gradients:
         notes.append("Buffers of quantized communication (ZeRO++) are not counted.")
     if plan.mesh.expert > 1:

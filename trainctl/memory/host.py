@@ -13,8 +13,8 @@ from trainctl.memory.constants import (
     NVME_OPTIMIZER_BUFFERS,
 )
 from trainctl.memory.engine import Engine
-from trainctl.memory.shapes import count_parameters
 from trainctl.memory.stages import Stage, stages
+from trainctl.plan.shapes import count_parameters
 from trainctl.plan.types import RunPlan
 
 FP32 = 4
@@ -142,12 +142,7 @@ def nvme_bytes(plan: RunPlan, engine: Engine, stage: Stage) -> int:
 def checkpoint_bytes(plan: RunPlan, engine: Engine) -> int:
     """One checkpoint: every parameter's master weights and moments once, and the manifest."""
     count = count_parameters(plan.config.model)
-    whole = stages(
-        plan.config.model,
-        pipeline=1,
-        tensor=1,
-        partition=plan.config.parallelism.pipeline_partition,
-    )
+    whole = stages(plan.config.model)
     master = engine.master_bytes if engine.has_master else engine.weight_bytes
     return (
         master * count.total

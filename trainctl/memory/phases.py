@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainctl.config.schema import CheckpointingMode, ModelFamily
+from trainctl.config.schema import CheckpointingMode, CrossEntropyKind, ModelFamily
 from trainctl.memory.activations import (
     StageActivations,
     compute_bytes,
@@ -48,7 +48,7 @@ class Rank:
 
     @property
     def recomputes(self) -> bool:
-        return self.plan.config.activation_checkpointing.mode is CheckpointingMode.full
+        return self.plan.config.activation_checkpointing.mode is not CheckpointingMode.none
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -278,7 +278,22 @@ def _logits(rank: Rank, per_logit: dict[int, int]) -> int:
     if not rank.stage.has_head:
         return 0
     vocabulary = -(-rank.plan.config.model.vocab_size // rank.plan.mesh.tensor)
-    return tokens_per_rank(rank.plan) * vocabulary * per_logit[compute_bytes(rank.plan)]
+    return _loss_tokens(rank.plan) * vocabulary * per_logit[compute_bytes(rank.plan)]
+
+
+def _loss_tokens(plan: RunPlan) -> int:
+    """Tokens whose logits exist at once."""
+    tokens, model = tokens_per_rank(plan), plan.config.model
+    match plan.config.kernels.cross_entropy:
+        case CrossEntropyKind.plain:
+            return tokens
+        case CrossEntropyKind.chunked:
+            return min(tokens, plan.config.kernels.chunk_tokens)
+        case CrossEntropyKind.liger_fused:
+            # As many as make their logits no larger than the hidden states, rounded up to a power
+            # of two (ops/fused_linear_cross_entropy.py of liger-kernel).
+            share = -(-tokens * model.hidden_size // max(model.vocab_size, 1))
+            return min(tokens, 1 << max(share - 1, 0).bit_length())
 
 
 def _step(rank: Rank) -> Components:

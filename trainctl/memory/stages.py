@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trainctl.config.schema import ModelConfig, PipelinePartition
-from trainctl.memory import shapes
-from trainctl.memory.shapes import TensorShape
+from trainctl.config.schema import ModelConfig
+from trainctl.plan import shapes
+from trainctl.plan.shapes import TensorShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,15 +88,20 @@ class Stage:
 
 
 def stages(
-    model: ModelConfig, *, pipeline: int, tensor: int, partition: PipelinePartition
+    model: ModelConfig, *, tensor: int = 1, stage_blocks: Sequence[int] = ()
 ) -> tuple[Stage, ...]:
     """The stages of a pipeline, the embedding on the first, the head on the last.
 
     A head tied to the embedding is held by both when the pipeline has more than one stage.
+
+    Args:
+        model: The model.
+        tensor: Tensor-parallel size.
+        stage_blocks: Blocks of each stage; empty is one stage with all of them.
     """
-    counts = _blocks_per_stage(model, pipeline, partition)
+    counts = tuple(stage_blocks) or (model.num_layers,)
     return tuple(
-        _stage(model, index, blocks, pipeline=pipeline, tensor=tensor)
+        _stage(model, index, blocks, pipeline=len(counts), tensor=tensor)
         for index, blocks in enumerate(counts)
     )
 
@@ -146,41 +151,3 @@ def _pieces(
 
 def _share(numel: int, ranks: int) -> int:
     return -(-numel // ranks)
-
-
-def _blocks_per_stage(
-    model: ModelConfig, pipeline: int, partition: PipelinePartition
-) -> tuple[int, ...]:
-    """Blocks of each stage: equal in number, or with the largest stage's parameters least.
-
-    The balanced form cuts the chain of embedding, blocks and head, as `partition_balanced` of
-    deepspeed/runtime/utils.py does for ``partition_method="parameters"``.
-    """
-    layers = model.num_layers
-    if pipeline == 1 or partition is PipelinePartition.uniform:
-        return tuple((layers + pipeline - 1 - stage) // pipeline for stage in range(pipeline))
-    count = shapes.count_parameters(model)
-    tail = count.final_norm + shapes.head_tensor(model).numel
-    low, high = count.block, count.embeddings + count.blocks + tail
-    while low < high:
-        limit = (low + high) // 2
-        if _cut(layers, count.block, count.embeddings, tail, pipeline, limit) is None:
-            low = limit + 1
-        else:
-            high = limit
-    cut = _cut(layers, count.block, count.embeddings, tail, pipeline, high)
-    return cut or tuple((layers + pipeline - 1 - stage) // pipeline for stage in range(pipeline))
-
-
-def _cut(
-    layers: int, block: int, head: int, tail: int, pipeline: int, limit: int
-) -> tuple[int, ...] | None:
-    """Blocks of each stage with no stage above `limit` parameters; None if there is none."""
-    fixed = [head] + [0] * (pipeline - 2) + [tail]
-    counts: list[int] = []
-    for stage, load in enumerate(fixed):
-        if load > limit and stage:
-            return None
-        room = max(limit - load, 0) // max(block, 1)
-        counts.append(min(room, layers - sum(counts)))
-    return tuple(counts) if sum(counts) == layers and head <= limit else None

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from trainctl.config.schema import (
-    ActivationCheckpointingConfig,
-    CheckpointingMode,
+    CompileKind,
     DataType,
+    KernelsConfig,
     OffloadConfig,
     OffloadDevice,
     OptimizerConfig,
@@ -39,6 +39,9 @@ BATCH_KEYS = (
 )
 """The batch triple; its product counts data-parallel ranks only."""
 
+MATRIX_MODULES = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
+"""Where the matrices are; the second is gpt2's."""
+
 STEPS_PER_PRINT = 1_000_000_000
 """Never: the trainer reports progress itself."""
 
@@ -60,12 +63,13 @@ def derived_settings(config: RunConfig, mesh: Mesh, batch: Batch) -> tuple[Deriv
     return (
         *_batch(mesh, batch),
         *_optimizer(config.optimizer, config.offload),
+        _clipping(config, mesh),
         *_precision(config, mesh),
         *_zero(config.zero_stage, config.optimizer),
         *_offload(config.zero_stage, config.offload),
-        *_parallelism(mesh),
-        *_activation_checkpointing(config.activation_checkpointing),
-        *_reporting(config.logging.deepspeed_level),
+        *_parallelism(config, mesh),
+        *_compile(config.kernels),
+        *_reporting(config),
     )
 
 
@@ -112,12 +116,23 @@ def _optimizer(optimizer: OptimizerConfig, offload: OffloadConfig) -> Iterator[D
     if name is not None:
         yield _set("optimizer.type", name, f"optimizer.kind={kind.value}")
         yield from _optimizer_params(
-            optimizer, offloaded=offload.optimizer is not OffloadDevice.none
+            optimizer,
+            offloaded=offload.optimizer is not OffloadDevice.none,
+            zenflow=offload.zenflow,
         )
-    yield _set("gradient_clipping", optimizer.gradient_clipping, "optimizer.gradient_clipping")
 
 
-def _optimizer_params(optimizer: OptimizerConfig, *, offloaded: bool) -> Iterator[Derived]:
+def _clipping(config: RunConfig, mesh: Mesh) -> Derived:
+    if config.trains_itself and mesh.pipeline > 1 and config.zero_stage.stage == 0:
+        why = "the trainer clips: without ZeRO DeepSpeed clips each pipeline stage by its own norm"
+        return _set("gradient_clipping", 0.0, why)
+    limit = config.optimizer.gradient_clipping
+    return _set("gradient_clipping", limit, "optimizer.gradient_clipping")
+
+
+def _optimizer_params(
+    optimizer: OptimizerConfig, *, offloaded: bool, zenflow: bool
+) -> Iterator[Derived]:
     kind, params = optimizer.kind, "optimizer.params"
     schedule = "the peak; the trainer sets the schedule's value at each step"
     yield _set(f"{params}.lr", optimizer.lr, f"optimizer.lr: {schedule}")
@@ -139,7 +154,8 @@ def _optimizer_params(optimizer: OptimizerConfig, *, offloaded: bool) -> Iterato
     if kind is OptimizerKind.adam:
         why = "optimizer.kind=adam: the decay is part of the gradient"
         yield _set(f"{params}.adam_w_mode", False, why)
-    if kind in (OptimizerKind.adamw, OptimizerKind.adam, OptimizerKind.muon):
+    # ZenFlow hands these parameters on to torch's AdamW, which does not know the key.
+    if kind in (OptimizerKind.adamw, OptimizerKind.adam, OptimizerKind.muon) and not zenflow:
         why = (
             "the optimizer is offloaded: DeepSpeedCPUAdam"
             if offloaded
@@ -151,6 +167,9 @@ def _optimizer_params(optimizer: OptimizerConfig, *, offloaded: bool) -> Iterato
 def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
     precision, used = config.precision, formats(config.precision)
     compute = f"precision.compute={precision.compute.value}"
+    wire_why = (
+        "the weights' format" if precision.communication is None else "precision.communication"
+    )
 
     yield _set("bf16.enabled", used.weights is DataType.bf16, compute)
     if used.weights is DataType.bf16:
@@ -169,6 +188,9 @@ def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
         yield _set(f"fp16.{key}", precision.initial_scale_power, f"precision.{key}")
         key = "loss_scale_window"
         yield _set(f"fp16.{key}", precision.loss_scale_window, f"precision.{key}")
+        for name, value in (("hysteresis", 2), ("consecutive_hysteresis", False)):
+            yield _set(f"fp16.{name}", value, "DeepSpeed's default")
+        yield _set("fp16.min_loss_scale", 1, "DeepSpeed's default")
         if precision.master_weights is DataType.fp16:
             why = "precision.master_weights=fp16"
             yield _set("fp16.fp16_master_weights_and_grads", True, why)
@@ -176,6 +198,10 @@ def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
     yield _set("torch_autocast.enabled", precision.autocast, "precision.autocast")
     if precision.autocast:
         yield _set("torch_autocast.dtype", precision.compute.value, compute)
+        # ZeRO sends the gradients of these in the compute type, whatever communication_data_type
+        # says (runtime/torch_autocast.py), and all others in fp32.
+        lower = list(MATRIX_MODULES) if used.communication is precision.compute else []
+        yield _set("torch_autocast.lower_precision_safe_modules", lower, wire_why)
 
     accumulate = used.gradient_accumulation.value
     why = (
@@ -185,12 +211,7 @@ def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
     )
     yield _set("data_types.grad_accum_dtype", accumulate, why)
     wire = used.communication.value
-    why = "the weights' format" if precision.communication is None else "precision.communication"
-    yield _set("communication_data_type", wire, why)
-    if mesh.sequence > 1:
-        # The engine takes this one instead when there are sequence ranks (engine.py,
-        # _configure_distributed_model); its default is fp32.
-        yield _set("seq_parallel_communication_data_type", wire, why)
+    yield _set("communication_data_type", wire, wire_why)
 
 
 def _zero(zero: ZeroStageConfig, optimizer: OptimizerConfig) -> Iterator[Derived]:
@@ -255,33 +276,33 @@ def _offload(zero: ZeroStageConfig, offload: OffloadConfig) -> Iterator[Derived]
             yield _set(f"aio.{name}", value, "DeepSpeed's default, for NVMe")
 
 
-def _parallelism(mesh: Mesh) -> Iterator[Derived]:
-    # With pipeline stages the layers are built sharded, and AutoTP refuses a PipelineModule.
-    if mesh.tensor > 1 and mesh.pipeline == 1:
-        yield _set("tensor_parallel.autotp_size", mesh.tensor, "parallelism.tensor")
-    # Without data_parallel_size beside it: the two together make DeepSpeed build its own mesh.
-    if mesh.sequence > 1:
-        yield _set("sequence_parallel_size", mesh.sequence, "parallelism.sequence")
+def _parallelism(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
     if mesh.pipeline > 1:
         why = "the trainer wraps the blocks that are recomputed"
         yield _set("pipeline.activation_checkpoint_interval", 0, why)
+    if config.trains_itself:
+        return  # it hands DeepSpeed its own mesh (docs/decisions/009-*.md)
+    if mesh.tensor > 1 and mesh.pipeline == 1:  # AutoTP refuses a PipelineModule
+        yield _set("tensor_parallel.autotp_size", mesh.tensor, "parallelism.tensor")
+    if mesh.sequence > 1:
+        # Without data_parallel_size beside it: the two together make DeepSpeed build its own mesh.
+        yield _set("sequence_parallel_size", mesh.sequence, "parallelism.sequence")
+        # With sequence ranks the engine sends gradients in this format (runtime/engine.py).
+        wire = formats(config.precision).communication.value
+        why = "as communication_data_type; its default is fp32"
+        yield _set("seq_parallel_communication_data_type", wire, why)
 
 
-def _activation_checkpointing(recompute: ActivationCheckpointingConfig) -> Iterator[Derived]:
-    if recompute.mode is CheckpointingMode.none:
-        return
-    for name, field in (
-        ("cpu_checkpointing", "offload_to_cpu"),
-        ("partition_activations", "partition_across_tensor_ranks"),
-    ):
-        if getattr(recompute, field):
-            yield _set(
-                f"activation_checkpointing.{name}", True, f"activation_checkpointing.{field}"
-            )
+def _compile(kernels: KernelsConfig) -> Iterator[Derived]:
+    if kernels.compile is CompileKind.deepcompile:
+        yield _set("compile.deepcompile", True, "kernels.compile=deepcompile")
 
 
-def _reporting(level: str) -> Iterator[Derived]:
+def _reporting(config: RunConfig) -> Iterator[Derived]:
     own = "the trainer reports itself"
-    yield _set("steps_per_print", STEPS_PER_PRINT, own)
-    yield _set("wall_clock_breakdown", False, own)
-    yield _set("log_level", level, "logging.deepspeed_level")
+    if config.trains_itself:
+        yield _set("steps_per_print", STEPS_PER_PRINT, own)
+        yield _set("wall_clock_breakdown", False, own)
+    else:
+        yield _set("steps_per_print", config.logging.every_steps, "logging.every_steps")
+    yield _set("log_level", config.logging.deepspeed_level, "logging.deepspeed_level")

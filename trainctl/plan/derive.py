@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from math import floor
 
-from trainctl.config.schema import ParallelismConfig, ScheduleConfig, TrainingConfig
+from trainctl.config.schema import (
+    ParallelismConfig,
+    PipelinePartition,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 from trainctl.hardware import Hardware
+from trainctl.plan.stages import blocks_of_stages
 from trainctl.plan.types import Batch, Derived, Mesh
 
 Reasons = tuple[Derived, ...]
@@ -85,6 +92,25 @@ def derive_batch(training: TrainingConfig, data: int) -> tuple[Batch | None, Rea
     why = f"global {product} x sequence_length {training.sequence_length}"
     reasons.append(Derived(key="tokens_per_step", value=batch.tokens_per_step, reason=why))
     return batch, tuple(reasons)
+
+
+def derive_stages(config: RunConfig) -> tuple[tuple[int, ...], Reasons]:
+    """Blocks of each pipeline stage."""
+    parallelism = config.parallelism
+    blocks = blocks_of_stages(
+        config.model, parallelism, sequence_length=config.training.sequence_length
+    )
+    if parallelism.pipeline == 1:
+        return blocks, ()
+    why = (
+        "parallelism.stage_blocks"
+        if parallelism.stage_blocks
+        else f"parallelism.pipeline_partition={parallelism.pipeline_partition.value}: the heaviest "
+        "stage is made as light as possible"
+        if parallelism.pipeline_partition is not PipelinePartition.uniform
+        else "parallelism.pipeline_partition=uniform"
+    )
+    return blocks, (Derived(key="parallelism.stage_blocks", value=list(blocks), reason=why),)
 
 
 def derive_total_steps(training: TrainingConfig, batch: Batch | None) -> tuple[int | None, Reasons]:

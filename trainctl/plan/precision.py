@@ -15,7 +15,7 @@ class Formats:
         weights: The weights that forward and backward use; fp32 under autocast, and bf16 under
             fp8, whose matrix products convert on the way.
         gradient_accumulation: Gradients while they accumulate.
-        communication: Gradients on the wire.
+        communication: Gradients on the wire; under autocast, those of matrices only.
     """
 
     weights: DataType

@@ -11,11 +11,14 @@ from trainctl.plan.deepspeed import derived_settings, render, user_settings
 from trainctl.plan.derive import (
     derive_batch,
     derive_mesh,
+    derive_stages,
     derive_stop_step,
     derive_total_steps,
     derive_warmup_steps,
 )
+from trainctl.plan.own_json import check_own_json
 from trainctl.plan.precision import formats
+from trainctl.plan.recompute import wrapped_blocks
 from trainctl.plan.rules import Draft, check
 from trainctl.plan.techniques import not_yet
 from trainctl.plan.types import Derived, RunPlan
@@ -52,9 +55,15 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     # Without an error each of these has a value: a rule reports each way to have none.
     assert mesh is not None and batch is not None and total_steps is not None
 
+    settings = (*derived_settings(config, mesh, batch), *user_settings(config.deepspeed))
+    deepspeed = render(settings)
+    findings += tuple(check_own_json(config, hardware, mesh, deepspeed, settings))
+    if any(finding.is_error for finding in findings):
+        return Resolution(plan=None, findings=findings)
+
     stop_step, stop_reasons = derive_stop_step(config.training, total_steps)
     warmup_steps, warmup_reasons = derive_warmup_steps(config.schedule, total_steps)
-    settings = (*derived_settings(config, mesh, batch), *user_settings(config.deepspeed))
+    stage_blocks, stage_reasons = derive_stages(config)
 
     plan = RunPlan(
         config=config,
@@ -64,13 +73,16 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
         total_steps=total_steps,
         stop_step=stop_step,
         warmup_steps=warmup_steps,
-        deepspeed=render(settings),
+        stage_blocks=stage_blocks,
+        deepspeed=deepspeed,
         derived=(
             *mesh_reasons,
             *batch_reasons,
             *total_reasons,
             *stop_reasons,
             *warmup_reasons,
+            *wrapped_blocks(config),
+            *stage_reasons,
             *_format_reasons(config),
             *settings,
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from trainctl.config.schema import RunConfig
@@ -81,6 +82,7 @@ class RunPlan:
         stop_step: Step at which this launch ends; equals total_steps unless
             `training.stop_after_steps` is set.
         warmup_steps: Optimizer steps of the linear warmup.
+        stage_blocks: Number of blocks of each pipeline stage.
         deepspeed: The JSON for DeepSpeed, complete, without "auto".
         derived: Every derived value with its reason.
         not_yet: What this plan asks for that cannot be trained with yet, in words;
@@ -95,6 +97,15 @@ class RunPlan:
     stop_step: int
     warmup_steps: int
     deepspeed: dict[str, Any]
+    stage_blocks: tuple[int, ...] = ()
     derived: tuple[Derived, ...] = ()
     not_yet: tuple[str, ...] = ()
     schema: int = field(default=PLAN_SCHEMA)
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """Indices of the blocks of each pipeline stage."""
+        ends = tuple(accumulate(self.stage_blocks))
+        return tuple(
+            range(end - size, end) for end, size in zip(ends, self.stage_blocks, strict=True)
+        )

@@ -108,6 +108,7 @@ def cause_of(
     *,
     host_oom_kills: int = 0,
     disk_is_full: bool = False,
+    codes_are_ours: bool = True,
 ) -> Cause:
     """The cause of a death.
 
@@ -117,6 +118,8 @@ def cause_of(
         log: Last lines of the log: the traceback, or what native code said before it aborted.
         host_oom_kills: Processes that the kernel killed for memory in the meantime.
         disk_is_full: Whether the log's disk is: then it may not say anything.
+        codes_are_ours: Whether an exit code means what `ExitCode` says, not what a program of the
+            user's means by it.
     """
     if -return_code == 9:
         return Cause.host_memory if host_oom_kills else Cause.killed
@@ -127,7 +130,7 @@ def cause_of(
             return cause
     if disk_is_full and not error and return_code > 0:
         return Cause.disk_full
-    if return_code in _REPORTED_CODES:
+    if codes_are_ours and return_code in _REPORTED_CODES:
         return Cause.reported
     if return_code < 0:
         return Cause.killed
@@ -146,7 +149,7 @@ _REPORTED_CODES = frozenset(
 )
 
 
-def exit_code(return_code: int, cause: Cause = Cause.code) -> int:
+def exit_code(return_code: int, cause: Cause = Cause.code, *, codes_are_ours: bool = True) -> int:
     """Exit code of a launch whose rank ended so.
 
     128 + n for signal n, what a rank reported with an exit code of ours, and else that of a rank
@@ -156,7 +159,8 @@ def exit_code(return_code: int, cause: Cause = Cause.code) -> int:
         return int(ExitCode.environment)
     if return_code < 0:
         return 128 - return_code
-    return return_code if return_code in _REPORTED_CODES else int(ExitCode.training_failed)
+    is_reported = codes_are_ours and return_code in _REPORTED_CODES
+    return return_code if is_reported else int(ExitCode.training_failed)
 
 
 def disk_is_full(folder: Path) -> bool:

@@ -41,6 +41,9 @@ class AttemptCommand:
         ranks_per_node: Ranks that each starts.
         rank_command: Command line of every rank; which one it is, it reads from `RANK`.
         prepare: Whether the agent prepares the corpus before the ranks start.
+        is_users: Whether the ranks run a program or function of the user's: then nothing is known
+            of their heartbeats, and an exit code of theirs says no more than that they failed.
+        folder: Where agents and ranks run; None is the launcher's current folder.
         port: Rendezvous port; None takes a free one.
         address: Of the first node, where the rendezvous is; None on a single node, and where an
             agent learns it when it is started.
@@ -50,6 +53,8 @@ class AttemptCommand:
     ranks_per_node: int
     rank_command: tuple[str, ...]
     prepare: bool = True
+    is_users: bool = False
+    folder: str | None = None
     port: int | None = None
     address: str | None = None
     schema: int = COMMAND_SCHEMA

@@ -85,7 +85,12 @@ def is_lost_peer(error: str) -> bool:
 
 
 def describe(
-    return_code: int, log: Path, *, host_oom_kills: int = 0, disk_is_full: bool = False
+    return_code: int,
+    log: Path,
+    *,
+    host_oom_kills: int = 0,
+    disk_is_full: bool = False,
+    codes_are_ours: bool = True,
 ) -> dict[str, Any]:
     """Fields of a `failure` record for a process that ended.
 
@@ -94,6 +99,7 @@ def describe(
         log: What it wrote.
         host_oom_kills: Processes that the kernel killed for memory while it ran.
         disk_is_full: Whether the disk of the log is.
+        codes_are_ours: Whether its exit codes are those of `ExitCode`.
 
     Returns:
         `cause`, `exit_code` (None for a signal), `signal` (None for an exit code), `message` (how
@@ -101,7 +107,12 @@ def describe(
     """
     error, lines = error_line(log), log_tail(log, lines=_TAIL_BYTES)
     cause = cause_of(
-        return_code, error, lines, host_oom_kills=host_oom_kills, disk_is_full=disk_is_full
+        return_code,
+        error,
+        lines,
+        host_oom_kills=host_oom_kills,
+        disk_is_full=disk_is_full,
+        codes_are_ours=codes_are_ours,
     )
     is_signal = return_code < 0
     how = f"was killed by {signal_name(-return_code)}"

@@ -7,6 +7,7 @@ RUN/
   lock                   held (flock) by the launch that runs here
   status.json            state of the newest attempt
   events.jsonl           records of every attempt
+  corpus/                the tokenized documents of `data.factory`; else they are in the cache
   checkpoints/           committed checkpoints `step-00000040/`, and `latest`, a pointer
   requests/              what a running launch is asked to do at its next step
   attempts/N/            one launch or resume, N from 1
@@ -16,6 +17,7 @@ RUN/
     job.json             what a scheduler knows it as, if one has it
     logs/                rank-0.log ..., agent-0.log
     heartbeats/          rank-0 ...: when each rank last did what
+    profile/             rank-0.trace.json.gz and rank-0.txt, with logging.profile_steps
 """
 
 from __future__ import annotations
@@ -68,6 +70,10 @@ class AttemptPaths:
     def heartbeat(self, rank: int) -> Path:
         return self.root / "heartbeats" / f"rank-{rank}"
 
+    @property
+    def profile(self) -> Path:
+        return self.root / "profile"
+
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
@@ -102,6 +108,10 @@ class RunPaths:
     @property
     def corpus(self) -> Path:
         return self.root / "corpus.json"
+
+    @property
+    def users_corpus(self) -> Path:
+        return self.root / "corpus"
 
     @property
     def checkpoints(self) -> Path:

@@ -29,10 +29,15 @@ def main() -> int:
     from trainctl.errors import TrainctlError
     from trainctl.runs.directory import read_plan
 
-    plan = read_plan(run.attempt(arguments.attempt).plan)
+    attempt = run.attempt(arguments.attempt)
+    plan = read_plan(attempt.plan)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ["DS_ACCELERATOR"] = "cpu" if plan.hardware.accelerator.value == "cpu" else "cuda"
     try:
+        if plan.config.trainer is not None:
+            from trainctl.train.user_code import run_trainer
+
+            return run_trainer(plan, run, attempt)
         from trainctl.train.rank import train_rank
 
         train_rank(plan, run, arguments.attempt, heartbeat)

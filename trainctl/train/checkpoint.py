@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors import safe_open
 
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
+from trainctl.train.shards import Shard, read_shard, read_whole
 from trainctl.train.state import MASTER, Fragment, OptimizerState
 
 
@@ -50,9 +52,12 @@ class Checkpoint:
         self.path = path
         self.passed_over = tuple(passed_over)
         self.manifest = checkpoints.read_manifest(path)
-        self._fragments: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self._fragments: dict[str, dict[Shard, list[dict[str, Any]]]] = {}
         for fragment in self.manifest["fragments"]:
-            self._fragments[fragment["parameter"]].append(fragment)
+            name = fragment["parameter"]
+            whole = Shard.whole(torch.Size(self.manifest["shapes"][name]))
+            shard = Shard(*fragment["shard"]) if "shard" in fragment else whole
+            self._fragments.setdefault(name, {}).setdefault(shard, []).append(fragment)
         self._open: dict[str, Any] = {}
 
     @property
@@ -86,10 +91,11 @@ class Checkpoint:
 
     def _load_fragment(self, state: OptimizerState, fragment: Fragment, names: list[str]) -> None:
         end = fragment.start + fragment.numel
+        shard = fragment.shard or Shard.whole(torch.Size(self.manifest["shapes"][fragment.name]))
         for name in (MASTER, *names):
             target = state.tensor(fragment.tensor, name)
             target[fragment.offset : fragment.offset + fragment.numel].copy_(
-                self._read(fragment.name, name, fragment.start, end)
+                read_shard(partial(self._read, fragment.name, name), shard, fragment.start, end)
             )
 
     def close(self) -> None:
@@ -97,9 +103,25 @@ class Checkpoint:
         self._open.clear()
 
     def _read(self, parameter: str, state: str, start: int, end: int) -> torch.Tensor:
+        """Elements [start, end) of the whole, flattened parameter, whatever shards it is in."""
+        parts = {
+            shard: partial(self._read_fragments, parameter, state, fragments)
+            for shard, fragments in self._fragments.get(parameter, {}).items()
+        }
+        try:
+            return read_whole(parts, start, end)
+        except ValueError as error:
+            raise TrainctlError(
+                f"{self.path.name}: {parameter}: {error}", exit_code=ExitCode.run_state
+            ) from None
+
+    def _read_fragments(
+        self, parameter: str, state: str, fragments: list[dict[str, Any]], start: int, end: int
+    ) -> torch.Tensor:
+        """Elements [start, end) of a flattened shard."""
         result = torch.empty(end - start)
         missing = end - start
-        for fragment in self._fragments[parameter]:
+        for fragment in fragments:
             first = max(start, fragment["start"])
             last = min(end, fragment["start"] + fragment["numel"])
             if first < last:

@@ -15,16 +15,17 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import DataConfig, DataKind
-from trainctl.errors import TrainctlError
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_json
 from trainctl.train.tokenizer import Tokenizer
+from trainctl.train.user_code import in_words, load
 
 CACHE_VARIABLE = "TRAINCTL_CACHE_DIR"
 _FORMAT = 1
@@ -110,9 +111,56 @@ def build_corpus(
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another launch may be tokenizing the same
         if not (folder / "corpus.json").is_file():
-            files = {"held_out": held_out, "train": train}
-            _write(folder, config, tokenizer, files, progress)
+            texts = {"held_out": _texts(held_out, config), "train": _texts(train, config)}
+            _write(folder, tokenizer, texts, progress)
     return Corpus.load(folder / "corpus.json")
+
+
+def build_users_corpus(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    folder: Path,
+    progress: Callable[[int], None] | None = None,
+) -> Corpus:
+    """The corpus of a config with `data.factory`, in a folder of the run's.
+
+    Nothing tells whether a function would give the same again, so what it gave once is kept with
+    the run: a resume trains on that.
+
+    Args:
+        config: Names the function. It is called as ``function(config, split)``, with ``train`` and
+            ``held_out``, and gives the documents of that split as an iterable of texts.
+        tokenizer: Of the run.
+        folder: Made if it is not there yet.
+        progress: As for `build_corpus`.
+
+    Raises:
+        TrainctlError: The function cannot be imported, fails, or gives anything but texts.
+    """
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of another node
+        if not (folder / "corpus.json").is_file():
+            texts = {split: _users_texts(config, split) for split in ("held_out", "train")}
+            _write(folder, tokenizer, texts, progress)
+    corpus = Corpus.load(folder / "corpus.json")
+    return replace(corpus, folder=str(folder))  # the run's directory may have been moved
+
+
+def _users_texts(config: DataConfig, split: str) -> Iterator[str]:
+    assert config.factory is not None
+    named = f"data.factory={config.factory}"
+    function = load("data.factory", config.factory)
+    try:
+        for text in function(config, split):
+            if not isinstance(text, str):
+                raise TypeError(f"expected texts, got {type(text).__name__}")
+            yield text
+    except Exception as error:
+        raise TrainctlError(
+            f"{named} failed on the {split} split: {in_words(error)}",
+            hint="it is called as function(config, split) and gives the split's texts",
+            exit_code=ExitCode.training_failed,
+        ) from error
 
 
 def split_files(config: DataConfig) -> tuple[list[Path], list[Path]]:
@@ -171,9 +219,8 @@ def _key(config: DataConfig, tokenizer: Tokenizer, train: list[Path], held_out: 
 
 def _write(
     folder: Path,
-    config: DataConfig,
     tokenizer: Tokenizer,
-    files: dict[str, list[Path]],
+    texts: dict[str, Iterator[str]],
     progress: Callable[[int], None] | None,
 ) -> None:
     temporary = folder.with_suffix(".tmp")
@@ -184,10 +231,10 @@ def _write(
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     splits: dict[str, Split] = {}
     done = 0
-    for name, group in files.items():
+    for name, documents_of_split in texts.items():
         tokens = documents = 0
         with (temporary / f"{name}.bin").open("wb") as out:
-            for text in _texts(group, config):
+            for text in documents_of_split:
                 ids = tokenizer.encode(text)
                 if tokenizer.end_of_document is not None:
                     ids = np.append(ids, tokenizer.end_of_document)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,14 +36,42 @@ class MicroBatch:
     sample_ids: torch.Tensor
     is_masked: bool = False
 
-    def model_inputs(self, device: torch.device) -> dict[str, Any]:
+    @classmethod
+    def of_context(cls, ids: list[int], *, samples: int = 1) -> MicroBatch:
+        """The same token ids in each sample, without labels: to see what comes next."""
+        inputs = torch.tensor([ids]).repeat(samples, 1)
+        return cls(
+            input_ids=inputs,
+            labels=torch.full_like(inputs, IGNORED_LABEL),
+            position_ids=torch.arange(len(ids)).repeat(samples, 1),
+            document_ids=torch.zeros_like(inputs),
+            sample_ids=torch.zeros(samples, dtype=torch.long),
+        )
+
+    def part(self, index: int, count: int) -> MicroBatch:
+        """One of `count` equal parts of every sequence."""
+        if count == 1:
+            return self
+        return replace(
+            self,
+            **{
+                name: getattr(self, name).chunk(count, dim=1)[index].contiguous()
+                for name in ("input_ids", "labels", "position_ids", "document_ids")
+            },
+        )
+
+    def model_inputs(self, device: torch.device, *, positions: bool = False) -> dict[str, Any]:
         """Arguments of a transformers model's forward pass.
 
         Plain positions are left to the model: given, it would search them for documents in every
         pass, and turn them for each sample rather than once.
+
+        Args:
+            device: Of the tensors.
+            positions: Give the positions all the same: they do not begin at 0.
         """
         inputs: dict[str, Any] = {"input_ids": self.input_ids.to(device, non_blocking=True)}
-        if self.is_masked:
+        if self.is_masked or positions:
             inputs["position_ids"] = self.position_ids.to(device, non_blocking=True)
         return {**inputs, "use_cache": False}
 

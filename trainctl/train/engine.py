@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,22 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.schema import OptimizerConfig
+from trainctl.config.schema import CompileKind, OptimizerConfig
+from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
-from trainctl.train.data import MicroBatch
-from trainctl.train.loss import summed_cross_entropy
+from trainctl.train.data import IGNORED_LABEL, MicroBatch
+from trainctl.train.loss import LanguageModel
+from trainctl.train.mesh import ProcessMesh
+from trainctl.train.precision import LossScale, share_groups, stop_at_smallest
 from trainctl.train.process import Process
+from trainctl.train.sequence_parallel import SequenceParallelAttention
+from trainctl.train.shards import Pieces
+from trainctl.train.stopwatch import Stopwatch
+from trainctl.train.swap import remove_swap_folder
+from trainctl.train.tensor_parallel import sum_partial_gradients
+
+CLIPPING_EPSILON = 1e-6
+"""Added to the norm that a gradient is divided by, as DeepSpeed and torch do."""
 
 
 class Engine:
@@ -23,21 +35,49 @@ class Engine:
     Args:
         plan: The plan of the run.
         process: This rank.
-        model: With its weights, whole or partitioned as the plan's ZeRO stage wants.
+        mesh: Its place on the mesh.
+        model: With its weights, whole, sharded or partitioned as the plan wants.
+        pieces: Of its parameters.
+
+    Attributes:
+        times: Where the time of a step goes.
+        loss_scale: Of fp16 weights; None for other formats.
     """
 
-    def __init__(self, plan: RunPlan, process: Process, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        process: Process,
+        mesh: ProcessMesh,
+        model: PreTrainedModel,
+        pieces: Pieces,
+    ) -> None:
         self._plan = plan
         self._process = process
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
-        self.groups = parameter_groups(model, plan.config.optimizer)
+        self.mesh = mesh
+        self.pieces = pieces
+        self.times = Stopwatch(process.device)
+        self._vocabulary = mesh.tensor if mesh.tensor.size > 1 else None
+        self._attention = SequenceParallelAttention(plan, mesh) if mesh.sequence.size > 1 else None
+        sum_partial_gradients(pieces, mesh.tensor)
+        module = self._module(model)
         self.deepspeed, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=self.groups,
+            model=module,
+            model_parameters=parameter_groups(pieces, plan.config.optimizer),
             config=plan.deepspeed,
+            mpu=mesh.model_parallel_unit if mesh.pipeline.size == 1 else None,
             dist_init_required=False,
         )
+        if plan.config.kernels.compile is CompileKind.deepcompile:
+            self.deepspeed.compile()
         self._forget_initial_step()
+        share_groups(self.deepspeed.optimizer)
+        weights = formats(plan.config.precision).weights
+        self.loss_scale = LossScale.of(self.deepspeed.optimizer, weights)
+
+    def _module(self, model: PreTrainedModel) -> nn.Module:
+        """What DeepSpeed trains."""
+        return LanguageModel(model, self._vocabulary, self._plan.config.kernels)
 
     def _forget_initial_step(self) -> None:
         """Undo the update that DeepSpeed makes to allocate states, without ZeRO in low precision.
@@ -52,75 +92,157 @@ class Engine:
     def stage(self) -> int:
         return self._plan.config.zero_stage.stage
 
-    def logits(self, batch: MicroBatch) -> torch.Tensor:
-        """(samples, length, vocabulary) of the model on this rank's device."""
-        return self.deepspeed(**batch.model_inputs(self._process.device)).logits
-
     def accumulate(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:
         """Forward and backward over a step's micro-batches, leaving the mean gradient.
 
         Every label of the global batch has the same weight, on whichever rank and in whichever
-        micro-batch it is: DeepSpeed averages gradients over the data-parallel ranks, so each sum is
-        scaled by their number over the count of labels.
+        micro-batch it is: DeepSpeed averages gradients over the replicas (the data- and
+        sequence-parallel ranks), so each sum is scaled by their number over the count of labels.
 
         Returns:
             The mean loss in nats over the global batch's labels, and their number.
         """
-        num_labels = float(self._plan.batch.tokens_per_step)
-        if batches[0].is_masked:  # otherwise every position has a label: no rank needs to ask
-            (num_labels,) = self._process.sum(sum(batch.num_labels for batch in batches))
-        scale = self._plan.mesh.data / max(1.0, num_labels)
-        total = torch.zeros((), dtype=torch.float64)
+        num_labels = self._num_labels(batches)
+        scale = self.mesh.replicas.size / max(1.0, num_labels)
+        # On the device, and read once: reading it makes the host wait for what it has started.
+        total = torch.zeros((), dtype=torch.float64, device=self._process.device)
         for index, batch in enumerate(batches):
-            labels = batch.labels.to(self._process.device, non_blocking=True)
-            loss = summed_cross_entropy(self.logits(batch), labels)
-            self.deepspeed.backward(loss * scale, scale_wrt_gas=False)
-            total += loss.detach().double().cpu()
-            if index + 1 < len(batches):
-                self.deepspeed.step()  # not at the boundary: only counts the micro-step
-        (loss_sum,) = self._process.sum(float(total))
-        return loss_sum / max(1.0, num_labels), num_labels
+            with self.times.part("forward"):
+                inputs, labels = self._inputs(batch)
+                loss = self.deepspeed(inputs, labels)
+            with self.times.part("backward"):
+                self.deepspeed.backward(loss * scale, scale_wrt_gas=False)
+                total += loss.detach()
+                if index + 1 < len(batches):
+                    self.deepspeed.step()  # not at the boundary: only counts the micro-step
+        return self._mean_loss(float(total), num_labels), num_labels
 
     def update(self, learning_rate_factor: float) -> float:
         """Clip, step the optimizer, clear the gradients; the global gradient norm before clipping.
 
         Args:
             learning_rate_factor: Of each group's peak learning rate, for this update.
+
+        Raises:
+            TrainctlError: fp16 gradients overflow at the smallest loss scale; on all ranks.
         """
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * learning_rate_factor
-        # Without ZeRO and in fp32 DeepSpeed hands the update to torch and keeps no norm.
-        norm = self._own_gradient_norm() if self._is_plain else None
-        self.deepspeed.step()
+        with self.times.part("optimizer"):
+            # Without ZeRO and in fp32 DeepSpeed hands the update to torch and keeps no norm.
+            norm = self._own_gradient_norm() if self._is_plain else None
+            if norm is not None and self.mesh.pipeline.size > 1:
+                self._clip(norm)
+            with stop_at_smallest(self.loss_scale):
+                self._step()
         return norm if norm is not None else float(self.deepspeed.get_global_grad_norm())
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the last update was not made, because the gradients were not finite."""
+        return not self.deepspeed.was_step_applied()
+
+    def score(self, batch: MicroBatch) -> tuple[float, int]:
+        """The summed loss over a batch's labels and their number, of those that this rank counts.
+
+        Summed over all ranks they are those of the data-parallel ranks' batches.
+        """
+        inputs, labels = self._inputs(batch)
+        loss = float(self.deepspeed(inputs, labels))
+        number = int((labels != IGNORED_LABEL).sum())
+        return (loss, number) if self.mesh.tensor.is_first else (0.0, 0)
+
+    def next_scores(self, ids: list[int]) -> torch.Tensor:
+        """Scores of the token after `ids`, (vocabulary,) in fp32 on the CPU: the same on all ranks.
+
+        Args:
+            ids: Token ids, the same on all ranks; at least one.
+        """
+        # Every rank of a sequence or tensor group has an equal part of the context.
+        multiple = self.mesh.sequence.size * self.mesh.tensor.size
+        padded = ids + [0] * (-len(ids) % multiple)
+        batch = MicroBatch.of_context(padded, samples=self._plan.batch.micro_batch_size)
+        scores = self._last_scores(batch, len(ids) - 1)
+        is_mine = scores is not None and self.mesh.tensor.is_first and self.mesh.data.is_first
+        size = self._plan.config.model.vocab_size
+        mine = scores.double().cpu().tolist() if is_mine and scores is not None else [0.0] * size
+        return torch.tensor(self._process.sum(*mine), dtype=torch.float32)
+
+    def close(self) -> None:
+        """Release DeepSpeed's threads and buffers; must come before the process groups go."""
+        self.deepspeed.destroy()
+        if self._attention is not None:
+            self._attention.close()
+        remove_swap_folder(self._plan)
+
+    def _last_scores(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
+        """The first sample's scores at a position of the whole sequence, if this rank has it."""
+        inputs, labels = self._inputs(batch)
+        scores = self.deepspeed(inputs)
+        position -= self.mesh.sequence.index * labels.shape[1]
+        return scores[0, position] if 0 <= position < labels.shape[1] else None
+
+    def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
+        """The model's inputs and the labels of this rank's part of the batch, on its device."""
+        sequence = self.mesh.sequence
+        part = batch.part(sequence.index, sequence.size)
+        inputs = part.model_inputs(self._process.device, positions=sequence.size > 1)
+        return inputs, self._on_device(part.labels)
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._process.device, non_blocking=True)
+
+    def _num_labels(self, batches: Sequence[MicroBatch]) -> float:
+        """Labels in the global batch."""
+        if not batches[0].is_masked:  # every position has one: no rank needs to ask
+            return float(self._plan.batch.tokens_per_step)
+        (number,) = self._process.sum(sum(batch.num_labels for batch in batches))
+        return number * self.mesh.data.size / self._process.world_size
+
+    def _mean_loss(self, total: float, num_labels: float) -> float:
+        """From this rank's summed loss; the ranks of a tensor group all have the same."""
+        (loss_sum,) = self._process.sum(total if self.mesh.tensor.is_first else 0.0)
+        return loss_sum / max(1.0, num_labels)
+
+    def _step(self) -> None:
+        self.deepspeed.step()
 
     @property
     def _is_plain(self) -> bool:
         return isinstance(self.deepspeed.optimizer, torch.optim.Optimizer)
 
     def _own_gradient_norm(self) -> float:
-        gradients = [p.grad for p in self.names if p.grad is not None]
-        return float(nn.utils.get_total_norm(gradients))
+        """Of all parameters, each counted once: on the rank that would save it."""
+        gradients = [
+            parameter.grad
+            for parameter, piece in self.pieces.items()
+            if piece.is_saved_here and parameter.grad is not None
+        ]
+        norm = float(nn.utils.get_total_norm(gradients))
+        if self.mesh.is_data_only:
+            return norm
+        (squares,) = self._process.sum(norm**2)
+        return math.sqrt(squares / self.mesh.replicas.size)
 
-    def close(self) -> None:
-        """Release DeepSpeed's threads and buffers; must come before the process groups go."""
-        self.deepspeed.destroy()
+    def _clip(self, norm: float) -> None:
+        """Scale the gradients where DeepSpeed would clip each pipeline stage by itself."""
+        limit = self._plan.config.optimizer.gradient_clipping
+        if 0 < limit < norm + CLIPPING_EPSILON:
+            for parameter in self.pieces:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(limit / (norm + CLIPPING_EPSILON))
 
 
-def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+def parameter_groups(pieces: Pieces, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Optimizer groups: matrices with weight decay; norms, biases and embeddings without.
 
     A tied output projection is an embedding. Empty groups are left out.
     """
-    embeddings = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        embedding = id(parameter) in embeddings and not config.decay_embeddings
-        (plain if len(shape) < 2 or embedding else decayed).append(parameter)
+    for parameter, piece in pieces.items():
+        embedding = piece.is_embedding and not config.decay_embeddings
+        (plain if len(piece.shape) < 2 or embedding else decayed).append(parameter)
     common = {"lr": 0.0, "peak_lr": config.lr}
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay, **common},

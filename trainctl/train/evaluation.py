@@ -1,6 +1,6 @@
 """Held-out loss, and a text sampled from the model: of the engine's, or of one outside training.
 
-Both take the model as a function from a batch to its logits, shape (samples, length, vocabulary).
+Both take the model as a function: to the loss of a batch, and to the scores of the next token.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainctl.train.data import IGNORED_LABEL, MicroBatch, PackedDataset
-from trainctl.train.loss import summed_cross_entropy
+from trainctl.train.data import MicroBatch, PackedDataset
 from trainctl.train.tokenizer import Tokenizer
 
-Logits = Callable[[MicroBatch], torch.Tensor]
+Score = Callable[[MicroBatch], tuple[float, int]]
+"""The summed loss over a batch's labels, and their number."""
+
+NextScores = Callable[[list[int]], torch.Tensor]
+"""Scores of the token that follows some tokens, (vocabulary,) in fp32 on the CPU."""
 
 
 def _unwatched(done: int, total: int) -> None:
@@ -40,7 +43,7 @@ def inference(module: nn.Module) -> Iterator[None]:
 
 
 def evaluate(
-    logits: Logits,
+    score: Score,
     dataset: PackedDataset,
     *,
     num_samples: int,
@@ -56,7 +59,7 @@ def evaluate(
     samples without labels where the real ones have run out.
 
     Args:
-        logits: The model.
+        score: The model's loss of a batch.
         dataset: The held-out samples.
         num_samples: How many of them, at most.
         micro_batch_size: Samples in a forward pass.
@@ -68,23 +71,22 @@ def evaluate(
     count = min(num_samples, dataset.num_samples)
     if count == 0:
         return None
-    loss_sum = torch.zeros((), dtype=torch.float64)
-    labels_seen = 0
+    loss_sum, labels_seen = 0.0, 0
     for start in range(0, count, micro_batch_size * data_size):
         progress(start, count)
         first = start + data_rank * micro_batch_size
         indices = np.arange(first, first + micro_batch_size)
         batch = dataset.micro_batch(np.where(indices < count, indices, -1))
-        output = logits(batch)
-        loss_sum += summed_cross_entropy(output, batch.labels.to(output.device)).double().cpu()
-        labels_seen += batch.num_labels
+        loss, labels = score(batch)
+        loss_sum += loss
+        labels_seen += labels
     progress(count, count)
-    total, number = sum_over_ranks(float(loss_sum), labels_seen)
+    total, number = sum_over_ranks(loss_sum, labels_seen)
     return total / number
 
 
 def sample_text(
-    logits: Logits,
+    next_scores: NextScores,
     tokenizer: Tokenizer,
     *,
     prompt: str,
@@ -99,7 +101,7 @@ def sample_text(
     All ranks take part and draw the same tokens (ZeRO-3 gathers parameters in each pass).
 
     Args:
-        logits: The model.
+        next_scores: The model.
         tokenizer: Of the run.
         prompt: The text to go on from.
         num_tokens: To draw, at most: the end of the document ends the text.
@@ -112,7 +114,7 @@ def sample_text(
     generator = torch.Generator().manual_seed(seed)
     for drawn in range(num_tokens):
         progress(drawn, num_tokens)
-        scores = logits(_context(ids[-window:]))[0, -1, : tokenizer.vocab_size].float().cpu()
+        scores = next_scores(ids[-window:])[: tokenizer.vocab_size]
         if temperature == 0:
             token = int(scores.argmax())
         else:
@@ -122,14 +124,3 @@ def sample_text(
             break
         ids.append(token)
     return tokenizer.decode(ids)
-
-
-def _context(ids: list[int]) -> MicroBatch:
-    inputs = torch.tensor([ids])
-    return MicroBatch(
-        input_ids=inputs,
-        labels=torch.full_like(inputs, IGNORED_LABEL),
-        position_ids=torch.arange(len(ids))[None],
-        document_ids=torch.zeros_like(inputs),
-        sample_ids=torch.zeros(1, dtype=torch.long),
-    )

@@ -18,6 +18,7 @@ from trainctl.train.build import materialise
 from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.data import MicroBatch
 from trainctl.train.evaluation import inference
+from trainctl.train.loss import summed_cross_entropy
 from trainctl.train.model import TORCH_TYPES, skeleton
 from trainctl.train.weights import WeightSource
 
@@ -31,6 +32,15 @@ class LoadedModel:
 
     model: PreTrainedModel
     device: torch.device
+
+    def score(self, batch: MicroBatch) -> tuple[float, int]:
+        """The summed loss over the batch's labels, and their number."""
+        loss = summed_cross_entropy(self.logits(batch), batch.labels.to(self.device))
+        return float(loss), batch.num_labels
+
+    def next_scores(self, ids: list[int]) -> torch.Tensor:
+        """Scores of the token after `ids`, (vocabulary,) in fp32 on the CPU."""
+        return self.logits(MicroBatch.of_context(ids))[0, -1].float().cpu()
 
     def logits(self, batch: MicroBatch) -> torch.Tensor:
         """(samples, length, vocabulary), as the training engine's."""

@@ -2,19 +2,76 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 
+from trainctl.config.schema import CrossEntropyKind, KernelsConfig
+from trainctl.train.cross_entropy import chunked_cross_entropy, fuse_head
 from trainctl.train.data import IGNORED_LABEL
+from trainctl.train.families import family_of
+from trainctl.train.mesh import Axis
+from trainctl.train.tensor_parallel import gather_vocabulary, vocabulary_parallel_cross_entropy
 
 
-def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def summed_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, tensor: Axis | None = None
+) -> torch.Tensor:
     """Sum of the cross entropy in nats over the positions that have a label; fp32 scalar.
 
     Args:
         logits: (samples, length, vocabulary), any floating type; the softmax is in fp32.
         labels: (samples, length), already shifted; IGNORED_LABEL where there is none.
+        tensor: The tensor axis, if the logits are split over the vocabulary.
     """
+    if tensor is not None:
+        return vocabulary_parallel_cross_entropy(logits, labels, tensor, ignored=IGNORED_LABEL)
     return F.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
+
+
+class LanguageModel(nn.Module):
+    """A transformers model with its loss, so that all of it runs inside DeepSpeed's engine.
+
+    Args:
+        model: The model.
+        tensor: The tensor axis, if its vocabulary is split.
+        kernels: How the loss is computed.
+    """
+
+    def __init__(self, model: PreTrainedModel, tensor: Axis | None, kernels: KernelsConfig) -> None:
+        super().__init__()
+        self.model = model
+        self._tensor = tensor
+        self._kernels = kernels
+        if kernels.cross_entropy is CrossEntropyKind.liger_fused:
+            fuse_head(getattr(model, family_of(model).head), IGNORED_LABEL)
+
+    def forward(self, inputs: dict[str, Any], labels: torch.Tensor | None = None) -> torch.Tensor:
+        """The summed loss; without labels the logits, (samples, length, vocabulary)."""
+        if labels is not None and self._kernels.cross_entropy is not CrossEntropyKind.plain:
+            return self._loss_without_logits(inputs, labels)
+        logits: torch.Tensor = self.model(**inputs).logits
+        if labels is not None:
+            return summed_cross_entropy(logits, labels, self._tensor)
+        return logits if self._tensor is None else gather_vocabulary(logits, self._tensor)
+
+    def _loss_without_logits(self, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
+        family = family_of(self.model)
+        head = getattr(self.model, family.head)
+        hidden = getattr(self.model, family.decoder)(**inputs).last_hidden_state
+        if self._kernels.cross_entropy is CrossEntropyKind.chunked:
+            return chunked_cross_entropy(
+                head,
+                hidden,
+                labels,
+                chunk_tokens=self._kernels.chunk_tokens,
+                loss=partial(summed_cross_entropy, tensor=self._tensor),
+            )
+        loss: torch.Tensor = head(hidden, labels)
+        return loss

@@ -17,13 +17,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import (
-    ActivationCheckpointingConfig,
-    CheckpointingMode,
     DataType,
     ModelConfig,
     ModelFamily,
 )
 from trainctl.errors import TrainctlError
+from trainctl.train.user_code import load
 
 TORCH_TYPES = {
     DataType.fp32: torch.float32,
@@ -118,16 +117,34 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 
     No rank holds a weight yet, whatever the model's size; `trainctl.train.build` fills them in.
     """
-    config = transformers_config(model)
     with _parameters_on_meta():
-        built = AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=model.attention.value,
-            trust_remote_code=model.trust_remote_code,
-        )
+        built = _users_model(model, dtype) if model.factory else _own_model(model, dtype)
     built.tie_weights()
     built.train()
+    return built
+
+
+def _own_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(
+        transformers_config(model),
+        dtype=dtype,
+        attn_implementation=model.attention.value,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def _users_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """What `model.factory` makes of the declared shape, its parameters in the compute type."""
+    assert model.factory is not None
+    built = load("model.factory", model.factory)(model)
+    if not isinstance(built, PreTrainedModel):
+        raise TrainctlError(
+            f"model.factory={model.factory} gave a {type(built).__name__}",
+            hint="return a transformers PreTrainedModel with a language-modelling head",
+        )
+    for parameter in built.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     return built
 
 
@@ -148,28 +165,6 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def blocks(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+def blocks(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """The decoder blocks, in order."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def wrap_blocks(model: PreTrainedModel, config: ActivationCheckpointingConfig) -> int:
-    """Recompute every k-th block in the backward pass; how many blocks do.
-
-    Raises:
-        TrainctlError: None of the model's blocks can.
-    """
-    if config.mode is CheckpointingMode.none:
-        return 0
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    layers = blocks(model)
-    for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = index % config.every_kth_block == 0
-    wrapped = sum(layer.gradient_checkpointing for layer in layers)
-    if wrapped == 0:
-        raise TrainctlError(
-            f"activation_checkpointing.mode={config.mode.value} but 0 of {len(layers)} blocks of "
-            f"{type(model).__name__} are wrapped",
-            hint="activation_checkpointing=none, or a model whose blocks support it",
-        )
-    return wrapped

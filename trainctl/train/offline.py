@@ -97,11 +97,13 @@ def _do_while_it_is_there(arguments: argparse.Namespace, progress: Progress) -> 
 
 def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     # Only now the slow imports.
-    from trainctl.runs.directory import last_attempt, read_plan
+    from trainctl.runs.directory import last_attempt, read_plan, read_record
     from trainctl.runs.layout import RunPaths
 
     run = RunPaths(arguments.run.resolve())
     plan = read_plan(run.attempt(last_attempt(run)).plan)
+    if plan.config.model.factory is not None:
+        sys.path.insert(0, str(read_record(run)["folder"]))  # as on the ranks
     match arguments.task:
         case "evaluate":
             return _evaluate(plan, run, arguments, progress)
@@ -135,7 +137,7 @@ def _evaluate(
     model = load(plan, arguments.checkpoint, arguments.device, progress)
     with model.inference():
         loss = evaluate(
-            model.logits,
+            model.score,
             dataset,
             num_samples=samples,
             micro_batch_size=plan.batch.micro_batch_size,
@@ -151,9 +153,12 @@ def _evaluate(
 
 def _corpus(plan: RunPlan, run: RunPaths) -> Corpus:
     """The run's corpus, tokenized again if the cache has lost it."""
-    from trainctl.train.corpus import Corpus, build_corpus
+    from trainctl.train.corpus import Corpus, build_corpus, build_users_corpus
     from trainctl.train.tokenizer import load_tokenizer
 
+    if plan.config.data.factory is not None:
+        tokenizer = load_tokenizer(plan.config.tokenizer)
+        return build_users_corpus(plan.config.data, tokenizer, run.users_corpus)
     corpus = Corpus.load(run.corpus)
     if (Path(corpus.folder) / corpus.held_out.file).is_file():
         return corpus
@@ -178,7 +183,7 @@ def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
     model = load(plan, arguments.checkpoint, arguments.device, progress)
     with model.inference():
         text = sample_text(
-            model.logits,
+            model.next_scores,
             tokenizer,
             prompt=arguments.prompt,
             num_tokens=arguments.tokens,

@@ -10,7 +10,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.types import RunPlan
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
-from trainctl.train.corpus import Corpus, build_corpus
+from trainctl.train.corpus import Corpus, build_corpus, build_users_corpus
 from trainctl.train.tokenizer import load_tokenizer
 
 
@@ -29,7 +29,10 @@ def prepare(plan: RunPlan, run: RunPaths) -> None:
             f"{tokenizer.vocab_size} ids",
             hint=f"model.vocab_size={-(-tokenizer.vocab_size // 64) * 64}",
         )
-    corpus = build_corpus(config.data, tokenizer, _Progress())
+    if config.data.factory is None:
+        corpus = build_corpus(config.data, tokenizer, _Progress())
+    else:
+        corpus = build_users_corpus(config.data, tokenizer, run.users_corpus, _Progress())
     length = config.training.sequence_length
     if corpus.train.tokens <= length:
         raise TrainctlError(

@@ -24,7 +24,7 @@ def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat)
     process = start_process(plan)
     session = assemble(plan, run, process)
     events = EventWriter(run.events, attempt) if process.is_first else None
-    Trainer(session, events, heartbeat).train()
+    Trainer(session, events, heartbeat, attempt=attempt).train()
     heartbeat.beat(Phase.end)
     # In this order: DeepSpeed's threads use the groups, and dying with them alive aborts.
     process.barrier()

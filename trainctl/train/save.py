@@ -6,7 +6,7 @@ import errno
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -175,6 +175,7 @@ def _write_part(
             "file": file,
             "tensor": fragment.tensor,
             "offset": fragment.offset,
+            **({"shard": astuple(fragment.shard)} if fragment.shard else {}),
         }
         for fragment in part.fragments
     ]

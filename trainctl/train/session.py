@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import deepspeed
 import torch
+from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import ModelFamily
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.train import build
@@ -19,11 +21,19 @@ from trainctl.train.checkpoint import Checkpoint, CheckpointWeights, Progress
 from trainctl.train.corpus import Corpus
 from trainctl.train.data import PackedDataset, TrainingData
 from trainctl.train.engine import Engine
-from trainctl.train.model import TORCH_TYPES, skeleton, wrap_blocks
+from trainctl.train.kernels import apply_kernels
+from trainctl.train.mesh import ProcessMesh, join_mesh
+from trainctl.train.model import TORCH_TYPES, skeleton
+from trainctl.train.pipeline import PipelineEngine, cut_to_stage
+from trainctl.train.precision import convert_to_fp8
 from trainctl.train.process import Process
+from trainctl.train.recompute import wrap_blocks
 from trainctl.train.replay import Replay
 from trainctl.train.restore import newest_intact, weights_of
+from trainctl.train.shards import Pieces
 from trainctl.train.state import OptimizerState
+from trainctl.train.swap import with_own_swap_folder
+from trainctl.train.tensor_parallel import shard_model
 from trainctl.train.tokenizer import Tokenizer, load_tokenizer
 from trainctl.train.weights import SafetensorsWeights, SeedWeights, WeightSource
 
@@ -43,6 +53,7 @@ class Session:
     plan: RunPlan
     run: RunPaths
     process: Process
+    mesh: ProcessMesh
     corpus: Corpus
     tokenizer: Tokenizer
     engine: Engine
@@ -64,31 +75,43 @@ class Session:
 def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     """Build this rank's model, engine and data, at the newest checkpoint if the run has one."""
     config = plan.config
+    plan = with_own_swap_folder(plan, run, process)
     deepspeed.utils.logger.setLevel(logging.getLevelName(config.logging.deepspeed_level.upper()))
     corpus = Corpus.load(run.corpus)
     checkpoint = _newest(run, process, corpus)
     progress = checkpoint.progress if checkpoint else Progress()
-    model = skeleton(config.model, TORCH_TYPES[config.precision.compute])
+    mesh = join_mesh(plan.mesh, process.rank, process.timeout)
+    model = skeleton(config.model, TORCH_TYPES[formats(config.precision).weights])
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    tensor_group = mesh.tensor.group if mesh.tensor.size > 1 else None
+    wrapped = wrap_blocks(model, config.activation_checkpointing, tensor_group)
+    convert_to_fp8(model, config.precision)
+    pieces = place(model, plan, mesh)
     source = checkpoint or _initial_weights(plan, process)
     if config.zero_stage.stage == 3:
-        build.materialise_partitioned(model, source, process.device, plan.deepspeed)
+        pieces = build.materialise_partitioned(
+            model, source, process.device, plan.deepspeed, pieces, mesh
+        )
     else:
-        build.materialise(model, source, process.device)
-    wrapped = wrap_blocks(model, config.activation_checkpointing)
-    engine = Engine(plan, process, model)
-    state = OptimizerState(engine, process.rank, process.world_size)
+        pieces = build.materialise(model, source, process.device, pieces)
+    apply_kernels(model, config.kernels)
+    kind = PipelineEngine if mesh.pipeline.size > 1 else Engine
+    engine = kind(plan, process, mesh, model, pieces)
+    state = OptimizerState(engine)
     if checkpoint is not None:
         checkpoint.load_into(state)
+        if engine.loss_scale is not None:
+            engine.loss_scale.restore(checkpoint.manifest.get("loss_scale", {}))
     return Session(
         plan=plan,
         run=run,
         process=process,
+        mesh=mesh,
         corpus=corpus,
         tokenizer=load_tokenizer(config.tokenizer),
         engine=engine,
         state=state,
-        training=_training_data(plan, process, corpus),
+        training=_training_data(plan, mesh, corpus),
         held_out=_dataset(plan, corpus, held_out=True),
         progress=progress,
         shapes=shapes,
@@ -97,6 +120,24 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         resumed_from=checkpoint.path if checkpoint else None,
         passed_over=checkpoint.passed_over if checkpoint else (),
     )
+
+
+def place(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:
+    """Cut a whole skeleton to what this rank has of it; the pieces of what is left."""
+    pieces = build.whole_pieces(model)
+    if mesh.pipeline.size > 1:
+        cut_to_stage(model, plan.stages[mesh.pipeline.index], mesh.pipeline)
+        here = set(model.parameters())
+        first = mesh.pipeline.is_first  # of the two stages that have a tied weight, it saves it
+        pieces = {
+            parameter: replace(piece, is_saved_here=first or not piece.is_embedding)
+            for parameter, piece in pieces.items()
+            if parameter in here
+        }
+    if mesh.tensor.size > 1:
+        sharded = plan.config.parallelism.sequence_sharded_norms
+        pieces = shard_model(model, pieces, mesh.tensor, sequence_sharded_norms=sharded)
+    return pieces
 
 
 def _newest(run: RunPaths, process: Process, corpus: Corpus) -> Checkpoint | None:
@@ -131,18 +172,22 @@ def _dataset(plan: RunPlan, corpus: Corpus, *, held_out: bool) -> PackedDataset:
     )
 
 
-def _training_data(plan: RunPlan, process: Process, corpus: Corpus) -> TrainingData:
+def _training_data(plan: RunPlan, mesh: ProcessMesh, corpus: Corpus) -> TrainingData:
     return TrainingData(
         dataset=_dataset(plan, corpus, held_out=False),
         seed=plan.config.training.seed,
         shuffle=plan.config.data.shuffle,
         micro_batch_size=plan.batch.micro_batch_size,
         gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
-        data_rank=process.rank,  # data parallel is the only axis that trains today
-        data_size=plan.mesh.data,
+        data_rank=mesh.data.index,
+        data_size=mesh.data.size,
     )
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make what is random within a step (dropout) a function of (seed, step, rank): no state."""
-    torch.manual_seed((seed * 0x9E3779B1 + step * 0x85EBCA6B + rank * 0xC2B2AE35) % (1 << 63))
+def seed_step(seed: int, step: int, replica: int) -> None:
+    """Make what is random within a step (dropout) a function of (seed, step, replica): no state.
+
+    Tensor ranks of a replica draw the same for the activations that they all have.
+    """
+    mixed = seed * 0x9E3779B1 + step * 0x85EBCA6B + replica * 0xC2B2AE35
+    torch.manual_seed(mixed % (1 << 63))

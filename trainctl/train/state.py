@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
+from trainctl.errors import TrainctlError
 from trainctl.train.build import partition_range
 from trainctl.train.engine import Engine
+from trainctl.train.shards import Piece, Shard
 
 MASTER = "master"
 """Name of the master weights among the states."""
@@ -25,15 +28,16 @@ MASTER = "master"
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A range of one parameter inside one of the optimizer's tensors.
+    """A range of one parameter (of this rank's shard) inside one of the optimizer's tensors.
 
     Attributes:
         name: Canonical name of the parameter.
-        start: First element, in the flattened parameter.
+        start: First element, in this rank's shard of the parameter, flattened.
         numel: Number of elements.
         tensor: Index of the optimizer's tensor on this rank.
         offset: First element in that tensor, flattened.
         owned: Whether this rank is the one that saves it.
+        shard: The part of the parameter that this rank has; None means all of it.
     """
 
     name: str
@@ -42,6 +46,7 @@ class Fragment:
     tensor: int
     offset: int
     owned: bool
+    shard: Shard | None = None
 
 
 class OptimizerState:
@@ -55,7 +60,7 @@ class OptimizerState:
             within `resident`.
     """
 
-    def __init__(self, engine: Engine, rank: int, world_size: int) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         wrapper = engine.deepspeed.optimizer
         self.optimizer: torch.optim.Optimizer = getattr(wrapper, "optimizer", wrapper)
@@ -63,30 +68,48 @@ class OptimizerState:
             self.tensors = list(wrapper.fp32_partitioned_groups_flat)
             self.fragments = list(_fragments_of_stage_3(engine))
         elif engine.stage > 0:
-            self.tensors = list(wrapper.single_partition_of_fp32_groups)
-            self.fragments = list(_fragments_of_stages_1_and_2(engine))
+            # Stage 1 with bf16 weights and fp32 gradients has a wrapper of its own.
+            is_bf16 = isinstance(wrapper, BF16_Optimizer)
+            masters = "fp32_groups_flat_partition" if is_bf16 else "single_partition_of_fp32_groups"
+            models = wrapper.bf16_groups if is_bf16 else wrapper.bit16_groups
+            self.tensors = list(getattr(wrapper, masters))
+            self.fragments = list(_fragments_of_stages_1_and_2(engine, models))
         else:
             pairs = _pairs_of_stage_0(engine)
             self.tensors = [master for _, master in pairs]
-            # Every rank holds everything: the parameters are dealt out for saving.
+            # Every replica holds everything: the parameters are dealt out to them for saving.
+            replicas = engine.mesh.replicas
             self.fragments = [
-                Fragment(engine.names[p], 0, p.numel(), index, 0, owned=index % world_size == rank)
+                _fragment(
+                    engine.pieces[p],
+                    0,
+                    p.numel(),
+                    index,
+                    0,
+                    dealt=index % replicas.size == replicas.index,
+                )
                 for index, (p, _) in enumerate(pairs)
             ]
         self.is_swapped = any(self._is_on_nvme(index) for index in range(len(self.tensors)))
 
     def state_names(self) -> list[str]:
         """Names of the optimizer's tensor states, such as exp_avg; empty before the first step."""
-        for tensor in self.tensors:
-            states = self.optimizer.state.get(tensor, {})
+        if self._is_elsewhere:
+            raise TrainctlError(
+                "with offload.super_offload the moments are in a process that gives them to "
+                "nobody: no checkpoint can be saved",
+                hint="offload.super_offload=false",
+            )
+        for index, tensor in enumerate(self.tensors):
+            states = self._updater(index).state.get(tensor, {})
             return [name for name, value in states.items() if _is_elementwise(value, tensor)]
         return []
 
     def scalars(self) -> dict[str, float]:
         """States that are one number for the whole optimizer, such as its step count."""
         found: dict[str, float] = {}
-        for tensor in self.tensors:
-            for name, value in self.optimizer.state.get(tensor, {}).items():
+        for index, tensor in enumerate(self.tensors):
+            for name, value in self._updater(index).state.get(tensor, {}).items():
                 if not _is_elementwise(value, tensor):
                     number = float(value)
                     if found.setdefault(name, number) != number:
@@ -121,15 +144,18 @@ class OptimizerState:
     def tensor(self, index: int, state: str) -> torch.Tensor:
         """An optimizer's tensor or one of its states, flat; writing to it changes the engine's."""
         master = self.tensors[index]
-        value = master if state == MASTER else self.optimizer.state[master][state]
+        value = master if state == MASTER else self._updater(index).state[master][state]
         return value.detach().view(-1)
 
     def create(self, index: int, names: list[str], scalars: dict[str, float]) -> None:
         """Make the states that the optimizer would make at its first step, to be loaded into."""
-        tensor = self.tensors[index]
-        self.optimizer.state[tensor] = {
-            **{name: self._scalar(value) for name, value in scalars.items()},
-            **{name: torch.zeros_like(tensor, requires_grad=False) for name in names},
+        tensor, updater = self.tensors[index], self._updater(index)
+        kept_in = tensor.dtype
+        if isinstance(updater, DeepSpeedCPUAdam) and updater.fp32_optimizer_states:
+            kept_in = torch.float32  # also under bf16 master weights
+        updater.state[tensor] = {
+            **{name: _scalar(updater, value) for name, value in scalars.items()},
+            **{name: torch.zeros_like(tensor, dtype=kept_in).detach() for name in names},
         }
 
     def catch_up(self, scalars: dict[str, float]) -> None:
@@ -153,16 +179,40 @@ class OptimizerState:
                     *(one, one, one, one),
                 )
 
-    def _scalar(self, value: float) -> torch.Tensor | int:
-        # CPUAdam counts steps in an int; torch in a tensor on the CPU.
-        if isinstance(self.optimizer, DeepSpeedCPUAdam):
-            return int(value)
-        return torch.tensor(value, dtype=torch.float32)
+    def _updater(self, index: int) -> torch.optim.Optimizer:
+        """The optimizer of one of the tensors: another on the device if only a part is offloaded.
+
+        (zero/stage3.py, `_optimizer_step`)
+        """
+        wrapper = self._engine.deepspeed.optimizer
+        backup = getattr(wrapper, "backup_optimizer", None)
+        is_offloaded = backup is None or wrapper.subgroup_to_device[index] == "cpu"
+        return self.optimizer if is_offloaded else backup
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether another process has the states."""
+        return hasattr(self._engine.deepspeed.optimizer, "superoffload_cpu_optimizer")
 
     def _is_on_nvme(self, index: int) -> bool:
         """Whether DeepSpeed swaps the tensor: the small ones stay in memory."""
         wrapper = self._engine.deepspeed.optimizer
         return self._engine.stage == 3 and wrapper._swappable_optimizer_subgroup(index)
+
+
+def _fragment(
+    piece: Piece, start: int, numel: int, tensor: int, offset: int, *, dealt: bool = True
+) -> Fragment:
+    shard = None if piece.shard.is_whole else piece.shard
+    owned = dealt and piece.is_saved_here
+    return Fragment(piece.name, start, numel, tensor, offset, owned, shard)
+
+
+def _scalar(optimizer: torch.optim.Optimizer, value: float) -> torch.Tensor | int:
+    # CPUAdam counts steps in an int; torch in a tensor on the CPU.
+    if isinstance(optimizer, DeepSpeedCPUAdam):
+        return int(value)
+    return torch.tensor(value, dtype=torch.float32)
 
 
 def _is_elementwise(value: Any, tensor: torch.Tensor) -> bool:
@@ -181,16 +231,16 @@ def _pairs_of_stage_0(engine: Engine) -> list[tuple[nn.Parameter, torch.Tensor]]
     ]
 
 
-def _fragments_of_stages_1_and_2(engine: Engine) -> Iterator[Fragment]:
-    wrapper = engine.deepspeed.optimizer
-    for index, group in enumerate(wrapper.bit16_groups):
+def _fragments_of_stages_1_and_2(
+    engine: Engine, groups: list[list[nn.Parameter]]
+) -> Iterator[Fragment]:
+    for index, group in enumerate(groups):
         for parameter in group:
             mapping = parameter._hp_mapping  # None: no part of it is in this rank's partition
             if mapping is not None:
                 inside, place = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-                yield Fragment(
-                    engine.names[parameter], inside.start, inside.numel, index, place.start, True
-                )
+                piece = engine.pieces[parameter]
+                yield _fragment(piece, inside.start, inside.numel, index, place.start)
 
 
 def _fragments_of_stage_3(engine: Engine) -> Iterator[Fragment]:
@@ -200,4 +250,4 @@ def _fragments_of_stage_3(engine: Engine) -> Iterator[Fragment]:
             index, offset, _ = wrapper.grad_position[wrapper.get_param_id(parameter)]
             start, end = partition_range(parameter)
             if end > start:
-                yield Fragment(engine.names[parameter], start, end - start, index, offset, True)
+                yield _fragment(engine.pieces[parameter], start, end - start, index, offset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict
 
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.schedule import learning_rate_factor
@@ -12,8 +13,13 @@ from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, pending_requests, withdraw_request
 from trainctl.train.evaluation import evaluate, inference, sample_text
+from trainctl.train.profiler import Profiler
 from trainctl.train.saver import Saver
 from trainctl.train.session import Session, seed_step
+from trainctl.train.throughput import Throughput, memory_record, peak_bytes
+
+STEADY_AFTER_STEPS = 2
+"""The first step allocates what stays, the second has all of it: memory is compared then."""
 
 
 class Trainer:
@@ -23,14 +29,29 @@ class Trainer:
         session: The assembled rank.
         events: Writer of the records; only the first rank has one.
         heartbeat: Tells the agent what this rank is doing; None where no agent watches.
+        attempt: Its number, whose folder a profile goes to.
     """
 
     def __init__(
-        self, session: Session, events: EventWriter | None, heartbeat: Heartbeat | None = None
+        self,
+        session: Session,
+        events: EventWriter | None,
+        heartbeat: Heartbeat | None = None,
+        *,
+        attempt: int = 1,
     ) -> None:
         self._session = session
         self._events = events
         self._heartbeat = heartbeat
+        self._times = session.engine.times
+        self._throughput = Throughput(session.plan)
+        self._recorded_at = time.monotonic()
+        self._profiler = Profiler(
+            session.plan.config.logging,
+            rank=session.process.rank,
+            folder=session.run.attempt(attempt).profile,
+            device=session.process.device,
+        )
         self._saved_at = time.monotonic()
         self._metrics: dict[str, float] = {}
         self._saver = Saver(
@@ -40,14 +61,22 @@ class Trainer:
 
     def train(self) -> None:
         """Run the loop: step, evaluate, save, until the plan's stopping step or a request."""
+        with self._profiler:
+            self._train()
+
+    def _train(self) -> None:
         session = self._session
         plan, progress, training = session.plan, session.progress, session.plan.config.training
         self._record_start()
+        steady = progress.step + STEADY_AFTER_STEPS
+        self._recorded_at = time.monotonic()
         stop = False
         while not stop and progress.step < plan.stop_step:
-            started = time.monotonic()
             try:
-                loss, grad_norm, factor = self._step()
+                with self._profiler.step(progress.step + 1):
+                    started = time.monotonic()
+                    loss, grad_norm, factor = self._step()
+                    seconds = time.monotonic() - started
             except TrainctlError:
                 # All ranks stop here together, so what is being written can be completed.
                 self._finish_saving()
@@ -59,20 +88,27 @@ class Trainer:
                 loss=loss,
                 learning_rate=plan.config.optimizer.lr * factor,
                 grad_norm=grad_norm,
+                **self._precision_record(),
                 tokens=progress.tokens,
-                tokens_per_second=plan.batch.tokens_per_step / (time.monotonic() - started),
+                **self._throughput.of_step(seconds),
+                seconds=self._seconds(),
+                peak_bytes=peak_bytes(session.process.device),
                 samples=[progress.samples - plan.batch.global_batch_size, progress.samples],
             )
+            self._record_profile()
             self._metrics = {}
             last = progress.step == plan.stop_step
+            if progress.step == steady:
+                self._record_memory(at_end=False)
             every = training.evaluate_every_steps
             if last or (every is not None and progress.step % every == 0):
                 self._evaluate()
             save_is_due, stop = self._decide(last)
             if save_is_due:
                 self._save()
-        done = progress.step >= plan.stop_step
         self._beat(Phase.end)
+        self._record_memory(at_end=True)
+        done = progress.step >= plan.stop_step
         if done:
             self._sample()
         self._finish_saving()
@@ -84,8 +120,9 @@ class Trainer:
         """One optimizer step: the loss, the gradient norm, and the learning rate's factor."""
         session = self._session
         plan, progress = session.plan, session.progress
-        seed_step(plan.config.training.seed, progress.step, session.process.rank)
-        batches = session.training.step(progress.samples)
+        seed_step(plan.config.training.seed, progress.step, session.mesh.replicas.index)
+        with self._times.host_part("data"):
+            batches = session.training.step(progress.samples)
         loss, _ = session.engine.accumulate(batches)
         if not math.isfinite(loss):  # summed over the ranks: all of them see it, before the update
             first, end = progress.samples, progress.samples + plan.batch.global_batch_size
@@ -117,9 +154,9 @@ class Trainer:
 
     def _evaluate(self) -> None:
         session = self._session
-        with inference(session.engine.deepspeed):
+        with self._times.host_part("evaluation"), inference(session.engine.deepspeed):
             loss = evaluate(
-                session.engine.logits,
+                session.engine.score,
                 session.held_out,
                 num_samples=session.plan.config.training.evaluation_samples,
                 micro_batch_size=session.plan.batch.micro_batch_size,
@@ -165,17 +202,23 @@ class Trainer:
         session = self._session
         config, progress = session.plan.config, session.progress
         self._beat(Phase.save)
-        self._saver.save(
-            {
-                "step": progress.step,
-                "samples": progress.samples,
-                "tokens": progress.tokens,
-                "metrics": self._metrics,
-                "layout": {"zero_stage": config.zero_stage.stage, "data": session.plan.mesh.data},
-                "corpus_digest": session.corpus.digest,
-                "shapes": session.shapes,
-            }
-        )
+        scale = session.engine.loss_scale
+        with self._times.host_part("checkpoint"):
+            self._saver.save(
+                {
+                    "step": progress.step,
+                    "samples": progress.samples,
+                    "tokens": progress.tokens,
+                    "metrics": self._metrics,
+                    "layout": {
+                        "zero_stage": config.zero_stage.stage,
+                        **asdict(session.plan.mesh),
+                    },
+                    "loss_scale": scale.state() if scale is not None else {},
+                    "corpus_digest": session.corpus.digest,
+                    "shapes": session.shapes,
+                }
+            )
         self._saved_at = time.monotonic()
         self._best = min(self._best, self._metrics.get(config.checkpoint.best_of or "", math.inf))
         self._record_saved()
@@ -209,7 +252,7 @@ class Trainer:
             return
         with inference(session.engine.deepspeed):
             text = sample_text(
-                session.engine.logits,
+                session.engine.next_scores,
                 session.tokenizer,
                 prompt=training.sample_prompt,
                 num_tokens=training.sample_tokens,
@@ -235,6 +278,38 @@ class Trainer:
             resumed_from=resumed_from.name if resumed_from else None,
             passed_over=session.passed_over,
         )
+
+    def _precision_record(self) -> dict[str, object]:
+        """Of the last update: whether it was skipped, and the next step's fp16 loss scale."""
+        engine = self._session.engine
+        found: dict[str, object] = {"skipped": True} if engine.was_skipped else {}
+        if engine.loss_scale is not None:
+            found["loss_scale"] = engine.loss_scale.value
+        return found
+
+    def _seconds(self) -> dict[str, float]:
+        """Where the time since the last step's record went; `total` is all of it.
+
+        A save and an evaluation come after the record of their step, so they are in the next.
+        """
+        now = time.monotonic()
+        total, self._recorded_at = now - self._recorded_at, now
+        parts = {"total": total, **self._times.take()}
+        return {name: round(seconds, 6) for name, seconds in parts.items()}
+
+    def _record_memory(self, *, at_end: bool) -> None:
+        """Peak memory of the fullest rank beside what was planned; on all ranks together."""
+        session = self._session
+        record = memory_record(session.plan, session.process)
+        self._record("memory", step=session.progress.step, at_end=at_end, **record)
+
+    def _record_profile(self) -> None:
+        if self._profiler.take_written():
+            self._record(
+                "profile",
+                step=self._session.progress.step,
+                path=str(self._profiler.folder.relative_to(self._session.run.root)),
+            )
 
     def _beat(self, phase: Phase) -> None:
         if self._heartbeat is not None:

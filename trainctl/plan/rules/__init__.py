@@ -9,7 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainctl.errors import Finding
-from trainctl.plan.rules import batch, escape, layout, no_effect, precision, run, zero
+from trainctl.plan.rules import (
+    batch,
+    escape,
+    kernels,
+    layout,
+    no_effect,
+    precision,
+    recompute,
+    run,
+    zero,
+)
 from trainctl.plan.rules.draft import Draft, Rule
 
 RULES: tuple[tuple[str, Rule], ...] = (
@@ -23,6 +33,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC008", layout.pipeline_without_sequence),
     ("TC009", layout.experts_exist),
     ("TC010", layout.attention_kernel_runs_here),
+    ("TC011", layout.vocabulary_splits_over_tensor),
+    ("TC012", layout.attention_sees_the_whole_sequence),
+    ("TC013", layout.listed_stages_fit),
+    ("TC014", layout.parallelism_knows_the_architecture),
     ("TC020", batch.batch_is_possible),
     ("TC021", batch.sequence_fits_the_model),
     ("TC022", batch.run_has_a_length),
@@ -30,7 +44,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC024", batch.warmup_fits_the_run),
     ("TC025", batch.schedule_is_defined),
     ("TC030", zero.pipeline_partitions_no_gradients),
-    ("TC031", zero.pipeline_clips_over_all_stages),
+    ("TC031", zero.shards_clip_by_one_norm),
     ("TC032", zero.offload_has_its_stage),
     ("TC033", zero.nvme_has_a_path),
     ("TC034", zero.offloaded_optimizer_has_a_cpu_kernel),
@@ -46,6 +60,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC054", precision.master_weights_are_kept_in_a_known_type),
     ("TC055", precision.lamb_adapts_its_loss_scale),
     ("TC056", precision.optimizer_has_a_kernel_here),
+    ("TC057", precision.loss_is_scaled_where_deepspeed_does),
+    ("TC058", precision.fp8_has_matrices_that_fit),
     ("TC070", run.model_has_its_directory),
     ("TC071", run.heads_share_the_width),
     ("TC072", run.vocabulary_holds_the_tokenizer),
@@ -56,7 +72,16 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC077", run.launcher_reaches_the_nodes),
     ("TC078", run.log_level_is_known),
     ("TC079", run.factored_states_stay_factored),
-    ("TC080", run.hosts_are_names),
+    ("TC080", run.profiler_has_a_window),
+    ("TC081", recompute.some_block_is_recomputed),
+    ("TC082", recompute.inputs_belong_to_recomputed_blocks),
+    ("TC083", recompute.partitioned_inputs_are_copies),
+    ("TC084", recompute.offloaded_inputs_leave_the_device),
+    ("TC085", kernels.liger_runs_here),
+    ("TC086", kernels.loss_sees_the_hidden_states),
+    ("TC087", kernels.compiler_sees_whole_blocks),
+    ("TC088", kernels.deepcompile_runs_here),
+    ("TC089", run.hosts_are_names),
     ("TC090", escape.pass_through_keys_exist),
     ("TC091", escape.pass_through_has_no_auto),
     ("TC092", escape.pass_through_agrees),

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding, Severity
 from trainctl.hardware import Hardware
+from trainctl.plan.nearest import nearest_divisors as nearest_divisors
+from trainctl.plan.nearest import nearest_multiples as nearest_multiples
 from trainctl.plan.types import Batch, Mesh
 
 
@@ -33,20 +35,6 @@ def error(key: str, message: str, hint: str = "") -> Finding:
 def warning(key: str, message: str, hint: str = "") -> Finding:
     """A finding that is printed and recorded."""
     return Finding(rule="", key=key, message=message, hint=hint, severity=Severity.warning)
-
-
-def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The divisors of `number` next to `wanted`: the largest below, the smallest above."""
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
-    below = [size for size in divisors if size <= wanted]
-    above = [size for size in divisors if size > wanted]
-    return below[-1:] + above[:1]
-
-
-def nearest_multiples(number: int, step: int) -> list[int]:
-    """The positive multiples of `step` around `number`, without `number` itself."""
-    below = (number - 1) // step * step
-    return [value for value in (below, below + step) if value > 0 and value != number] or [step]
 
 
 def choices(values: list[int], key: str = "") -> str:

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from typing import Any
 
 from trainctl.errors import Finding
 from trainctl.plan.deepspeed import BATCH_KEYS, derived_settings, flatten
-from trainctl.plan.deepspeed_keys import (
-    OWNED_KEYS,
-    REMOVED_TOP_LEVEL_KEYS,
-    REMOVED_ZERO_KEYS,
-    TOP_LEVEL_KEYS,
-    ZERO_KEYS,
-)
+from trainctl.plan.deepspeed_rules import Case
+from trainctl.plan.deepspeed_rules.keys import suggestion
 from trainctl.plan.rules.draft import Draft, error
 from trainctl.plan.types import Batch, Derived, Mesh
+
+OWNED_KEYS = {
+    "scheduler": "the trainer sets the learning rate at each step: use the schedule group",
+    "data_parallel_size": "it is derived from the devices: use parallelism.data",
+    "optimizer": "use the optimizer group",
+    "expert_parallel": "use parallelism.expert",
+}
+"""Keys that would work against trainctl even where it does not write them, and what to use."""
 
 
 def pass_through_keys_exist(draft: Draft) -> Iterator[Finding]:
     """DeepSpeed ignores an unknown key at the top level, silently."""
-    section = draft.config.deepspeed
-    yield from _unknown(section, "", TOP_LEVEL_KEYS, REMOVED_TOP_LEVEL_KEYS)
-    zero = section.get("zero_optimization")
-    if isinstance(zero, dict):
-        yield from _unknown(zero, "zero_optimization.", ZERO_KEYS, REMOVED_ZERO_KEYS)
+    case = Case(draft.config.deepspeed)
+    for path, _, key in case.entries():
+        name = ".".join(path)
+        if name in case.schema.removed:
+            instead = case.schema.removed[name]
+            hint = f"use {instead}" if instead else "leave it out"
+            yield error(f"deepspeed.{name}", f"{name} has been removed from DeepSpeed", hint)
+        elif key is None:
+            hint = suggestion(case.schema, path)
+            yield error(f"deepspeed.{name}", f"DeepSpeed has no key {name}", hint)
 
 
 def pass_through_has_no_auto(draft: Draft) -> Iterator[Finding]:
@@ -42,12 +49,17 @@ def pass_through_has_no_auto(draft: Draft) -> Iterator[Finding]:
 def pass_through_agrees(draft: Draft) -> Iterator[Finding]:
     """The section adds to what trainctl derives; it does not contradict it."""
     section = draft.config.deepspeed
-    for name, instead in OWNED_KEYS.items():
+    owned = {
+        name: instead
+        for name, instead in OWNED_KEYS.items()
+        if name != "scheduler" or draft.config.trains_itself  # a script may leave it to DeepSpeed
+    }
+    for name, instead in owned.items():
         if name in section:
             yield error(f"deepspeed.{name}", f"deepspeed.{name} is trainctl's to set", instead)
     derived = {setting.key: setting for setting in _known_settings(draft)}
     for key, value in flatten(section):
-        if key.split(".")[0] in OWNED_KEYS:
+        if key.split(".")[0] in owned:
             continue
         for other, setting in derived.items():
             overlaps = f"{other}.".startswith(f"{key}.") or f"{key}.".startswith(f"{other}.")
@@ -79,16 +91,3 @@ def _contradiction(key: str, value: Any, other: str, derived: Any, reason: str) 
         f"deepspeed.{key}={value} contradicts {other}={derived}, which comes from: {reason}",
         f"change what {other} comes from, and leave deepspeed.{key} out",
     )
-
-
-def _unknown(
-    section: dict[str, Any], prefix: str, known: frozenset[str], removed: frozenset[str]
-) -> Iterator[Finding]:
-    for name in section:
-        key = f"deepspeed.{prefix}{name}"
-        if name in removed:
-            yield error(key, f"{prefix}{name} has been removed from DeepSpeed", "leave it out")
-        elif name not in known:
-            close = get_close_matches(str(name), sorted(known), n=1)
-            hint = f"did you mean {prefix}{close[0]}?" if close else "leave it out"
-            yield error(key, f"DeepSpeed has no key {prefix}{name}", hint)

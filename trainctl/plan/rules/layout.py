@@ -15,6 +15,9 @@ from trainctl.plan.rules.draft import (
     warning,
 )
 
+PARALLEL_ARCHITECTURES = ("gpt2", "llama", "mistral", "qwen3")
+"""Values of transformers' `model_type` that `trainctl.train.families` knows."""
+
 
 def devices_fill_the_mesh(draft: Draft) -> Iterator[Finding]:
     """The devices divide into tensor x pipeline x sequence groups, data many."""
@@ -67,34 +70,85 @@ def heads_split_over_tensor(draft: Draft) -> Iterator[Finding]:
             )
 
 
+def vocabulary_splits_over_tensor(draft: Draft) -> Iterator[Finding]:
+    """Embedding and output projection are split by tokens."""
+    size, tensor = draft.config.model.vocab_size, draft.config.parallelism.tensor
+    if size % tensor:
+        yield error(
+            "model.vocab_size",
+            f"parallelism.tensor={tensor} does not divide model.vocab_size={size}",
+            f"model.vocab_size={-(-size // tensor) * tensor} (rows that no token uses do no harm)",
+        )
+
+
 def heads_split_over_sequence(draft: Draft) -> Iterator[Finding]:
     """Ulysses exchanges sequence shards for heads (runtime/sequence_parallel/ulysses_sp.py)."""
-    model, shards = draft.config.model, draft.config.parallelism.sequence
+    model, axes = draft.config.model, draft.config.parallelism
+    shards, tensor = axes.sequence, axes.tensor
     heads = model.num_attention_heads
     kv_heads = model.num_key_value_heads or heads
+    if shards == 1 or heads % tensor or kv_heads % tensor:  # the second has its own rule
+        return
+    share = "=" if tensor == 1 else f" / parallelism.tensor={tensor} = "
+    heads, kv_heads = heads // tensor, kv_heads // tensor
     if heads % shards:
         yield error(
             "parallelism.sequence",
-            f"parallelism.sequence={shards} does not divide model.num_attention_heads={heads}",
+            f"parallelism.sequence={shards} does not divide model.num_attention_heads{share}"
+            f"{heads}",
             choices(nearest_divisors(heads, shards), "parallelism.sequence"),
         )
     elif kv_heads % shards and shards % kv_heads:
         yield error(
             "parallelism.sequence",
-            f"parallelism.sequence={shards} and model.num_key_value_heads={kv_heads}: neither "
-            "divides the other",
+            f"parallelism.sequence={shards} and model.num_key_value_heads{share}{kv_heads}: "
+            "neither divides the other",
             choices(nearest_divisors(kv_heads, shards), "parallelism.sequence"),
         )
 
 
+def attention_sees_the_whole_sequence(draft: Draft) -> Iterator[Finding]:
+    """Ulysses drops the mask, which says of a rank's part only: the kernel has to know better.
+
+    Plain causal attention is all that sdpa does by itself; FlashAttention also keeps to documents
+    and windows, from the positions.
+    """
+    config = draft.config
+    model, length = config.model, config.training.sequence_length
+    if config.parallelism.sequence == 1 or model.attention is AttentionKind.flash_attention_2:
+        return
+    key = "parallelism.sequence"
+    what = f"{key}={config.parallelism.sequence} with model.attention={model.attention.value}"
+    if model.attention is AttentionKind.eager:
+        yield error(key, f"{what}: it needs a mask of the whole sequence", "model.attention=sdpa")
+        return
+    if config.data.mask_documents:
+        yield error(
+            key,
+            f"{what} and data.mask_documents=true: documents would attend to each other",
+            "data.mask_documents=false, or on a GPU model.attention=flash_attention_2",
+        )
+    if model.sliding_window is not None and model.sliding_window < length:
+        yield error(
+            key,
+            f"{what} and model.sliding_window={model.sliding_window}: sequences of {length} would "
+            "be attended to as a whole",
+            f"training.sequence_length={model.sliding_window}, or on a GPU "
+            "model.attention=flash_attention_2",
+        )
+
+
 def sequence_splits_evenly(draft: Draft) -> Iterator[Finding]:
-    """Every sequence rank holds as many tokens."""
-    length = draft.config.training.sequence_length
-    shards = draft.config.parallelism.sequence
+    """Every sequence rank holds as many tokens; with sharded norms every tensor rank too."""
+    length, axes = draft.config.training.sequence_length, draft.config.parallelism
+    shards, what = axes.sequence, f"parallelism.sequence={axes.sequence}"
+    if axes.sequence_sharded_norms and axes.tensor > 1:
+        shards *= axes.tensor
+        what += f" x parallelism.tensor={axes.tensor} (parallelism.sequence_sharded_norms)"
     if length % shards:
         yield error(
             "training.sequence_length",
-            f"training.sequence_length={length} is not a multiple of parallelism.sequence={shards}",
+            f"training.sequence_length={length} is not a multiple of {what}",
             choices(nearest_multiples(length, shards), "training.sequence_length"),
         )
 
@@ -108,6 +162,49 @@ def stages_have_layers(draft: Draft) -> Iterator[Finding]:
             f"parallelism.pipeline={stages} stages, but model.num_layers={layers}",
             f"parallelism.pipeline={layers} at most",
         )
+
+
+def listed_stages_fit(draft: Draft) -> Iterator[Finding]:
+    """Stages that the config lists are as many as there are, and hold all blocks."""
+    axes, layers = draft.config.parallelism, draft.config.model.num_layers
+    listed = axes.stage_blocks
+    if not listed:
+        return
+    if len(listed) != axes.pipeline:
+        yield error(
+            "parallelism.stage_blocks",
+            f"parallelism.stage_blocks={listed} has {len(listed)} stages, parallelism.pipeline="
+            f"{axes.pipeline}",
+            f"parallelism.pipeline={len(listed)}",
+        )
+    if min(listed) < 1 or sum(listed) != layers:
+        yield error(
+            "parallelism.stage_blocks",
+            f"parallelism.stage_blocks={listed} has {sum(listed)} blocks in stages of at least "
+            f"{min(listed)}; they have to be model.num_layers={layers}, in stages of at least 1",
+            "leave it out: the stages are balanced",
+        )
+
+
+def parallelism_knows_the_architecture(draft: Draft) -> Iterator[Finding]:
+    """Which matrices to cut, and where, is known of some architectures (train/families.py)."""
+    model, axes = draft.config.model, draft.config.parallelism
+    if model.factory is not None:
+        what = f"the model of model.factory={model.factory}"
+    elif model.family is ModelFamily.hf and model.model_type not in PARALLEL_ARCHITECTURES:
+        what = f"the {model.model_type} architecture"
+    else:
+        return
+    if not draft.config.trains_itself:
+        return
+    for name in ("tensor", "pipeline", "sequence"):
+        if getattr(axes, name) > 1:
+            yield error(
+                f"parallelism.{name}",
+                f"parallelism.{name}={getattr(axes, name)} with {what}; known are "
+                f"{', '.join(PARALLEL_ARCHITECTURES)}",
+                f"parallelism.{name}=1",
+            )
 
 
 def pipeline_is_filled(draft: Draft) -> Iterator[Finding]:

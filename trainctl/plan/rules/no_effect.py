@@ -9,6 +9,7 @@ from typing import Any
 from trainctl.config.codec import to_plain
 from trainctl.config.schema import (
     CheckpointingMode,
+    CrossEntropyKind,
     DataKind,
     DataType,
     LauncherKind,
@@ -158,6 +159,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "offload.parameters=nvme",
     ),
     (
+        ("precision.emulate_fp8",),
+        lambda c: c.precision.compute is DataType.fp8,
+        "precision.compute=fp8",
+    ),
+    (
         ("precision.loss_scale",),
         lambda c: c.precision.compute is DataType.fp16,
         "precision.compute=fp16",
@@ -168,27 +174,29 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "precision.compute=fp16 with an adaptive loss scale",
     ),
     (
+        ("parallelism.stage_blocks",),
+        lambda c: c.parallelism.pipeline > 1,
+        "parallelism.pipeline above 1",
+    ),
+    (
+        ("parallelism.sequence_sharded_norms",),
+        lambda c: c.parallelism.tensor > 1,
+        "parallelism.tensor above 1",
+    ),
+    (
         ("parallelism.pipeline_partition",),
         lambda c: c.parallelism.pipeline > 1,
         "pipeline stages",
     ),
     (
         ("activation_checkpointing.every_kth_block",),
-        lambda c: c.activation_checkpointing.mode is CheckpointingMode.full,
-        "activation_checkpointing=full",
-    ),
-    (
-        ("activation_checkpointing.offload_to_cpu",),
         lambda c: c.activation_checkpointing.mode is not CheckpointingMode.none,
         "activation_checkpointing=full or selective",
     ),
     (
-        ("activation_checkpointing.partition_across_tensor_ranks",),
-        lambda c: (
-            c.activation_checkpointing.mode is not CheckpointingMode.none
-            and c.parallelism.tensor > 1
-        ),
-        "activation checkpointing and tensor parallelism",
+        ("kernels.chunk_tokens",),
+        lambda c: c.kernels.cross_entropy is CrossEntropyKind.chunked,
+        "kernels.cross_entropy=chunked",
     ),
     (
         ("data.paths", "data.held_out_paths", "data.text_key"),
@@ -215,6 +223,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         ("training.evaluate_every_steps", "checkpoint.best_of"),
         lambda c: c.training.evaluation_samples > 0,
         "training.evaluation_samples above 0",
+    ),
+    (
+        ("logging.profile_ranks",),
+        lambda c: bool(c.logging.profile_steps),
+        "logging.profile_steps",
     ),
     (
         ("stability.max_interventions",),

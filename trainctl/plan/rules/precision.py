@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.config.schema import Accelerator, DataType, OffloadDevice, OptimizerKind
+from trainctl.config.schema import (
+    Accelerator,
+    DataType,
+    ModelFamily,
+    OffloadDevice,
+    OptimizerKind,
+)
 from trainctl.errors import Finding
 from trainctl.plan.precision import formats
-from trainctl.plan.rules.draft import Draft, error
+from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples
+
+FP8_MULTIPLE = 16
+"""Of every dimension of a matrix product in fp8 (torch._scaled_mm)."""
 
 
 def compute_type_runs_here(draft: Draft) -> Iterator[Finding]:
@@ -25,17 +34,78 @@ def compute_type_runs_here(draft: Draft) -> Iterator[Finding]:
             "precision.compute=fp16: DeepSpeed does not train in fp16 on the CPU",
             "precision=bf16 or precision=fp32",
         )
-    if compute is DataType.fp8 and not hardware.supports_fp8:
+    emulated = draft.config.precision.emulate_fp8
+    if compute is DataType.fp8 and not hardware.supports_fp8 and not emulated:
+        other = "precision=bf16" if hardware.supports_bf16 else "precision=fp16"
         yield error(
             "precision.compute",
             f"precision.compute=fp8, but {hardware.name} does not compute in fp8",
-            "precision=bf16" if hardware.supports_bf16 else "precision=fp16",
+            f"{other}, or precision.emulate_fp8=true to try it slowly",
         )
 
 
+def loss_is_scaled_where_deepspeed_does(draft: Draft) -> Iterator[Finding]:
+    """Without ZeRO, `engine.backward` scales no loss, but the update divides by the scale.
+
+    (runtime/engine.py scales for a ZeROOptimizer only; fp16/unfused_optimizer.py is none.)
+    """
+    zero = draft.config.zero_stage
+    if formats(draft.config.precision).weights is DataType.fp16 and zero.stage == 0:
+        yield error(
+            "zero_stage.stage",
+            "zero_stage.stage=0 with fp16 weights: DeepSpeed divides the gradients by a loss scale "
+            "that it never multiplied the loss with",
+            "zero_stage=1",
+        )
+
+
+def fp8_has_matrices_that_fit(draft: Draft) -> Iterator[Finding]:
+    """What torchao converts, and what its products take: whole matrices, multiples of 16."""
+    config = draft.config
+    if config.precision.compute is not DataType.fp8:
+        return
+    model, batch = config.model, draft.batch
+    key = "precision.compute"
+    if model.family is ModelFamily.gpt2:
+        yield error(
+            key,
+            "precision.compute=fp8 converts linear layers, and gpt2 has none: its matrices are "
+            "transformers' Conv1D",
+            "precision=bf16",
+        )
+    if config.parallelism.tensor > 1:
+        yield error(
+            key,
+            f"precision.compute=fp8 with parallelism.tensor={config.parallelism.tensor}: the "
+            "sharded layers are not converted",
+            "parallelism.tensor=1, or precision=bf16",
+        )
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(model, name) % FP8_MULTIPLE:
+            yield error(
+                f"model.{name}",
+                f"model.{name}={getattr(model, name)} with precision.compute=fp8: the products "
+                f"take multiples of {FP8_MULTIPLE}",
+                choices(nearest_multiples(getattr(model, name), FP8_MULTIPLE), f"model.{name}"),
+            )
+    # In a product for the weights' gradient the tokens are the inner dimension.
+    if batch is not None:
+        tokens = batch.micro_batch_size * batch.sequence_length // config.parallelism.sequence
+        if tokens % FP8_MULTIPLE:
+            yield error(
+                "training.sequence_length",
+                f"{tokens} tokens in a forward pass with precision.compute=fp8: the products take "
+                f"multiples of {FP8_MULTIPLE}",
+                choices(
+                    nearest_multiples(batch.sequence_length, FP8_MULTIPLE),
+                    "training.sequence_length",
+                ),
+            )
+
+
 def gradients_accumulate_in_a_wider_type(draft: Draft) -> Iterator[Finding]:
-    """The weights' type or fp32, and without ZeRO the weights' type only (runtime/engine.py)."""
-    used = formats(draft.config.precision)
+    """The weights' type or fp32, where DeepSpeed does not take another one silently."""
+    used, config = formats(draft.config.precision), draft.config
     accumulate, weights = used.gradient_accumulation, used.weights
     if accumulate is weights:
         return
@@ -46,11 +116,27 @@ def gradients_accumulate_in_a_wider_type(draft: Draft) -> Iterator[Finding]:
             f"{key}={accumulate.value} while the weights are {weights.value}",
             f"{key}={weights.value} or fp32",
         )
-    elif draft.config.zero_stage.stage == 0:
+        return
+    stage, offloaded = config.zero_stage.stage, config.offload.optimizer is not OffloadDevice.none
+    if stage == 0:  # runtime/engine.py
         yield error(
             key,
             f"{key}=fp32 with {weights.value} weights needs ZeRO; zero_stage.stage is 0",
             f"zero_stage=1, or {key}={weights.value}",
+        )
+    elif stage < 3 and offloaded:  # zero/stage_1_and_2.py: buffers in host memory
+        yield error(
+            key,
+            f"{key}=fp32 with offload.optimizer at stage {stage}: DeepSpeed accumulates in "
+            f"{weights.value} in host memory all the same",
+            f"zero_stage=3, or {key}={weights.value}",
+        )
+    elif stage == 1 and config.precision.master_weights is DataType.bf16:  # bf16_optimizer.py
+        yield error(
+            "precision.master_weights",
+            f"precision.master_weights=bf16 with {key}=fp32 at stage 1: DeepSpeed keeps fp32 "
+            "master weights all the same",
+            f"zero_stage=2, or {key}=bf16",
         )
 
 
@@ -62,17 +148,45 @@ def gradients_travel_in_a_known_type(draft: Draft) -> Iterator[Finding]:
             "precision.communication=fp8: DeepSpeed sends gradients as fp32, bf16 or fp16",
             "precision.communication=bf16",
         )
+    precision = draft.config.precision
+    wire = precision.communication
+    if precision.autocast and wire not in (None, DataType.fp32, precision.compute):
+        compute = precision.compute.value
+        yield error(
+            "precision.communication",
+            f"precision.communication={wire.value} under autocast in {compute}: DeepSpeed sends "
+            f"gradients as fp32 or {compute}",
+            f"precision.communication=fp32 or {compute}",
+        )
 
 
 def autocast_has_a_lower_type(draft: Draft) -> Iterator[Finding]:
-    """Autocast runs matrix products in bf16 or fp16."""
+    """Autocast runs matrix products in bf16.
+
+    In fp16 DeepSpeed clips by the norm of gradients that torch's scaler has still scaled, and after
+    an overflow the scale stays (zero/stage_1_and_2.py, `step` and `_optimizer_step`).
+    """
     precision = draft.config.precision
-    if precision.autocast and precision.compute not in (DataType.bf16, DataType.fp16):
+    if not precision.autocast:
+        return
+    if precision.compute is DataType.fp16:
         yield error(
             "precision.autocast",
-            f"precision.autocast needs bf16 or fp16, and precision.compute is "
-            f"{precision.compute.value}",
+            "precision.autocast with precision.compute=fp16: DeepSpeed clips the scaled gradients, "
+            "and does not lower the scale after an overflow",
+            "precision=autocast-bf16, or precision.autocast=false",
+        )
+    elif precision.compute is not DataType.bf16:
+        yield error(
+            "precision.autocast",
+            f"precision.autocast needs bf16, and precision.compute is {precision.compute.value}",
             "precision.autocast=false, or precision.compute=bf16",
+        )
+    if draft.config.zero_stage.quantized_weights and draft.config.zero_stage.stage == 3:
+        yield error(
+            "zero_stage.quantized_weights",
+            "zero_stage.quantized_weights with precision.autocast is refused by DeepSpeed",
+            "zero_stage.quantized_weights=false",
         )
 
 

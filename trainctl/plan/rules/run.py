@@ -197,6 +197,35 @@ def log_level_is_known(draft: Draft) -> Iterator[Finding]:
         )
 
 
+def profiler_has_a_window(draft: Draft) -> Iterator[Finding]:
+    """The profiler records from a first to a last step of the run, on ranks that there are."""
+    steps, ranks = draft.config.logging.profile_steps, draft.config.logging.profile_ranks
+    if not steps:
+        return
+    if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
+        first = max(1, min(steps))
+        yield error(
+            "logging.profile_steps",
+            f"logging.profile_steps={steps} is not a first and a last step, counted from 1",
+            f"logging.profile_steps=[{first},{max(first, *steps)}]",
+        )
+    elif draft.total_steps is not None and steps[0] > draft.total_steps:
+        yield warning(
+            "logging.profile_steps",
+            f"logging.profile_steps={steps} lies behind the run's last step, {draft.total_steps}: "
+            "nothing will be recorded",
+            f"logging.profile_steps=[{draft.total_steps},{draft.total_steps}]",
+        )
+    world_size = draft.mesh.world_size if draft.mesh else None
+    if not ranks or min(ranks) < 0 or (world_size is not None and max(ranks) >= world_size):
+        yield error(
+            "logging.profile_ranks",
+            f"logging.profile_ranks={ranks} names no rank, or one that is not there"
+            + (f": the plan has {world_size}, from 0" if world_size else ""),
+            "logging.profile_ranks=[0]",
+        )
+
+
 def factored_states_stay_factored(draft: Draft) -> Iterator[Finding]:
     """ZeRO hands the optimizer flat vectors, and adafactor factors matrices only."""
     config = draft.config

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.config.schema import Accelerator, OffloadDevice, OptimizerKind
+from trainctl.config.schema import (
+    Accelerator,
+    CheckpointConfig,
+    DataType,
+    OffloadDevice,
+    OptimizerKind,
+)
 from trainctl.errors import Finding
+from trainctl.plan.precision import formats
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_divisors
 
 
@@ -21,17 +28,23 @@ def pipeline_partitions_no_gradients(draft: Draft) -> Iterator[Finding]:
         )
 
 
-def pipeline_clips_over_all_stages(draft: Draft) -> Iterator[Finding]:
-    """Without ZeRO each stage clips by the norm of its own gradients, silently."""
-    config = draft.config
-    unclipped = config.optimizer.gradient_clipping == 0
-    if config.parallelism.pipeline > 1 and config.zero_stage.stage == 0 and not unclipped:
-        yield error(
-            "zero_stage.stage",
-            "zero_stage.stage=0 with pipeline stages clips each stage by its own norm: the "
-            "gradient would be wrong",
-            "zero_stage=1, or optimizer.gradient_clipping=0",
-        )
+def shards_clip_by_one_norm(draft: Draft) -> Iterator[Finding]:
+    """Without ZeRO DeepSpeed's norm is that of a part, silently; in fp32 the trainer clips instead.
+
+    Each pipeline stage takes its own, and tensor ranks only the first one's shards: what it
+    flattens loses the mark of a shard (fp16/unfused_optimizer.py and get_weight_norm).
+    """
+    config, axes = draft.config, draft.config.parallelism
+    if config.zero_stage.stage > 0 or formats(config.precision).weights is DataType.fp32:
+        return
+    for axis, whose in (("pipeline", "each stage's own"), ("tensor", "the first tensor rank's")):
+        if getattr(axes, axis) > 1:
+            yield error(
+                "zero_stage.stage",
+                f"zero_stage.stage=0 with parallelism.{axis}={getattr(axes, axis)} in "
+                f"{config.precision.compute.value} would clip by {whose} gradient norm",
+                "zero_stage=1",
+            )
 
 
 def offload_has_its_stage(draft: Draft) -> Iterator[Finding]:
@@ -87,10 +100,11 @@ def offloaded_optimizer_has_a_cpu_kernel(draft: Draft) -> Iterator[Finding]:
             f"optimizer.kind={kind.value} has no CPU kernel, and its states are offloaded",
             "optimizer=adamw, or offload=none",
         )
-    elif offload.ratio < 1 and kind not in (OptimizerKind.adamw, OptimizerKind.adam):
+    elif offload.ratio < 1 and kind is not OptimizerKind.adamw:
+        # The part on the device is always torch's AdamW (zero/stage3.py, backup_optimizer).
         yield error(
             "offload.ratio",
-            f"offload.ratio={offload.ratio:g} is for adam and adamw, not {kind.value}",
+            f"offload.ratio={offload.ratio:g} is for adamw, not {kind.value}",
             "offload.ratio=1",
         )
 
@@ -119,6 +133,20 @@ def offload_variants_have_their_base(draft: Draft) -> Iterator[Finding]:
             f"offload.super_offload is for CUDA, and the hardware is {draft.hardware.name}",
             "offload.super_offload=false",
         )
+    if _saves(draft.config.checkpoint):
+        yield error(
+            "offload.super_offload",
+            "offload.super_offload keeps the moments in a process of its own that gives them to "
+            "nobody: a checkpoint would lack them",
+            "offload.super_offload=false, or no checkpoints: checkpoint.at_end=false and no "
+            "interval",
+        )
+
+
+def _saves(checkpoint: CheckpointConfig) -> bool:
+    """Whether a run saves anything unasked."""
+    intervals = (checkpoint.every_steps, checkpoint.every_minutes, checkpoint.best_of)
+    return checkpoint.at_end or any(interval is not None for interval in intervals)
 
 
 def allgather_bucket_is_even(draft: Draft) -> Iterator[Finding]:
@@ -134,8 +162,27 @@ def allgather_bucket_is_even(draft: Draft) -> Iterator[Finding]:
 
 def secondary_partition_divides(draft: Draft) -> Iterator[Finding]:
     """hpZ groups are equal and lie inside a node (utils/groups.py)."""
-    size, node = draft.config.zero_stage.hpz_partition_size, draft.hardware.devices_per_node
-    if draft.config.zero_stage.stage == 3 and node % size:
+    config = draft.config
+    size, node = config.zero_stage.hpz_partition_size, draft.hardware.devices_per_node
+    if config.zero_stage.stage != 3 or size == 1:
+        return
+    # DeepSpeed takes neighbouring ranks of the world (groups._create_zero_param_parallel_group).
+    if config.parallelism.tensor > 1:
+        yield error(
+            "zero_stage.hpz_partition_size",
+            f"zero_stage.hpz_partition_size={size} with parallelism.tensor="
+            f"{config.parallelism.tensor}: DeepSpeed would spread a shard over tensor ranks that "
+            "hold different ones",
+            "zero_stage.hpz_partition_size=1, or parallelism.tensor=1",
+        )
+    if config.offload.parameters is not OffloadDevice.none:
+        yield error(
+            "zero_stage.hpz_partition_size",
+            f"zero_stage.hpz_partition_size={size} keeps a copy of the parameters near, and "
+            "offload.parameters sends them away",
+            "zero_stage.hpz_partition_size=1, or offload.parameters=none",
+        )
+    if node % size:
         yield error(
             "zero_stage.hpz_partition_size",
             f"zero_stage.hpz_partition_size={size} does not divide a node's {node} devices",

@@ -1,0 +1,247 @@
+"""trainctl, a bare DeepSpeed loop and transformers' Trainer on the same configuration, measured.
+
+Each trains in processes of its own, one after the other on the same devices: trainctl by its
+command, the others by `peers.py` with the plan, the JSON and the corpus of that launch.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from trainctl.plan.flops import flops_per_token, utilisation
+from trainctl.plan.types import RunPlan
+from trainctl.runs.directory import read_plan
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events, step_curve
+
+PEERS = Path(__file__).with_name("peers.py")
+TIMEOUT_SECONDS = 1200
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one loop did with one configuration.
+
+    Attributes:
+        case: The configuration.
+        loop: trainctl, bare or transformers.
+        tokens_per_second: Of all devices together; the median of the repeats.
+        mfu: Model FLOPs utilisation; None without a known peak.
+        ratio: trainctl's tokens per second over this loop's, in the same run.
+        peak_bytes: Most memory of a device (on a CPU: of a process), as measured.
+        planned_bytes: The plan's prediction of it; of trainctl alone.
+        planned_low_bytes: The least that it may be by the plan.
+        planned_high_bytes: The most.
+        problem: Why there are no figures; empty when there are.
+    """
+
+    case: str
+    loop: str
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    ratio: float | None = None
+    peak_bytes: int | None = None
+    planned_bytes: int | None = None
+    planned_low_bytes: int | None = None
+    planned_high_bytes: int | None = None
+    problem: str = ""
+
+
+class Failed(Exception):
+    """A loop did not run to its end; the text says why."""
+
+
+def measure(case: str, overrides: Sequence[str], *, warmup: int, repeats: int) -> Iterator[Row]:
+    """The three rows of a configuration; only trainctl's if that cannot be launched.
+
+    Args:
+        case: Its name.
+        overrides: Of `trainctl launch`.
+        warmup: Steps that are not measured.
+        repeats: Times that all three are run; the median counts.
+    """
+    ours: list[Row] = []
+    theirs: dict[str, list[Row]] = {"bare": [], "transformers": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for repeat in range(repeats):
+            run = RunPaths(Path(folder) / str(repeat))
+            try:
+                ours.append(_trainctl(case, run, overrides, warmup))
+            except Failed as failure:
+                yield Row(case=case, loop="trainctl", problem=str(failure))
+                return
+            for loop, rows in theirs.items():
+                rows.append(_peer(case, loop, run, warmup))
+    own = _median(ours)
+    yield own
+    for rows in theirs.values():
+        row = _median(rows)
+        if row.tokens_per_second and own.tokens_per_second:
+            row = replace(row, ratio=own.tokens_per_second / row.tokens_per_second)
+        yield row
+
+
+def _trainctl(case: str, run: RunPaths, overrides: Sequence[str], warmup: int) -> Row:
+    command = [sys.executable, "-m", "trainctl", "launch", *overrides, "--run-dir", str(run.root)]
+    _complete(command, dict(os.environ))
+    plan = read_plan(run.attempt(1).plan)
+    events = read_events(run.events)
+    steps = step_curve(events)
+    seconds = steps[plan.stop_step]["time"] - steps[warmup]["time"]
+    memory = next(event for event in events if event["event"] == "memory" and event["at_end"])
+    planned = memory["planned"]
+    return Row(
+        case=case,
+        loop="trainctl",
+        **_speed(plan, seconds / (plan.stop_step - warmup)),
+        peak_bytes=memory["measured"]["device_peak_bytes"],
+        planned_bytes=planned["device_peak_bytes"],
+        planned_low_bytes=planned["device_peak_low_bytes"],
+        planned_high_bytes=planned["device_peak_high_bytes"],
+    )
+
+
+def _peer(case: str, loop: str, run: RunPaths, warmup: int) -> Row:
+    plan = read_plan(run.attempt(1).plan)
+    result = run.root / f"{loop}.json"
+    try:
+        _start_ranks([str(PEERS), loop, str(run.root), str(result), str(warmup)], plan)
+    except Failed as failure:
+        return Row(case=case, loop=loop, problem=str(failure))
+    ranks = [
+        json.loads(result.with_name(f"{result.name}.{rank}").read_text())
+        for rank in range(plan.mesh.world_size)
+    ]
+    return Row(
+        case=case,
+        loop=loop,
+        **_speed(plan, max(rank["seconds_per_step"] for rank in ranks)),
+        peak_bytes=max(rank["device_peak_bytes"] for rank in ranks),
+    )
+
+
+def _start_ranks(script: list[str], plan: RunPlan) -> None:
+    """Run the script as every rank of the plan."""
+    size = plan.mesh.world_size
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": "cpu" if plan.hardware.accelerator.value == "cpu" else "cuda",
+        "OMP_NUM_THREADS": os.environ.get(
+            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size))
+        ),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(size):
+            with (Path(folder) / str(rank)).open("w") as log:
+                ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, *script],
+                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        try:
+            codes = [rank.wait(timeout=TIMEOUT_SECONDS) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            raise Failed(f"not done after {TIMEOUT_SECONDS} s") from None
+        finally:
+            for rank in ranks:
+                rank.kill()
+        for rank, code in enumerate(codes):
+            if code:
+                raise Failed(_last_line((Path(folder) / str(rank)).read_text()))
+
+
+def _complete(command: list[str], environment: dict[str, str]) -> None:
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise Failed(f"not done after {TIMEOUT_SECONDS} s") from None
+    if done.returncode:
+        raise Failed(_last_line(done.stderr, keep="error"))
+
+
+def _last_line(text: str, keep: str = "Error") -> str:
+    """The last line that names an error; else the last one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if keep in line]
+    return (named or lines or ["no output"])[-1][:160]
+
+
+def _speed(plan: RunPlan, seconds_per_step: float) -> dict[str, float | None]:
+    tokens = plan.batch.tokens_per_step
+    flops = tokens * flops_per_token(plan.config.model, plan.batch.sequence_length)
+    peak = plan.hardware.peak_tflops(plan.config.precision.compute)
+    devices = plan.mesh.world_size
+    return {
+        "tokens_per_second": tokens / seconds_per_step,
+        "mfu": utilisation(flops, seconds_per_step, devices=devices, peak_tflops=peak),
+    }
+
+
+def _median(rows: list[Row]) -> Row:
+    """The repeat with the median speed; the first that failed, if one did."""
+    failed = [row for row in rows if row.problem]
+    if failed:
+        return failed[0]
+    middle = statistics.median_low(row.tokens_per_second or 0.0 for row in rows)
+    return next(row for row in rows if row.tokens_per_second == middle)
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as a Markdown table."""
+    lines = [
+        "| configuration | loop | tokens/s | MFU | trainctl is | peak, GiB | planned, GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row.problem:
+            lines.append(f"| {row.case} | {row.loop} | {row.problem} | | | | |")
+            continue
+        planned = ""
+        if row.planned_bytes is not None:
+            low, high = (row.planned_low_bytes or 0) / GIB, (row.planned_high_bytes or 0) / GIB
+            planned = f"{row.planned_bytes / GIB:.2f} ({low:.2f} to {high:.2f})"
+        cells = [
+            row.case,
+            row.loop,
+            f"{row.tokens_per_second:,.0f}",
+            "" if row.mfu is None else f"{row.mfu:.1%}",
+            "" if row.ratio is None else f"{row.ratio:.2f} x",
+            f"{(row.peak_bytes or 0) / GIB:.2f}",
+            planned,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def as_csv(rows: list[Row]) -> str:
+    """The rows, every digit."""
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, [item.name for item in fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    return stream.getvalue()

@@ -1,0 +1,181 @@
+"""One rank of a loop that trains the same model, batch and DeepSpeed JSON as a run of trainctl.
+
+    RANK=0 WORLD_SIZE=1 ... python scripts/benchmarks/peers.py {bare,transformers} RUN_DIR RESULT
+
+`bare` is what one writes by hand around a DeepSpeed engine; `transformers` is its Trainer. Both
+take the plan, the JSON and the corpus of the run's first attempt, read the loss at every step as
+trainctl does, and write what they measured. `comparison.py` starts them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from trainctl.config.schema import CheckpointingMode
+from trainctl.plan.precision import formats
+from trainctl.plan.types import RunPlan
+from trainctl.runs.directory import read_plan
+from trainctl.runs.layout import RunPaths
+from trainctl.train.corpus import Corpus
+from trainctl.train.data import PackedDataset
+from trainctl.train.model import TORCH_TYPES, transformers_config
+from trainctl.train.process import Process, start_process, stop_process
+from trainctl.train.throughput import peak_memory
+
+
+@dataclass
+class Clock:
+    """Time between two steps, the device's work included.
+
+    Args:
+        warmup: Steps before the measured ones.
+        last: The last measured step.
+    """
+
+    warmup: int
+    last: int
+    times: list[float] = field(default_factory=list)
+
+    def after(self, step: int) -> None:
+        """To be called after every step, counted from 1."""
+        if step in (self.warmup, self.last):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.times.append(time.perf_counter())
+
+    @property
+    def seconds_per_step(self) -> float:
+        first, last = self.times
+        return (last - first) / (self.last - self.warmup)
+
+
+def bare(plan: RunPlan, settings: dict[str, Any], data: PackedDataset, clock: Clock) -> None:
+    """A loop around a DeepSpeed engine."""
+    with deepspeed.zero.Init(
+        config_dict_or_path=settings, enabled=plan.config.zero_stage.stage == 3
+    ):
+        model = _model(plan)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=settings
+    )
+    rank, size = torch.distributed.get_rank(), plan.batch.micro_batch_size
+    sample = rank * size
+    for step in range(1, plan.stop_step + 1):
+        for _ in range(plan.batch.gradient_accumulation_steps):
+            indices = np.arange(sample, sample + size) % data.num_samples
+            ids = data.micro_batch(indices).input_ids.to(engine.device, non_blocking=True)
+            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+            engine.backward(loss)
+            engine.step()
+            sample += size * plan.mesh.data
+        loss.item()
+        clock.after(step)
+    engine.destroy()
+
+
+def transformers(
+    plan: RunPlan, settings: dict[str, Any], data: PackedDataset, clock: Clock
+) -> None:
+    """transformers' Trainer."""
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    optimizer, precision = plan.config.optimizer, formats(plan.config.precision)
+    with tempfile.TemporaryDirectory() as folder:
+        # Made before the model, which is partitioned as it is built when these say stage 3.
+        arguments = TrainingArguments(
+            output_dir=folder,
+            deepspeed=settings,
+            max_steps=plan.stop_step,
+            per_device_train_batch_size=plan.batch.micro_batch_size,
+            gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
+            learning_rate=optimizer.lr,
+            weight_decay=optimizer.weight_decay,
+            adam_beta1=optimizer.beta1,
+            adam_beta2=optimizer.beta2,
+            adam_epsilon=optimizer.epsilon,
+            max_grad_norm=optimizer.gradient_clipping,
+            bf16=precision.weights.value == "bf16",
+            use_cpu=plan.hardware.accelerator.value == "cpu",
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+
+        class Watch(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                clock.after(state.global_step)
+
+        trainer = Trainer(
+            model=_model(plan), args=arguments, train_dataset=_Samples(data), callbacks=[Watch()]
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        trainer.model_wrapped.destroy()
+
+
+class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """The samples one by one, as transformers wants them."""
+
+    def __init__(self, data: PackedDataset) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return self._data.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = self._data.micro_batch(np.array([index])).input_ids[0]
+        return {"input_ids": ids, "labels": ids}
+
+
+def _model(plan: RunPlan) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_config(
+        transformers_config(plan.config.model),
+        dtype=TORCH_TYPES[formats(plan.config.precision).weights],
+        attn_implementation=plan.config.model.attention.value,
+    )
+    if plan.config.activation_checkpointing.mode is CheckpointingMode.full:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+LOOPS = {"bare": bare, "transformers": transformers}
+
+
+def main(loop: str, run_dir: str, result: str, warmup: str) -> None:
+    """Train as one rank, and write seconds per step and peak memory."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    run = RunPaths(Path(run_dir))
+    plan = read_plan(run.attempt(1).plan)
+    settings = json.loads(run.attempt(1).deepspeed.read_text())
+    process: Process = start_process(plan)
+    corpus = Corpus.load(run.corpus)
+    length = plan.batch.sequence_length
+    data = PackedDataset(corpus, corpus.train, sequence_length=length, mask_documents=False)
+    clock = Clock(int(warmup), plan.stop_step)
+    LOOPS[loop](plan, settings, data, clock)
+    measured = {
+        "seconds_per_step": clock.seconds_per_step,
+        **asdict(peak_memory(process.device)),
+    }
+    Path(f"{result}.{process.rank}").write_text(json.dumps(measured))
+    process.barrier()
+    stop_process()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main(*sys.argv[1:])

@@ -1,0 +1,155 @@
+"""Write docs/rules.md from every rule; `--check` only compares."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainctl.plan.deepspeed_rules import RULES as DEEPSPEED_RULES
+from trainctl.plan.deepspeed_schema import load
+from trainctl.plan.rules import RULES as PLAN_RULES
+
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "docs" / "rules.md"
+MATRIX = ROOT / "tests" / "deepspeed_check" / "confusion_matrix.json"
+INTRODUCTION = """\
+# What is checked
+Written by `make docs` from the rules themselves; do not edit it by hand.
+
+Every finding names its rule. `TC0xx` look at trainctl's configuration and the plan made of it,
+`TC1xx` at how it is written and at this machine, `TC2xx` at DeepSpeed's own JSON: a file given to
+`trainctl validate --deepspeed`, and the JSON of every plan, with what `deepspeed.*` passes through.
+"""
+
+FOUND_ELSEWHERE = {
+    "TC101": "A key that the schema does not have.",
+    "TC102": "A value that is not of its key's type.",
+    "TC103": "A number outside its key's range.",
+    "TC104": "A construct of Hydra's that is refused, such as `_target_`.",
+    "TC105": "A YAML file that cannot be read.",
+    "TC106": "A file of the user's that hides another of the same name.",
+    "TC107": "A file that is not read, for its ending.",
+    "TC108": "An option that its group does not have.",
+    "TC109": "A recipe that does not exist.",
+    "TC110": "An override that does not follow their grammar.",
+    "TC111": "An override that a later one replaces.",
+    "TC112": "A setting without effect, for what the model's directory says.",
+    "TC113": "A model's directory that cannot be read.",
+    "TC114": "A model's directory that does not give its shape.",
+    "TC115": "A file that the configuration names and that is not there.",
+    "TC116": "A script of the user's that is not there.",
+    "TC117": "A function of the user's that cannot be found.",
+    "TC118": "Settings of a script or a function of the user's that do not go together.",
+    "TC119": "A setting that a script or a function of the user's has to apply itself.",
+    "TC120": "The plan is for another kind of device than this machine has.",
+    "TC121": "The plan is for more devices than this machine has.",
+    "TC122": "The plan is for devices with more memory than this machine's.",
+    "TC123": "More processes than cores.",
+    "TC124": "A package that is not installed.",
+    "TC125": "Versions of packages that do not go together.",
+    "TC126": "An op has to be compiled, and a tool for it is missing.",
+    "TC127": "libaio is missing, and async_io needs it.",
+    "TC128": "The CUDA toolkit is missing, or not of torch's version.",
+    "TC129": "/dev/shm is missing or too small.",
+    "TC130": "Too little memory can be locked (`ulimit -l`).",
+    "TC131": "The container or machine allows less host memory than the plan is for.",
+    "TC132": "The folder for NVMe is missing, does not work, or is not on a local drive.",
+    "TC133": "A variable shows other devices than the plan is for.",
+    "TC134": "A device that does not compute in the plan's format.",
+    "TC135": "A network interface that is not there or not up.",
+    "TC136": "A package or compiler that a kernel of the plan needs is missing.",
+    "TC150": "The plan does not fit into a device's memory.",
+    "TC151": "The plan does not fit into a node's memory.",
+    "TC152": "The plan does not fit onto a node's NVMe.",
+    "TC200": "A DeepSpeed JSON that is no JSON.",
+    "TC201": "A key that a DeepSpeed JSON gives twice; DeepSpeed refuses it.",
+    "TC202": "A comment, or a comma too many: DeepSpeed reads Hjson, others read JSON.",
+}
+"""Findings that are made while something is read or compared, not by a rule of a list."""
+
+COLUMNS = {
+    "runs, passed": ("runs it", "passes it"),
+    "trap, refused": ("runs it, not as one expects", "refuses it"),
+    "refused, refused": ("refuses it", "refuses it"),
+    "refused, passed": ("refuses it", "passes it"),
+    "runs, refused": ("runs it", "refuses it"),
+}
+
+
+def page() -> str:
+    """The whole page, as Markdown."""
+    parts = [
+        INTRODUCTION,
+        "## The configuration and the plan\n| rule | what must hold |\n|---|---|",
+        "\n".join(f"| {identifier} | {_title(rule)} |" for identifier, rule in PLAN_RULES),
+        "\n## While reading, and on this machine\n| rule | what is found |\n|---|---|",
+        "\n".join(f"| {identifier} | {text} |" for identifier, text in FOUND_ELSEWHERE.items()),
+        "",
+        "\n".join(_deepspeed()),
+        "",
+        "\n".join(_comparison()),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _deepspeed() -> Iterator[str]:
+    yield f"## DeepSpeed's JSON, version {load().deepspeed}"
+    yield "*DeepSpeed* says what DeepSpeed itself does with a JSON that breaks the rule, once the"
+    yield "processes run: it refuses it, says nothing and does something else, or fails later."
+    yield "The file is DeepSpeed's."
+    yield ""
+    yield "| rule | severity | what must hold | DeepSpeed | file | what to do |"
+    yield "|---|---|---|---|---|---|"
+    for rule in DEEPSPEED_RULES:
+        cells = (
+            rule.identifier,
+            rule.severity,
+            rule.title,
+            rule.meets,
+            f"`{rule.file}`",
+            rule.fix,
+        )
+        yield "| " + " | ".join(_cell(str(cell)) for cell in cells) + " |"
+
+
+def _comparison() -> Iterator[str]:
+    recorded = json.loads(MATRIX.read_text(encoding="utf-8"))
+    yield "## How it compares with the real DeepSpeed"
+    yield f"{recorded['cases']} JSONs drawn from the schema by a seed, about half of them legal,"
+    yield "each checked, then given to `deepspeed.initialize` and one step on two CPU processes:"
+    yield ""
+    yield "| DeepSpeed | trainctl | JSONs |"
+    yield "|---|---|---|"
+    for kind, (theirs, ours) in COLUMNS.items():
+        yield f"| {theirs} | {ours} | {recorded.get(kind, 0)} |"
+    yield ""
+    yield "The tests hold the last two rows at 0, on this seed and others. What DeepSpeed accepts"
+    yield "and trainctl refuses breaks a rule of the table above where DeepSpeed says nothing or"
+    yield "fails later; and Hjson without quotes or commas is refused (TC200). Not drawn are"
+    yield "settings that two CPU processes cannot show: GPU kernels, NVMe, real models, services."
+
+
+def _title(rule: object) -> str:
+    return _cell((rule.__doc__ or "").strip().partition("\n")[0])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or with `--check` say whether it is up to date."""
+    text = page()
+    if "--check" not in arguments:
+        TARGET.write_text(text, encoding="utf-8")
+        return 0
+    if TARGET.is_file() and TARGET.read_text(encoding="utf-8") == text:
+        return 0
+    print("docs/rules.md is out of date: run `make docs`", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

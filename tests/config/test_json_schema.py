@@ -1,0 +1,90 @@
+"""The JSON Schemas, by a validator that is not ours: what is shipped is legal, typos are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from trainctl.config.catalog import shipped_root
+from trainctl.config.json_schema import option_schema, recipe_schema
+from trainctl.config.keys import leaves
+from trainctl.config.schema import GROUPS
+from trainctl.config.yaml_files import _loader_class
+from trainctl.errors import TrainctlError
+
+CONF = shipped_root() / "conf"
+
+
+def read(path: Path) -> Any:
+    return yaml.load(path.read_text(), Loader=_loader_class())
+
+
+def problems(schema: dict[str, Any], document: Any) -> list[str]:
+    jsonschema.Draft202012Validator.check_schema(schema)
+    found = jsonschema.Draft202012Validator(schema).iter_errors(document)
+    return [".".join(map(str, error.absolute_path)) for error in found]
+
+
+def test_every_shipped_recipe_is_legal() -> None:
+    schema = recipe_schema()
+    for path in [*shipped_root().glob("recipes/*.yaml"), CONF / "base.yaml"]:
+        assert problems(schema, read(path)) == [], path
+
+
+def test_every_shipped_option_is_legal() -> None:
+    for group in GROUPS:
+        schema = option_schema(group)
+        for path in (CONF / group).glob("*.yaml"):
+            document = read(path)
+            document.pop("defaults", None)
+            assert problems(schema, document) == [], path
+
+
+@pytest.mark.parametrize(
+    ("document", "wrong"),
+    [
+        ("optimizer: {lr: 1.0e-4}", ""),
+        ("optimizer: {lrate: 1.0e-4}", "optimizer"),
+        ("optimiser: {lr: 1.0e-4}", "*"),
+        ("optimizer: {lr: 0}", "optimizer.lr"),
+        ("optimizer: {lr: fast}", "optimizer.lr"),
+        ("optimizer: {lr: '${oc.env:LR}'}", ""),
+        ("zero_stage: {stage: 4}", "zero_stage.stage"),
+        ("schedule: {kind: cosin}", "schedule.kind"),
+        ("schedule: {warmup_steps: null}", ""),
+        ("optimizer: {lr: null}", "optimizer.lr"),
+        ("data: {paths: [a, b]}", ""),
+        ("data: {paths: a}", "data.paths"),
+        ("deepspeed: {aio: {block_size: 1}}", ""),
+        ("launcher: {environment: {A: 1}}", ""),
+        ("recipe: x", "*"),
+        ("script: train.py", ""),
+        ("defaults: [tiny, {override /schedule: linear}, _self_]", ""),
+        ("defaults: [{override /schdule: linear}]", "defaults.0"),
+    ],
+)
+def test_what_an_editor_would_underline(document: str, wrong: str) -> None:
+    found = problems(recipe_schema(), yaml.safe_load(document))
+    assert found == ([] if not wrong else ["" if wrong == "*" else wrong])
+
+
+def test_every_key_has_its_documentation_and_default() -> None:
+    schema = recipe_schema()["properties"]
+    for leaf in leaves().values():
+        if leaf.key == "recipe":
+            continue
+        node: Any = {"properties": schema}
+        for name in leaf.key.split("."):
+            node = node["properties"][name]
+        assert node["default"] == leaf.default
+        assert node["description"].startswith(leaf.metadata["doc"])
+
+
+def test_an_unknown_group_is_told_with_the_nearest() -> None:
+    with pytest.raises(TrainctlError, match="no group optimiser") as caught:
+        option_schema("optimiser")
+    assert caught.value.hint.startswith("did you mean optimizer?")

@@ -1,0 +1,538 @@
+"""DeepSpeed JSONs drawn from the schema by a seed: about half legal, the others broken on purpose.
+
+A legal one is a choice of stage, format, optimizer, schedule and batch, with keys of the schema set
+to legal values of their type. A broken one is such a choice with one of BREAKS, one for each way to
+break each rule, or with a value that the schema does not allow.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainctl.config.schema import Accelerator
+from trainctl.plan.deepspeed_rules import Surroundings
+from trainctl.plan.deepspeed_schema import Key, load
+
+RANKS = 2
+Json = dict[str, Any]
+Case = dict[str, Any]
+
+Z = "zero_optimization."
+CPU = {"device": "cpu", "pin_memory": False}
+SPLIT = {
+    "autotp_size": 2,
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [".*second.weight$"], "partition_type": "row"},
+            {"patterns": [".*first.weight$"], "partition_type": "column"},
+        ],
+    },
+}
+GONE = "<leave out>"
+
+# What the tiny model, a CPU and two processes cannot show: compilers, packages, services, drives.
+LEFT_ALONE = (
+    "activation_checkpointing",
+    "autotuning",
+    "bfloat16",
+    "checkpoint.writer",
+    "comet.",
+    "compile.",
+    "csv_monitor.",
+    "data_efficiency.",
+    "data_types.",
+    "datastates_ckpt",
+    "expert_parallel",
+    "flops_profiler.enabled",
+    "hybrid_engine.",
+    "tensor_parallel.",
+    "tensorboard.",
+    "wandb.",
+    "weight_quantization",
+    "zero_optimization.offload",
+    "zero_optimization.zenflow",
+    "zero_optimization.leaf_module",
+    "optimizer",
+    "scheduler",
+    "fp16.enabled",
+    "torch_autocast",
+    # Whether a module is fine-grained depends on the model, and the tiny one is nothing else.
+    "zero_optimization.stage3_module_granularity_threshold",
+)
+CHOSEN = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "gradient_predivide_factor",
+    "gradient_allreduce_op",
+    "prescale_gradients",
+    "managed_gradient_accumulation",
+    "sequence_parallel_size",
+    "data_parallel_size",
+    "zero_allow_untested_optimizer",
+    "zero_optimization.stage",
+    "zero_optimization.legacy_stage1",
+    "zero_optimization.compute_grad_norm",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.pipeline_loading_checkpoint",
+    "zero_optimization.zero_hpz_partition_size",
+    "zero_optimization.zero_quantized_weights",
+    "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.zero_quantized_nontrainable_weights",
+    "aio.use_gds",
+    "bf16.enabled",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+    "fp16.auto_cast",
+    "fp16.fp16_master_weights_and_grads",
+    "fp16.initial_scale_power",
+    "dump_state",
+    "log_level",
+    "allgather_size",
+)
+"""Keys that the sampler sets itself, in combinations."""
+
+# Rule, and the keys that break it, on top of a legal JSON.
+BREAKS: list[tuple[str, Json]] = [
+    ("TC203", {"fp16.loss_scale_windw": 10}),
+    ("TC203", {f"{Z}stagee": 2}),
+    ("TC203", {f"{Z}offload_optimizer": {"devise": "cpu"}}),
+    ("TC203", {"tensor_parallel.auto_tp_size": 1}),
+    ("TC203", {"timers.throughput.enable": True}),
+    ("TC204", {"gradient_cliping": 0.5}),
+    ("TC204", {"zero_optimisation": {"stage": 3}}),
+    ("TC204", {"checkpoint.tag_validatoin": "Fail"}),
+    ("TC204", {"aio.que_depth": 8}),
+    ("TC204", {"pipeline.stage": 2}),
+    ("TC204", {"zero_optimization.stage": 1, "optimizer.parms": {}}),
+    ("TC205", {"amp": {"enabled": True}}),
+    ("TC205", {"elasticity": {"enabled": False}}),
+    ("TC205", {"curriculum_learning": {}}),
+    ("TC205", {f"{Z}mics_shard_size": 2}),
+    ("TC206", {f"{Z}stage": 2, f"{Z}cpu_offload": True, f"{Z}offload_optimizer": GONE}),
+    ("TC206", {"zero_optimization": True}),
+    ("TC206", {f"{Z}stage": 3, f"{Z}stage3_gather_fp16_weights_on_model_save": True}),
+    ("TC206", {"bf16": GONE, "bfloat16": {"enabled": True}, "fp16": GONE}),
+    ("TC207", {f"{Z}stage": 2, f"{Z}cpu_offload": True, f"{Z}offload_optimizer": CPU}),
+    ("TC207", {f"{Z}max_live_parameters": 10, f"{Z}stage3_max_live_parameters": 10}),
+    ("TC208", {"train_batch_size": "auto"}),
+    ("TC208", {"gradient_clipping": "auto"}),
+    ("TC227", {f"{Z}reduce_bucket_size": "auto"}),
+    ("TC208", {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}),
+    ("TC227", {"bf16.enabled": "auto"}),
+    ("TC210", {f"{Z}reduce_bucket_size": "5e8"}),
+    ("TC210", {f"{Z}overlap_comm": "maybe"}),
+    ("TC210", {"fp16": None}),
+    ("TC210", {f"{Z}reduce_scatter": None}),
+    ("TC211", {"train_batch_size": "4"}),
+    ("TC211", {"gradient_clipping": "1.0"}),
+    ("TC211", {"prescale_gradients": "false"}),
+    ("TC211", {"checkpoint": None}),
+    ("TC211", {"optimizer": "AdamW"}),
+    ("TC212", {f"{Z}stage": 4}),
+    ("TC212", {f"{Z}offload_optimizer": {"device": "gpu"}}),
+    ("TC212", {f"{Z}reduce_bucket_size": 0}),
+    ("TC212", {"fp16.loss_scale": -1}),
+    ("TC213", {"communication_data_type": "fp8"}),
+    ("TC213", {"gradient_allreduce_op": "max"}),
+    ("TC213", {"checkpoint.tag_validation": "loud"}),
+    ("TC213", {"log_level": "loud"}),
+    ("TC213", {"data_types.grad_accum_dtype": "fp99"}),
+    ("TC213", {"gradient_clipping": -1}),
+    ("TC213", {"train_batch_size": 0}),
+    ("TC214", {f"{Z}stage": 2, f"{Z}reduce_bucket_size": "500000"}),
+    ("TC214", {f"{Z}overlap_comm": "no"}),
+    ("TC215", {"stages": 2, f"{Z}stage": 2}),
+    ("TC215", {"stages": 2, f"{Z}stage": 3}),
+    ("TC216", {"stages": 2, f"{Z}stage": 0, "gradient_clipping": 1.0}),
+    ("TC217", {"managed_gradient_accumulation": False, f"{Z}stage": 1, f"{Z}overlap_comm": True}),
+    ("TC217", {"stages": 2, "managed_gradient_accumulation": False, f"{Z}stage": 1}),
+    ("TC219", {"expert_parallel": {"enabled": True, "autoep_size": 3}}),
+    ("TC219", {"expert_parallel": {"enabled": True, "expert_tensor_parallel_size": 2}}),
+    ("TC220", {"train_batch_size": GONE, "train_micro_batch_size_per_gpu": GONE}),
+    ("TC221", {"train_batch_size": 7}),
+    ("TC221", {"train_batch_size": 1}),
+    ("TC221", {"train_batch_size": 12, "gradient_accumulation_steps": 4}),
+    ("TC222", {"sequence_parallel_size": 3, "train_micro_batch_size_per_gpu": GONE}),
+    ("TC223", {"sequence_parallel_size": 2, "data_parallel_size": 2}),
+    ("TC224", {"data_parallel_size": 4}),
+    ("TC225", {"tensor_parallel": SPLIT, f"{Z}stage": 1}),
+    ("TC226", {"tensor_parallel": {"autotp_size": 3}}),
+    ("TC228", {"fp16": {"auto_cast": True}}),
+    ("TC229", {"fp16": {"initial_scale_power": 20_000}}),
+    ("TC230", {"fp16": {"enabled": True}, "bf16": {"enabled": True}}),
+    ("TC231", {"fp16": {"enabled": True}, "bf16": GONE}),
+    ("TC232", {f"{Z}stage": 0, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
+    ("TC233", {f"{Z}stage": 2, "bf16": {"enabled": True, "bf16_optimizer_states": True}}),
+    ("TC234", {f"{Z}stage": 2, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
+    (
+        "TC235",
+        {
+            f"{Z}stage": 2,
+            "bf16": {
+                "enabled": True,
+                "bf16_master_weights_and_grads": True,
+                "bf16_optimizer_states": True,
+            },
+            "fp16": {"fp16_master_weights_and_grads": True},
+        },
+    ),
+    ("TC236", {"data_types.param_dtype": "fp16"}),
+    ("TC237", {f"{Z}stage": 0, "bf16": {"enabled": True}, "data_types.grad_accum_dtype": "fp32"}),
+    ("TC238", {f"{Z}stage": 2, "bf16": {"enabled": True}, "data_types.grad_accum_dtype": "fp16"}),
+    ("TC239", {"torch_autocast": {"enabled": True}, f"{Z}zero_quantized_weights": True}),
+    ("TC240", {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "bf16"}}),
+    ("TC241", {"fp16": {"enabled": True, "loss_scale_window": 0}, "bf16": GONE}),
+    ("TC242", {"fp16": {"initial_scale_power": 8}}),
+    ("TC243", {"data_types.keep_in_fp32_modules": "norm"}),
+    ("TC243", {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["a.B"]}}),
+    ("TC244", {"bf16": {"enabled": True, "check_grad_overflow": False}}),
+    (
+        "TC245",
+        {
+            f"{Z}stage": 1,
+            f"{Z}offload_optimizer": GONE,
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+            "data_types.grad_accum_dtype": "fp32",
+        },
+    ),
+    ("TC246", {"checkpoint.writer": {"type": "python"}}),
+    ("TC247", {f"{Z}stage": 2, f"{Z}offload_optimizer": CPU, f"{Z}zenflow": {}}),
+    (
+        "TC248",
+        {
+            f"{Z}stage": 1,
+            f"{Z}offload_optimizer": CPU,
+            f"{Z}zenflow": {"topk_ratio": 0.2},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        },
+    ),
+    ("TC250", {"optimizer.type": "AdamZ"}),
+    ("TC250", {"optimizer.type": "sgd"}),
+    ("TC251", {"optimizer.params.weight_decays": 0.1}),
+    ("TC251", {"optimizer.params.bias_correction": True}),
+    ("TC252", {"optimizer.params.max_grad_norm": 1.0}),
+    ("TC253", {"optimizer.params.lr": "1e-5"}),
+    ("TC253", {"optimizer.params.lr": -1}),
+    ("TC253", {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "betas": [0.9, 1.5]}}}),
+    (
+        "TC254",
+        {
+            f"{Z}stage": 2,
+            f"{Z}zenflow": GONE,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_allow_untested_optimizer": GONE,
+        },
+    ),
+    ("TC255", {"optimizer": GONE}),
+    (
+        "TC256",
+        {
+            "optimizer": {"type": "Lion", "params": {"lr": 1e-4}},
+            f"{Z}offload_optimizer": GONE,  # offloaded, it is a kernel that would be compiled
+        },
+    ),
+    ("TC257", {"optimizer": {"type": "Lamb", "params": {}}, "fp16": {"loss_scale": 128}}),
+    (
+        "TC258",
+        {
+            "optimizer": {"type": "Muon", "params": {"lr": 1e-3, "torch_adam": True}},
+            f"{Z}stage": 3,
+            f"{Z}reduce_scatter": True,
+        },
+    ),
+    ("TC259", {"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1, "torch_adam": True}}}),
+    ("TC260", {"optimizer": {"type": "MuAdam", "params": {}}}),
+    ("TC261", {"optimizer": {"type": "SparseAdam", "params": {}}, "scheduler": GONE}),
+    ("TC261", {"optimizer": {"type": "LBFGS", "params": {}}, "scheduler": GONE}),
+    ("TC262", {"scheduler": {"params": {"warmup_num_steps": 10}}}),
+    ("TC262", {"optimizer": {"params": {"lr": 0.1}}}),
+    ("TC263", {"gradient_clipping": GONE}),
+    ("TC265", {"scheduler": {"type": "WarmupLr", "params": {}}}),
+    ("TC266", {"scheduler": {"type": "WarmupLR"}}),
+    ("TC266", {"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 10}}}),
+    ("TC266", {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10}}}),
+    ("TC267", {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}),
+    ("TC267", {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "10"}}}),
+    ("TC267", {"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": "1e-3"}}}),
+    (
+        "TC268",
+        {
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {"total_num_steps": 10, "warmup_num_steps": 20},
+            }
+        },
+    ),
+    ("TC269", {"scheduler": {"type": "StepLR", "params": {"step_size": 3}}, f"{Z}stage": 1}),
+    (
+        "TC270",
+        {
+            "optimizer.params.lr": 2e-3,
+            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10_000}},
+        },
+    ),
+    ("TC271", {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}}),
+    ("TC272", {"scheduler": {"type": "WarmupLR", "params": {}}, "optimizer": GONE}),
+    ("TC275", {f"{Z}stage": 2, f"{Z}reduce_scatter": True, "prescale_gradients": True}),
+    ("TC275", {f"{Z}stage": 3, f"{Z}reduce_scatter": True, "gradient_predivide_factor": 2}),
+    ("TC276", {f"{Z}stage": 2, f"{Z}allgather_bucket_size": 1001}),
+    ("TC277", {f"{Z}stage": 3, "gradient_allreduce_op": "sum"}),
+    ("TC278", {f"{Z}stage": 1, f"{Z}legacy_stage1": True}),
+    ("TC279", {f"{Z}stage": 3, f"{Z}compute_grad_norm": False}),
+    ("TC279", {f"{Z}stage": 1, f"{Z}compute_grad_norm": False, "gradient_clipping": 1.0}),
+    ("TC280", {f"{Z}stage": 3, f"{Z}zero_hpz_partition_size": 3}),
+    ("TC281", {f"{Z}stage": 3, f"{Z}zero_quantized_weights": True}),
+    ("TC281", {f"{Z}stage": 3, f"{Z}zero_quantized_gradients": True}),
+    ("TC282", {f"{Z}stage": 2, f"{Z}stage3_prefetch_bucket_size": 1000}),
+    ("TC282", {f"{Z}stage": 0, f"{Z}reduce_bucket_size": 1000}),
+    ("TC283", {f"{Z}stage": 3, f"{Z}stage3_gather_16bit_weights_on_model_save": GONE}),
+    ("TC284", {f"{Z}stage": 2, f"{Z}pipeline_loading_checkpoint": True}),
+    ("TC285", {f"{Z}stage": 3, f"{Z}elastic_checkpoint": True}),
+    ("TC286", {f"{Z}stage": 2, f"{Z}offload_param": CPU}),
+    ("TC286", {f"{Z}stage": 0, f"{Z}offload_optimizer": CPU}),
+    ("TC286", {f"{Z}stage": 1, f"{Z}offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}),
+    ("TC287", {f"{Z}stage": 2, f"{Z}offload_optimizer": {**CPU, "ratio": 0.5}}),
+    ("TC287", {f"{Z}stage": 3, f"{Z}offload_optimizer": {**CPU, "ratio": 0.5}}),
+    ("TC288", {f"{Z}stage": 3, f"{Z}offload_param": {"device": "nvme"}}),
+    ("TC288", {f"{Z}stage": 3, f"{Z}offload_optimizer": {"device": "nvme"}}),
+    ("TC290", {"aio.use_gds": True}),
+    ("TC291", {f"{Z}stage": 3, f"{Z}offload_optimizer": {**CPU, "super_offload": True}}),
+    ("TC292", {f"{Z}stage": 2, f"{Z}offload_optimizer": {**CPU, "super_offload": True}}),
+    ("TC293", {f"{Z}stage": 2, f"{Z}offload_optimizer": GONE, f"{Z}zenflow": {}}),
+    (
+        "TC293",
+        {f"{Z}stage": 1, f"{Z}offload_optimizer": CPU, f"{Z}zenflow": {"select_interval": 4}},
+    ),
+    ("TC294", {f"{Z}stage": 0, f"{Z}zenflow": {}}),
+    ("TC295", {"activation_checkpointing": {"contiguous_memory_optimization": True}}),
+    ("TC296", {"activation_checkpointing": {"partition_activations": True}}),
+    ("TC297", {"tensorboard.enabled": True}),
+    ("TC297", {"wandb.enabled": True}),
+    ("TC298", {"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True}}}}),
+    ("TC298", {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}}),
+    (
+        "TC299",
+        {
+            "compile.deepcompile": True,
+            "compile.offload_activation": True,
+            "compile.offload_parameters": True,
+        },
+    ),
+]
+
+
+def sample(seed: int, count: int) -> list[Case]:
+    """Cases by a seed; each break is tried before one comes again."""
+    rng = random.Random(seed)
+    breaks: list[tuple[str, Json]] = []
+    cases = []
+    for _ in range(count):
+        kind = rng.random()
+        case = _case(legal(rng))
+        if kind < 0.42:
+            pass
+        elif kind < 0.86:
+            if not breaks:
+                breaks = rng.sample(BREAKS, len(BREAKS))
+            rule, changes = breaks.pop()
+            case = broken(case["json"], rule, changes)
+        else:
+            _spoil(rng, case)
+        cases.append(case)
+    return cases
+
+
+def every_break(seed: int) -> list[Case]:
+    """Each break once, on legal JSONs of a seed."""
+    rng = random.Random(seed)
+    cases = []
+    for rule, changes in BREAKS:
+        cases.append(broken(legal(rng), rule, changes))
+    return cases
+
+
+def around(case: Case) -> Surroundings:
+    """What the real run's JSON meets: CPU processes, and a script without an optimizer."""
+    return Surroundings(
+        world_size=RANKS,
+        devices_per_node=RANKS,
+        accelerator=Accelerator.cpu,
+        pipeline_stages=case.get("stages") or 1,
+        has_optimizer=False,
+    )
+
+
+def legal(rng: random.Random) -> Json:
+    """A JSON that DeepSpeed trains with on two CPU processes."""
+    stage = rng.choice([0, 1, 1, 2, 2, 3, 3])
+    config: Json = {}
+    _batch(rng, config)
+    _set(config, f"{Z}stage", stage)
+    config["gradient_clipping"] = rng.choice([0, 0.0, 0.5, 1.0])
+    bf16 = rng.random() < 0.5
+    if bf16 or rng.random() < 0.3:
+        _set(config, "bf16.enabled", bf16)
+    _optimizer(rng, config, stage)
+    if rng.random() < 0.4:
+        _schedule(rng, config, plain=stage == 0 and not bf16)
+    if stage and rng.random() < 0.3:
+        _set(config, f"{Z}offload_optimizer", dict(CPU))
+    if stage == 3 and rng.random() < 0.3:
+        _set(config, f"{Z}offload_param", dict(CPU))
+    if stage and rng.random() < 0.2:
+        _set(
+            config, "data_types.grad_accum_dtype", rng.choice(["fp32", "bf16" if bf16 else "fp32"])
+        )
+    if not bf16 and rng.random() < 0.15:
+        config["torch_autocast"] = {"enabled": True, "dtype": rng.choice(["bf16", "bfloat16"])}
+    if stage in (1, 2) and rng.random() < 0.3:
+        _set(config, f"{Z}allgather_bucket_size", 2 * rng.randrange(1, 10**8))
+    if stage in (0, 1) and rng.random() < 0.2:
+        config["prescale_gradients"] = True
+    if stage < 3 and rng.random() < 0.1:
+        config["gradient_allreduce_op"] = rng.choice(["sum", "MEAN"])
+    for key in rng.sample(FREE, rng.randrange(0, 6)):
+        _set(config, key.name, _legal_value(rng, key))
+    return config
+
+
+def _case(config: Json) -> Case:
+    return {"json": config, "world_size": RANKS, "breaks": ""}
+
+
+def _batch(rng: random.Random, config: Json) -> None:
+    micro, steps = rng.choice([1, 2, 4]), rng.choice([1, 2])
+    total = micro * steps * RANKS
+    shape = rng.randrange(5)
+    if shape != 0:
+        config["train_batch_size"] = total
+    if shape in (0, 1, 2):
+        config["train_micro_batch_size_per_gpu"] = micro
+    if shape in (0, 1, 3):
+        config["gradient_accumulation_steps"] = steps
+
+
+def _optimizer(rng: random.Random, config: Json, stage: int) -> None:
+    kind = rng.choice(["AdamW", "AdamW", "adamw", "Adam", "SGD", "Adagrad", "NAdam", "RMSprop"])
+    if kind.lower() in ("adam", "adamw"):
+        params: Json = {"lr": 1e-3, "torch_adam": True}
+        if rng.random() < 0.5:
+            params |= {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    else:
+        params = {"lr": 1e-3}
+        if rng.random() < 0.3:
+            params["weight_decay"] = 0.01
+    if kind in ("SGD", "NAdam", "RMSprop") and stage:
+        config["zero_allow_untested_optimizer"] = True
+    if kind == "Adagrad":
+        # Offloaded, it is DeepSpeed's own kernel, which would be compiled.
+        kind, params = "Adam", {"lr": 1e-3, "torch_adam": True, "amsgrad": True}
+    config["optimizer"] = {"type": kind, "params": params}
+
+
+def _schedule(rng: random.Random, config: Json, *, plain: bool) -> None:
+    config["scheduler"] = rng.choice(
+        [
+            {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_type": "linear"}},
+            {"type": "WarmupLR", "params": {}},
+            {
+                "type": "WarmupDecayLR",
+                "params": {"total_num_steps": 5000, "warmup_max_lr": 1e-3},
+            },
+            {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 5}},
+            {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}},
+            {"type": "LRRangeTest", "params": {}},
+            *([{"type": "StepLR", "params": {"step_size": 3}}] if plain else []),
+        ]
+    )
+
+
+def broken(config: Json, rule: str, changes: Json) -> Case:
+    """A JSON, changed in place, that breaks a rule."""
+    case = {**_case(config), "breaks": rule}
+    for key, value in changes.items():
+        if key == "stages":
+            case["stages"] = value
+            config.pop("torch_autocast", None)
+        elif value == GONE:
+            _drop(config, key)
+        else:
+            _set(config, key, json.loads(json.dumps(value)))
+    if "stages" in changes:
+        # A pipeline of two stages has one data-parallel rank.
+        for key in ("train_batch_size", "gradient_accumulation_steps"):
+            config.pop(key, None)
+        config["train_micro_batch_size_per_gpu"] = 2
+    return case
+
+
+def _spoil(rng: random.Random, case: Case) -> None:
+    """A key of the schema with a value that is not its type, or not in its range."""
+    key = rng.choice(FREE)
+    _set(case["json"], key.name, rng.choice(list(_illegal_values(key))))
+    case["breaks"] = "schema"
+
+
+def _illegal_values(key: Key) -> Iterator[Any]:
+    yield [1]
+    yield {"a": 1}
+    if key.type != "string":
+        yield "many"
+    if key.type in ("integer", "boolean"):
+        yield 2.5
+    if key.choices:
+        yield "none of them" if key.type == "string" else 99
+    if key.minimum is not None:
+        yield key.minimum - 1
+    if key.type == "string":
+        yield 7
+
+
+def _legal_value(rng: random.Random, key: Key) -> Any:
+    if key.choices:
+        return rng.choice(key.choices)
+    if key.type == "boolean":
+        return rng.random() < 0.5
+    least = int(max(key.minimum or 0, (key.above or 0) + 1, 1))
+    if key.type == "integer":
+        return rng.choice([least, least + 1, 1000, 2 * 10**6])
+    return rng.choice([1, 1.0, 0.5]) if key.maximum == 1 else 1.0
+
+
+def _set(config: Json, key: str, value: Any) -> None:
+    *parents, name = key.split(".")
+    for parent in parents:
+        inner = config.get(parent)
+        if not isinstance(inner, dict):
+            inner = config[parent] = {}
+        config = inner
+    config[name] = value
+
+
+def _drop(config: Mapping[str, Any], key: str) -> None:
+    *parents, name = key.split(".")
+    for parent in parents:
+        config = config.get(parent, {})
+        if not isinstance(config, dict):
+            return
+    assert isinstance(config, dict)
+    config.pop(name, None)
+
+
+FREE = [
+    key
+    for key in load().keys.values()
+    if key.type in ("boolean", "integer", "number", "string")
+    and (key.type != "string" or key.choices)
+    and not key.replaced
+    and not key.same_as
+    and key.name not in CHOSEN
+    and not key.name.startswith(LEFT_ALONE)
+]
+"""Keys that are set to any legal value, whatever else is set."""

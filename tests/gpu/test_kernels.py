@@ -1,0 +1,126 @@
+"""On a GPU: each kernel trains to the same losses, and block inputs leave the device's memory."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from commands import events, trainctl
+
+sys.path.append(str(Path(__file__).parents[1] / "train"))
+from test_recompute import built
+
+from trainctl.config.schema import (
+    ActivationCheckpointingConfig,
+    CheckpointingMode,
+    CrossEntropyKind,
+    KernelsConfig,
+    ModelFamily,
+)
+from trainctl.train.kernels import apply_kernels
+from trainctl.train.loss import LanguageModel
+from trainctl.train.recompute import wrap_blocks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
+needs_liger = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="no liger-kernel here")
+needs_flash = pytest.mark.skipif(find_spec("flash_attn") is None, reason="no flash-attn here")
+
+SMALL = (
+    "model=tiny-llama",
+    "precision=bf16",
+    "hardware.devices_per_node=1",
+    "training.seed=7",
+    "training.steps=20",
+    "training.sequence_length=512",
+    "training.micro_batch_size=4",
+    "training.gradient_accumulation_steps=2",
+    "training.evaluation_samples=0",
+    "data.max_bytes=2000000",
+    "checkpoint.at_end=false",
+)
+
+
+@pytest.fixture(scope="module")
+def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses(tmp_path_factory.mktemp("plain"))
+
+
+def losses(folder: Path, *choices: str) -> list[float]:
+    """Of a launch with these choices."""
+    trainctl("launch", *SMALL, *choices, "--run-dir", "run", cwd=folder)
+    return [step["loss"] for step in events(folder / "run", "step")]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ("kernels=chunked-loss", "kernels.chunk_tokens=256"),
+        ("kernels=compiled",),
+        ("kernels=compiled", "zero_stage=3", "activation_checkpointing=full"),
+        ("kernels=deepcompile",),
+        ("kernels=deepcompile", "zero_stage=3"),
+        pytest.param(("kernels=liger",), marks=needs_liger),
+        pytest.param(("kernels=liger", "zero_stage=3"), marks=needs_liger),
+        pytest.param(("kernels=liger", "activation_checkpointing=selective"), marks=needs_liger),
+        pytest.param(("model.attention=flash_attention_2",), marks=needs_flash),
+        ("activation_checkpointing=selective",),
+        ("activation_checkpointing=offloaded", "zero_stage=3"),
+    ],
+    ids=" ".join,
+)
+def test_the_curve_is_that_of_the_plain_kernels(
+    tmp_path: Path, plain_losses: list[float], choices: tuple[str, ...]
+) -> None:
+    assert plain_losses[-1] < plain_losses[0]
+    assert losses(tmp_path, *choices) == pytest.approx(plain_losses, abs=0.02)
+
+
+def loss_and_gradients(
+    model: torch.nn.Module, ids: torch.Tensor
+) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = model({"input_ids": ids}, ids.roll(-1, dims=1))
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@needs_liger
+@pytest.mark.parametrize("family", [ModelFamily.llama, ModelFamily.mistral, ModelFamily.qwen3])
+def test_ligers_kernels_give_the_same_gradients_in_fp32(family: ModelFamily) -> None:
+    ids = torch.randint(0, 64, (2, 64), device="cuda")
+    kernels = KernelsConfig(liger=True, cross_entropy=CrossEntropyKind.liger_fused)
+    plain = LanguageModel(built(family).cuda(), None, KernelsConfig())
+    other = copy.deepcopy(plain.model)
+    apply_kernels(other, kernels)
+    loss, gradients = loss_and_gradients(LanguageModel(other, None, kernels), ids)
+    plain_loss, wanted = loss_and_gradients(plain, ids)
+    assert loss == pytest.approx(plain_loss, rel=1e-4)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-2, atol=1e-2, msg=name)
+
+
+def test_offloaded_block_inputs_are_not_on_the_device() -> None:
+    ids = torch.randint(0, 64, (8, 1024), device="cuda")
+    model = built().cuda()
+    results = {}
+    for offload in (False, True):
+        wrapped = copy.deepcopy(model)
+        config = ActivationCheckpointingConfig(mode=CheckpointingMode.full, offload_to_cpu=offload)
+        wrap_blocks(wrapped, config)
+        whole = LanguageModel(wrapped, None, KernelsConfig())
+        before = torch.cuda.memory_allocated()
+        loss = whole({"input_ids": ids}, ids)
+        kept = torch.cuda.memory_allocated() - before
+        loss.backward()
+        gradient = wrapped.get_input_embeddings().weight.grad
+        assert gradient is not None
+        results[offload] = kept, gradient
+    inputs = 4 * ids.numel() * 32 * 4  # blocks x tokens x width x bytes
+    assert results[False][0] - results[True][0] == inputs
+    torch.testing.assert_close(results[True][1], results[False][1])

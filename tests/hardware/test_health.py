@@ -1,0 +1,436 @@
+"""Checks of this machine: each finds what is wrong, and says nothing where nothing is.
+
+Compilers, files and limits are real: PATH, environment and resource limits are changed around the
+checks. Vendors' tools and packages that cannot be had here are stand-ins.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainctl.cli.planning import compose
+from trainctl.config.schema import Accelerator, DataType, RunConfig
+from trainctl.errors import ExitCode, Finding
+from trainctl.hardware import (
+    builds,
+    detect,
+    devices,
+    health,
+    limits,
+    network,
+    packages,
+    storage,
+)
+from trainctl.hardware.facts import Hardware
+
+CPU = Hardware(name="2xcpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=2)
+CUDA = Hardware(name="2xh100", accelerator=Accelerator.cuda, nodes=1, devices_per_node=2)
+NODES = Hardware(name="2x1xcpu", accelerator=Accelerator.cpu, nodes=2, devices_per_node=1)
+
+
+def config(*overrides: str) -> RunConfig:
+    return compose(["recipe=tiny", *overrides], None).config
+
+
+def rules(found: Any) -> list[str]:
+    return [each.rule for each in found if isinstance(each, Finding)]
+
+
+def only(found: Any) -> Finding:
+    (finding,) = [each for each in found if isinstance(each, Finding)]
+    assert finding.hint and finding.exit_code is ExitCode.environment
+    return finding
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A PATH that holds only what a test puts there, and no device variable."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "CXX", "DS_SKIP_CUDA_CHECK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(folder))
+    detect.query_tool.cache_clear()
+
+    def put(name: str, script: str) -> None:
+        path = folder / name
+        path.write_text(f"#!{shutil.which('sh', path='/bin:/usr/bin')}\n{script}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        detect.query_tool.cache_clear()
+
+    yield put
+    detect.query_tool.cache_clear()
+
+
+def put_gpus(tools: Any, *capabilities: str) -> None:
+    rows = [
+        f"{index}, GPU-{index}aaa-1, NVIDIA GPU, 81559, {capability}"
+        for index, capability in enumerate(capabilities)
+    ]
+    listing = "\n".join(rows)
+    tools("nvidia-smi", f'[ "$1" ] || {{ echo "CUDA Version: 12.4"; exit; }}\necho "{listing}"')
+
+
+def test_a_healthy_machine_for_the_tiny_recipe() -> None:
+    examined = health.examine_machine(config(), CPU)
+    assert [each.name for each in examined] == [name for name, _ in health.CHECKS]
+    assert health.preflight(config(), CPU) == []
+    assert "torch" in examined[0].facts[0]
+
+
+def test_every_rule_of_the_machine_has_one_place() -> None:
+    folder = Path(health.__file__).parent
+    text = "\n".join(path.read_text() for path in sorted(folder.glob("*.py")))
+    found = {rule for rule in (f"TC{number}" for number in range(120, 140)) if rule in text}
+    assert found == {f"TC{number}" for number in range(120, 137)}
+
+
+# ---------------------------------------------------------------- packages
+
+
+def put_package(folder: Path, name: str, version: str, *requires: str) -> None:
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+    (info / "METADATA").write_text("Metadata-Version: 2.1\n" + "\n".join(lines) + "\n")
+
+
+def test_versions_that_do_not_go_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_package(tmp_path, "deepspeed", "0.19.8", "torch>=2.8", "gone>=1", 'old<1; extra == "x"')
+    put_package(tmp_path, "torch", "2.1.0+cu118")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    found = [each for each in packages.go_together(config(), CPU) if isinstance(each, Finding)]
+    assert [(f.rule, f.message, f.hint) for f in found] == [
+        (
+            "TC124",
+            "deepspeed 0.19.8 needs torch >=2.8, and 2.1.0+cu118 is installed",
+            "pip install 'torch>=2.8'",
+        ),
+        (
+            "TC124",
+            "deepspeed 0.19.8 needs gone >=1, and is not installed",
+            "pip install 'gone>=1'",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "accelerator", "message"),
+    [
+        ("None", "None", Accelerator.cuda, "was built without cuda"),
+        ("'12.8'", "None", Accelerator.rocm, "was built without rocm"),
+        ("'12.8'", "None", Accelerator.cuda, ""),
+        ("'13.0'", "None", Accelerator.cuda, "and the driver supports CUDA 12.4"),
+        ("None", "'6.2'", Accelerator.rocm, ""),
+        ("None", "None", Accelerator.cpu, ""),
+    ],
+)
+def test_torch_and_the_device(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tools: Any,
+    cuda: str,
+    hip: str,
+    accelerator: Accelerator,
+    message: str,
+) -> None:
+    put_package(tmp_path, "torch", "2.13.0")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/version.py").write_text(
+        f"cuda: Optional[str] = {cuda}\nhip: Optional[str] = {hip}\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    put_gpus(tools, "9.0")
+    hardware = Hardware(name="x", accelerator=accelerator, nodes=1, devices_per_node=1)
+    found = list(packages.torch_matches_the_device(config(), hardware))
+    if message:
+        assert only(found).rule == "TC125" and message in only(found).message
+    else:
+        assert len(found) == 1 and rules(found) == []
+
+
+# ---------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("0,1", ""),
+        ("GPU-1aaa,0", ""),
+        ("0,7,1", "names 7, which is not here: it and all after it are ignored"),
+        ("1,1", "names 1 twice"),
+        ("1", "shows 1 of the 2 devices of the plan"),
+    ],
+)
+@pytest.mark.parametrize("by_config", [False, True])
+def test_devices_that_the_variable_names(
+    tools: Any, monkeypatch: pytest.MonkeyPatch, value: str, message: str, by_config: bool
+) -> None:
+    put_gpus(tools, "9.0", "9.0")
+    overrides = []
+    if by_config:
+        overrides = [f'launcher.environment.CUDA_VISIBLE_DEVICES="{value}"']
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    found = list(devices.visible_ones_exist(config(*overrides), CUDA))
+    if message:
+        finding = only(found)
+        assert finding.rule == "TC133" and message in finding.message
+        assert finding.key == ("launcher.environment" if by_config else "hardware.devices_per_node")
+    else:
+        assert found == [f"CUDA_VISIBLE_DEVICES={value}"]
+
+
+@pytest.mark.parametrize(
+    ("compute", "capability", "is_able"),
+    [("bf16", "7.5", False), ("bf16", "8.0", True), ("fp8", "8.0", False), ("fp8", "9.0", True)],
+)
+def test_the_format_of_the_device(tools: Any, compute: str, capability: str, is_able: bool) -> None:
+    put_gpus(tools, "9.0", capability)
+    made = config()
+    made.precision.compute = DataType(compute)
+    found = list(devices.compute_in_the_format(made, CUDA))
+    assert rules(found) == ([] if is_able else ["TC134"])
+    if not is_able:
+        assert f"(device 1) does not compute in {compute}" in only(found).message
+
+
+# ---------------------------------------------------------------- builds
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hardware", "operators"),
+    [
+        ([], CPU, {}),
+        (["offload=cpu"], CPU, {"cpu_adam": "offload.optimizer"}),
+        (
+            ["offload=nvme", "zero_stage=3"],
+            CUDA,
+            {"cpu_adam": "offload.optimizer", "async_io": "offload.parameters"},
+        ),
+        (["optimizer=lamb"], CUDA, {"fused_lamb": "optimizer.kind"}),
+        (["optimizer=lion"], CUDA, {"fused_lion": "optimizer.kind"}),
+        (
+            ["zero_stage.quantized_weights=true"],
+            CUDA,
+            {"quantizer": "zero_stage.quantized_weights"},
+        ),
+        (["script=train.py"], CPU, {"deepspeed_shm_comm": "script"}),
+        (["trainer=a:b"], CPU, {"deepspeed_shm_comm": "trainer"}),
+        (["script=train.py"], CUDA, {}),
+    ],
+)
+def test_what_deepspeed_will_compile(
+    overrides: list[str], hardware: Hardware, operators: dict[str, str]
+) -> None:
+    assert builds.needed_operators(config(*overrides), hardware) == operators
+
+
+def test_what_was_compiled_before_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "installed_ops={'cpu_adam': True, 'async_io': False}\n"
+    monkeypatch.setattr(builds, "packaged_text", lambda *_: text)
+    made = config("offload=nvme", "zero_stage=3")
+    assert list(builds.needed_operators(made, CPU)) == ["async_io"]
+
+
+def test_a_machine_without_compilers(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = config("offload=cpu")
+    assert list(builds.compiler_is_here(config(), CPU)) == []
+    (finding,) = builds.compiler_is_here(made, CPU)
+    assert isinstance(finding, Finding) and finding.rule == "TC126"
+    assert "compile cpu_adam" in finding.message and "C++ compiler (c++)" in finding.message
+    monkeypatch.setattr(builds, "find_spec", lambda name: None)
+    monkeypatch.setattr(builds.sysconfig, "get_path", lambda name: "/nowhere")
+    hints = [each.hint for each in builds.compiler_is_here(made, CPU) if isinstance(each, Finding)]
+    assert hints == ["apt install g++", "pip install ninja", "apt install python3-dev"]
+    monkeypatch.setenv("CXX", "my-c++")
+    tools("my-c++", "exit 0")
+    assert len(rules(builds.compiler_is_here(made, CPU))) == 2
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler here")
+def test_a_program_is_really_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert builds.links("int main() { return 0; }\n", "-lm")
+    assert not builds.links("int main() { return 0; }\n", "-lno_such_library")
+    assert not builds.links("#include <no_such_header.h>\nint main() { return 0; }\n")
+    monkeypatch.setattr(builds, "links", lambda *_: False)
+    made = config("offload=nvme", "zero_stage=3")
+    assert only(builds.libaio_is_here(made, CPU)).rule == "TC127"
+    assert list(builds.libaio_is_here(config("offload=cpu"), CPU)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "release", "rule"),
+    [
+        (["offload=cpu"], None, None),
+        (["optimizer=lion"], None, "TC128"),
+        (["offload=cpu"], "11.8", "TC128"),
+        (["offload=cpu"], "12.1", None),
+        ([], "11.8", None),
+    ],
+)
+def test_the_toolkit_and_torch(
+    tools: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    release: str | None,
+    rule: str | None,
+) -> None:
+    monkeypatch.setattr(builds, "torch_build", lambda: ("12.8", ""))
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    if release:
+        monkeypatch.delenv("CUDA_HOME")
+        tools("nvcc", f'echo "Cuda compilation tools, release {release}, V{release}.1"')
+    found = list(builds.toolkit_matches_torch(config(*overrides), CUDA))
+    assert rules(found) == ([rule] if rule else [])
+    if rule and release:
+        monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
+        assert list(builds.toolkit_matches_torch(config(*overrides), CUDA)) == []
+
+
+# ---------------------------------------------------------------- limits
+
+
+def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    space = shutil.disk_usage("/")
+    small = space._replace(total=64 * 2**20, free=60 * 2**20)
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: small)
+    finding = only(limits.shared_memory_is_large(config(), CPU))
+    assert finding.rule == "TC129" and not finding.is_error
+    assert "60 of 64 MiB free; 2 processes may need 128" in finding.message
+    alone = Hardware(name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=1)
+    assert list(limits.shared_memory_is_large(config(), alone)) == []
+    monkeypatch.undo()
+    monkeypatch.setattr(limits, "SHARED_MEMORY", tmp_path / "none")
+    assert only(limits.shared_memory_is_large(config(), CPU)).is_error
+
+
+def test_locked_memory() -> None:
+    nvme = config("offload=nvme", "zero_stage=3")
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (4 * 2**20, before[1]))
+    try:
+        assert list(limits.memory_can_be_locked(config(), CPU)) == []
+        finding = only(limits.memory_can_be_locked(nvme, CPU))
+        assert finding.rule == "TC130" and "at most 4.0 MiB" in finding.message
+        assert "InfiniBand" in only(limits.memory_can_be_locked(config(), NODES)).message
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+
+
+def test_host_memory() -> None:
+    here = detect.host_memory_limit()
+    for planned, rule in ((here, []), (here // 2, []), (here * 2, ["TC131"])):
+        hardware = Hardware(
+            name="cpu",
+            accelerator=Accelerator.cpu,
+            nodes=1,
+            devices_per_node=1,
+            host_memory_bytes=planned,
+        )
+        assert rules(limits.memory_is_there(config(), hardware)) == rule
+
+
+# ---------------------------------------------------------------- storage
+
+
+def nvme_findings(folder: Path) -> list[Any]:
+    made = config("offload=nvme", "zero_stage=3", f"offload.nvme_path={folder}")
+    return list(storage.nvme_keeps_what_is_written(made, CPU))
+
+
+def test_a_folder_is_written_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rules(nvme_findings(tmp_path)) == [] or "tmpfs" in only(nvme_findings(tmp_path)).message
+    assert list(tmp_path.iterdir()) == []
+    assert list(storage.nvme_keeps_what_is_written(config(), CPU)) == []
+    assert "does not exist" in only(nvme_findings(tmp_path / "none")).message
+    (tmp_path / "file").write_text("")
+    assert "is not a folder" in only(nvme_findings(tmp_path / "file")).message
+
+    def forget(descriptor: int, buffers: list[Any], offset: int) -> int:
+        buffers[0][:4] = b"lost"
+        return len(buffers[0])
+
+    monkeypatch.setattr(storage.os, "preadv", forget)
+    finding = only(nvme_findings(tmp_path))
+    assert finding.is_error and "not what was written" in finding.message
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "nfs4"])
+def test_what_is_no_local_disk_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(storage, "filesystem", lambda folder: kind)
+    finding = only(nvme_findings(tmp_path))
+    assert not finding.is_error and kind in finding.message
+
+
+def test_the_file_system_of_a_folder() -> None:
+    assert storage.filesystem(Path("/proc/self")) == "proc"
+
+
+def test_a_full_disk_is_no_place(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        finding = only(nvme_findings(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert finding.is_error
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- network
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_well"),
+    [
+        ("GLOO_SOCKET_IFNAME", "lo", True),
+        ("GLOO_SOCKET_IFNAME", "l", False),
+        ("NCCL_SOCKET_IFNAME", "l", True),
+        ("NCCL_SOCKET_IFNAME", "=l", False),
+        ("NCCL_SOCKET_IFNAME", "^docker", True),
+        ("NCCL_SOCKET_IFNAME", "lo,eth77", False),
+    ],
+)
+def test_interfaces(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, is_well: bool
+) -> None:
+    for name in network.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert list(network.interfaces_exist(config(), CPU)) == []
+    monkeypatch.setenv(variable, value)
+    found = list(network.interfaces_exist(config(), NODES))
+    assert rules(found) == ([] if is_well else ["TC135"])
+    if not is_well:
+        assert "one of " in only(found).hint and "lo" in only(found).hint
+
+
+@pytest.mark.parametrize(
+    ("address", "is_well"), [("10.0.0.7", True), ("127.0.1.1", False), (None, False)]
+)
+def test_the_name_of_this_host(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, is_well: bool
+) -> None:
+    for name in network.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def look_up(host: str) -> str:
+        if address is None:
+            raise OSError("no such name")
+        return address
+
+    monkeypatch.setattr(network.socket, "gethostbyname", look_up)
+    found = list(network.interfaces_exist(config(), NODES))
+    assert rules(found) == ([] if is_well else ["TC135"])
+    assert os.environ.get("GLOO_SOCKET_IFNAME") is None

@@ -1,0 +1,33 @@
+"""A plan's own JSON goes through the rules over DeepSpeed's JSON."""
+
+from __future__ import annotations
+
+from plan_cases import config_with, cpus, gpus
+
+from trainctl.errors import Severity
+from trainctl.plan.resolve import resolve
+
+
+def test_what_is_passed_through_must_be_legal_with_what_is_derived():
+    section = {"prescale_gradients": True}
+    resolution = resolve(config_with(zero_stage__stage=2, deepspeed=section), gpus(8))
+    assert resolution.plan is None
+    (finding,) = resolution.findings
+    assert (finding.rule, finding.key) == ("TC275", "deepspeed.prescale_gradients")
+    assert resolve(config_with(zero_stage__stage=1, deepspeed=section), gpus(8)).findings == ()
+
+
+def test_a_warning_about_what_is_passed_through_is_shown():
+    section = {"zero_optimization": {"elastic_checkpoint": True}}
+    resolution = resolve(config_with(zero_stage__stage=3, deepspeed=section), gpus(8))
+    assert resolution.plan is not None
+    (finding,) = resolution.findings
+    assert finding.rule == "TC285" and finding.severity is Severity.warning
+    assert finding.key == "deepspeed.zero_optimization.elastic_checkpoint"
+
+
+def test_an_error_in_what_trainctl_writes_names_the_key_that_it_comes_from():
+    config = config_with(zero_stage__stage=2, offload__optimizer="cpu", offload__zenflow=True)
+    (finding,) = resolve(config, cpus(2)).findings
+    assert (finding.rule, finding.key) == ("TC247", "offload.zenflow")
+    assert resolve(config, gpus(2)).findings == ()

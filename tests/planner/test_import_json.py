@@ -1,0 +1,141 @@
+"""A DeepSpeed JSON turned into overrides renders back to one that DeepSpeed reads the same."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from sampler import legal
+
+from trainctl.config.compose import compose
+from trainctl.hardware import resolve_hardware
+from trainctl.plan.deepspeed_rules import Surroundings, check
+from trainctl.plan.resolve import resolve
+from trainctl.planner.import_json import OURS, differences, import_json
+
+RANKS = 2
+BASE = {"train_batch_size": 8, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1, "betas": [0.9, 0.95]}}
+
+
+def rendered(imported, hardware=f"{RANKS}xcpu"):
+    steps = [] if "training.steps" in imported.settings else ["training.steps=100"]
+    config = compose([f"hardware={hardware}", *imported.overrides, *steps]).config
+    resolution = resolve(config, resolve_hardware(config.hardware))
+    assert resolution.plan is not None, resolution.findings
+    return resolution.plan.deepspeed
+
+
+def assert_equivalent(config):
+    imported = import_json(config, world_size=RANKS)
+    left = {each.key for each in imported.left_out}
+    different = set(differences(config, rendered(imported), world_size=RANKS))
+    assert different <= left, (config, imported.overrides)
+    return imported
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_round_trip_of_a_legal_json(seed):
+    config = legal(random.Random(1000 + seed))
+    surroundings = Surroundings(world_size=RANKS)
+    assert not [each for each in check(config, surroundings) if each.is_error]
+    assert_equivalent(config)
+
+
+def test_a_wrong_import_would_be_seen():
+    imported = import_json({**BASE, "zero_optimization": {"stage": 2}}, world_size=RANKS)
+    for changes in (
+        {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5}},
+        {"zero_optimization": {"stage": 1}},
+        {"train_batch_size": 16},
+        {"gradient_clipping": 0.5},
+        {"bf16": {"enabled": False}},
+        {"prescale_gradients": True},
+    ):
+        other = {**BASE, "zero_optimization": {"stage": 2}, **changes}
+        assert differences(other, rendered(imported), world_size=RANKS), changes
+
+
+def test_choices_settings_and_what_is_passed_through():
+    config = {
+        **BASE,
+        "optimizer": ADAMW,
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": 500, "warmup_num_steps": 20, "warmup_type": "linear"},
+        },
+        "zero_optimization": {"stage": 3, "round_robin_gradients": False, "sub_group_size": 1000},
+        "dataloader_drop_last": True,
+        "steps_per_print": 10,
+    }
+    imported = assert_equivalent(config)
+    assert imported.choices == {
+        "optimizer": "adamw",
+        "schedule": "cosine",
+        "zero_stage": "3",
+        "offload": "none",
+        "precision": "bf16",
+    }
+    assert imported.settings["optimizer.lr"] == 1e-4
+    assert imported.settings["schedule.warmup_steps"] == 20
+    assert imported.settings["training.steps"] == 500
+    assert imported.settings["zero_stage.sub_group_size"] == 1000
+    assert imported.passed == {"dataloader_drop_last": True}
+    assert [each.key for each in imported.left_out] == ["steps_per_print"]
+
+
+def test_what_a_torch_name_means():
+    imported = assert_equivalent({**BASE, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}})
+    assert imported.choices["optimizer"] == "adamw"  # as DeepSpeed takes it
+    params = {"lr": 1e-3, "adam_w_mode": False}
+    imported = assert_equivalent({**BASE, "optimizer": {"type": "Adam", "params": params}})
+    assert imported.choices["optimizer"] == "adam"
+
+
+def test_what_cannot_be_expressed_is_said():
+    config = {
+        **BASE,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "amsgrad": True}},
+        "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1}},
+    }
+    left = {each.key for each in import_json(config, world_size=RANKS).left_out}
+    assert left == {"optimizer.params.amsgrad", "scheduler.type"}
+    config = {**BASE, "optimizer": {"type": "Adagrad"}}
+    assert [each.key for each in import_json(config, world_size=RANKS).left_out] == [
+        "optimizer.type"
+    ]
+
+
+def test_the_batch_of_a_tensor_parallel_json_is_the_true_one():
+    config = {
+        **BASE,
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": 2},
+        "gradient_accumulation_steps": 1,
+    }
+    imported = import_json(config, world_size=4)
+    assert imported.settings["parallelism.tensor"] == 2
+    assert imported.settings["training.global_batch_size"] == 4
+    assert rendered(imported, "4xh100-80g")["train_batch_size"] == 4
+
+
+def test_values_that_others_fill_in_are_left_to_trainctl():
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+    }
+    imported = import_json(config, world_size=RANKS)
+    assert not [key for key in imported.settings if key.startswith("training.")]
+    assert "optimizer.gradient_clipping" not in imported.settings
+    assert "precision" not in imported.choices
+    assert imported.passed == {}
+
+
+def test_the_keys_that_trainctl_sets_itself_exist():
+    from trainctl.plan.deepspeed_schema import load
+
+    assert all(key in load().keys or key.startswith("optimizer.params.") for key in OURS)

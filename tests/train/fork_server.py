@@ -1,0 +1,287 @@
+"""A process that imports everything once and forks the ranks of each piece of work from itself.
+
+Importing torch, DeepSpeed and transformers costs a rank some five seconds of processor time; a fork
+costs milliseconds, and every piece of work still has processes of its own, with nothing left in
+them from the last one. A process may only be forked while it has a single thread, so the server
+builds no engine, joins no process group and computes nothing; it checks this before each fork.
+
+Standard library only, beside what it is told to import.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import math
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainctl.runs.processes import die_with_parent
+
+POLL_SECONDS = 0.01
+PEERS_SECONDS = 3.0
+"""How long the other ranks may take to end by themselves when one failed."""
+TAIL = 4000
+"""Characters of a failed rank's output that are shown."""
+
+
+class RanksFailed(AssertionError):
+    """A rank of one piece of work failed, or all took too long; the server goes on."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One piece of work for the ranks of one world.
+
+    Attributes:
+        function: ``module:function``, called on every rank with the payload.
+        payload: Its pickled argument.
+        world_size: Ranks; 0 has the server itself do it.
+        environment: Variables of the ranks, beside those that tell them who they are.
+        path: Where they find modules.
+        folder: For what they print (`0.out`, `0.err`) and return (`0.result`).
+        seconds: Limit; then the ranks are killed, after printing where they are.
+    """
+
+    function: str
+    payload: bytes
+    world_size: int
+    environment: Mapping[str, str]
+    path: Sequence[str]
+    folder: Path
+    seconds: float
+
+
+class ForkServer:
+    """The client's end; a context manager. The server ends with it, or with this process.
+
+    Args:
+        preload: Modules to import before the first fork.
+        environment: Variables that these imports need.
+    """
+
+    def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        self._prepared: set[tuple[str, Any]] = set()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+        self._server = subprocess.Popen(
+            [sys.executable, __file__, str(os.getpid()), *preload],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    @property
+    def pid(self) -> int:
+        """Of the server."""
+        return self._server.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes work: it ends when what it was to prepare fails."""
+        return self._server.poll() is None
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: str, argument: Any, world_size: int, seconds: float) -> list[Any]:
+        """Call a function on every rank of a new world; what it returned, by rank.
+
+        Args:
+            function: ``module:function``; it gets the argument, its value must be picklable.
+            argument: Anything picklable.
+            world_size: Ranks.
+            seconds: Limit.
+
+        Raises:
+            RanksFailed: With the end of what the first failed rank printed.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            return self._do(function, argument, world_size, seconds, Path(folder))
+
+    def prepare(self, function: str, argument: Any) -> None:
+        """Call a function once in the server, to load what all ranks are to share.
+
+        It must leave no thread behind.
+
+        Args:
+            function: ``module:function``.
+            argument: Anything picklable and hashable.
+
+        Raises:
+            RanksFailed: It failed, and the server with it.
+        """
+        if (function, argument) not in self._prepared:
+            self._do(function, argument, 0, math.inf, Path())
+            self._prepared.add((function, argument))
+
+    def _do(
+        self, function: str, argument: Any, world_size: int, seconds: float, folder: Path
+    ) -> list[Any]:
+        work = Work(
+            function=function,
+            payload=pickle.dumps(argument),
+            world_size=world_size,
+            environment={**os.environ, **self._environment},
+            path=sys.path,
+            folder=folder,
+            seconds=seconds,
+        )
+        assert self._server.stdin is not None and self._server.stdout is not None
+        try:
+            pickle.dump(work, self._server.stdin)
+            self._server.stdin.flush()
+            problem = pickle.load(self._server.stdout)
+        except (BrokenPipeError, EOFError) as gone:
+            self._errors.seek(0)
+            raise RanksFailed(self._errors.read().decode()[-TAIL:]) from gone
+        if problem is not None:
+            rank, what = problem
+            said = (folder / f"{rank}.err").read_text(errors="replace")
+            raise RanksFailed(f"rank {rank} of {world_size} {what}:\n{said[-TAIL:]}")
+        return [
+            pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world_size)
+        ]
+
+    def close(self) -> None:
+        """End the server."""
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.wait()
+        self._server.stdout.close()
+        self._errors.close()
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Fork the ranks of one piece of work after the other, until there are no more.
+
+    Returns in the server and, in a rank, when its work is done: the process then ends as any other
+    does, so that what fails in an interpreter's last moments is seen.
+    """
+    while True:
+        try:
+            work: Work = pickle.load(requests)
+        except EOFError:
+            return
+        if work.world_size == 0:
+            _call(work)
+        threads = os.listdir("/proc/self/task")  # noqa: PTH208 (names only)
+        assert len(threads) == 1, f"the server must not have threads to fork: {threads}"
+        port = _free_port()
+        ranks: dict[int, int] = {}
+        for rank in range(work.world_size):
+            server = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                requests.close()
+                answers.close()
+                _be_rank(work, rank, port, server)
+                return
+            ranks[pid] = rank
+        pickle.dump(_watch(ranks, work.seconds), answers)
+        answers.flush()
+
+
+def _be_rank(work: Work, rank: int, port: int, server: int) -> None:
+    os.setsid()  # one signal reaches it and what it starts
+    die_with_parent(server)
+    for descriptor, name in ((1, "out"), (2, "err")):
+        file = os.open(work.folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ.clear()
+    os.environ.update(work.environment)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(work.world_size),
+        LOCAL_WORLD_SIZE=str(work.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    sys.path[:] = work.path
+    try:
+        result = _call(work)
+    except BaseException:
+        # At once: threads of the failed work might keep an orderly exit from ending.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    (work.folder / f"{rank}.result").write_bytes(pickle.dumps(result))
+
+
+def _call(work: Work) -> Any:
+    module, _, function = work.function.partition(":")
+    return getattr(importlib.import_module(module), function)(pickle.loads(work.payload))
+
+
+def _watch(ranks: dict[int, int], seconds: float) -> tuple[int, str] | None:
+    """Wait for the ranks, by pid; the one that failed first and how, or None."""
+    problem = None
+    deadline = time.monotonic() + seconds
+    while ranks:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in ranks:
+            rank = ranks.pop(pid)
+            code = os.waitstatus_to_exitcode(status)
+            if code != 0 and problem is None:
+                problem = (rank, f"ended by {signal.Signals(-code).name}" if code < 0 else "failed")
+                deadline = min(deadline, time.monotonic() + PEERS_SECONDS)
+        elif time.monotonic() > deadline:
+            if problem is None:
+                problem = (min(ranks.values()), f"was not done after {seconds:g} seconds")
+                _signal(ranks, signal.SIGUSR1)
+                time.sleep(1)
+            _signal(ranks, signal.SIGKILL)
+            deadline = float("inf")
+        elif pid == 0:
+            time.sleep(POLL_SECONDS)
+    return problem
+
+
+def _signal(ranks: dict[int, int], number: signal.Signals) -> None:
+    for pid in ranks:
+        if number is signal.SIGKILL:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def main() -> None:
+    """Import the modules named on the command line, then serve."""
+    die_with_parent(int(sys.argv[1]))
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what an import prints is no answer
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a rank's collector need not touch, and so copy, what all of them share
+    serve(requests, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What tests of precision and offload do on a rank: devices that a CPU only stands in for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from rank_processes import Case
+
+from trainctl.runs.records import EventWriter
+from trainctl.train.process import Process
+from trainctl.train.session import Session, assemble
+from trainctl.train.trainer import Trainer
+
+
+def train_in_fp16(cases: list[Case], process: Process) -> None:
+    """As launched, with DeepSpeed believing that this CPU computes in fp16 (torch does)."""
+    get_accelerator().is_fp16_supported = lambda: True
+    _train(cases[0], process)
+
+
+def train_partly_offloaded(cases: list[Case], process: Process) -> dict[str, Any]:
+    """As launched, with a "device" beside the host's memory: DeepSpeed tells the two by name.
+
+    Returns:
+        Elements of master weights on the device and on the host, and the kinds of optimizers.
+    """
+    accelerator = get_accelerator()
+    accelerator._name = "cpu:0"
+    session = _train(cases[0], process)
+    wrapper, state = session.engine.deepspeed.optimizer, session.state
+    sizes = {"device": 0, "host": 0}
+    for index, tensor in enumerate(state.tensors):
+        on_device = wrapper.subgroup_to_device[index] != "cpu"
+        sizes["device" if on_device else "host"] += tensor.numel()
+    kinds = sorted({type(state._updater(index)).__name__ for index in range(len(state.tensors))})
+    return {**sizes, "kinds": kinds}
+
+
+def die_with_swapped_files(cases: list[Case], process: Process) -> list[str]:
+    """Assemble and end as a crash does, without closing; names of the files that were swapped."""
+    session = assemble(cases[0].plan, cases[0].run, process)
+    assert session.state.is_swapped
+    process.barrier()
+    return sorted(str(path) for path in Path(cases[0].plan.config.offload.nvme_path).rglob("*.swp"))
+
+
+def fp8_layers(cases: list[Case], process: Process) -> dict[str, Any]:
+    """Kinds of the model's modules by name, and the types of its parameters."""
+    session = assemble(cases[0].plan, cases[0].run, process)
+    model = session.engine.deepspeed.module.model
+    found = {
+        "names": sorted(name for name, _ in model.named_parameters()),
+        "types": sorted({str(parameter.dtype) for parameter in model.parameters()}),
+        "fp8": sorted(
+            name for name, module in model.named_modules() if "Float8" in type(module).__name__
+        ),
+        "linear": sorted(
+            name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+        ),
+    }
+    session.engine.close()
+    return found
+
+
+def _train(case: Case, process: Process) -> Session:
+    session = assemble(case.plan, case.run, process)
+    events = EventWriter(case.run.events, case.attempt) if process.is_first else None
+    Trainer(session, events).train()
+    process.barrier()
+    session.engine.close()
+    return session

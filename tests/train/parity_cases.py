@@ -1,0 +1,330 @@
+"""One tiny model, trained in every way that a plan allows, and how far each is from one process.
+
+A combination is a choice on each axis: layout, ZeRO stage, offload, activation checkpointing,
+precision, model. `scripts/parity.py` trains the whole product, `test_parity.py` a part of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rank_processes import Case, curve, tiny_config, train_cases
+
+from trainctl.config.schema import (
+    Accelerator,
+    CheckpointingMode,
+    DataType,
+    ModelFamily,
+    OffloadDevice,
+    RunConfig,
+)
+from trainctl.errors import Finding
+from trainctl.hardware import Hardware
+from trainctl.plan.resolve import resolve
+from trainctl.plan.types import RunPlan
+from trainctl.runs.layout import RunPaths
+
+STEPS = 30
+CLIPPING = 0.5
+CLIPPED_STEPS = 20
+"""Steps of the 30 in which the gradient is to be clipped, at least."""
+
+TOLERANCE = 1e-5
+"""fp32: of losses in nats, and of gradient norms relative to the norm."""
+SPREADS = 3.0
+"""bf16: as many times what ZeRO 1 on two processes differs from ZeRO 0 on one."""
+
+Curve = dict[int, tuple[float, float]]
+
+LAYOUTS: Mapping[str, Mapping[str, int]] = {
+    "1": {},
+    "DP2": {"data": 2},
+    "TP2": {"tensor": 2},
+    "PP2": {"pipeline": 2},
+    "SP2": {"sequence": 2},
+    "TP2xPP2xDP2": {"tensor": 2, "pipeline": 2, "data": 2},
+}
+"""Axes of the mesh; "1" is the one process that all others are held against."""
+
+STAGES = ("0", "1", "2", "3")
+
+OFFLOADS: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "cpu": {"optimizer": OffloadDevice.cpu},
+    "cpu-all": {"optimizer": OffloadDevice.cpu, "parameters": OffloadDevice.cpu},
+    "ratio-0.5": {"optimizer": OffloadDevice.cpu, "ratio": 0.5},
+    "nvme-optimizer": {"optimizer": OffloadDevice.nvme},
+    "nvme": {"optimizer": OffloadDevice.nvme, "parameters": OffloadDevice.nvme},
+}
+
+CHECKPOINTING: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "full": {"mode": CheckpointingMode.full},
+    "every-2nd": {"mode": CheckpointingMode.full, "every_kth_block": 2},
+    "selective": {"mode": CheckpointingMode.selective},
+    "offloaded": {"mode": CheckpointingMode.full, "offload_to_cpu": True},
+    "partitioned": {"mode": CheckpointingMode.full, "partition_across_tensor_ranks": True},
+}
+
+PRECISIONS = ("fp32", "bf16")
+
+FAMILIES = ("llama", "mistral", "qwen3", "gpt2")
+MODELS = tuple(f"{family}{tied}" for family in FAMILIES for tied in ("", "-untied"))
+
+NO_EFFECT, NOT_YET = "TC099", "not yet"
+_CHOSEN = ("parallelism.", "offload.", "activation_checkpointing.")
+
+AXES: Mapping[str, tuple[str, ...]] = {
+    "layout": tuple(LAYOUTS)[1:],
+    "stage": STAGES,
+    "offload": tuple(OFFLOADS),
+    "checkpointing": tuple(CHECKPOINTING),
+    "precision": PRECISIONS,
+    "model": MODELS,
+}
+
+
+@dataclass(frozen=True, order=True)
+class Combination:
+    """A choice on each axis, by name.
+
+    Attributes:
+        large: With weights of a megabyte: DeepSpeed swaps nothing smaller to NVMe, so that on the
+            tiny model offload to NVMe would be offload to nowhere.
+    """
+
+    layout: str = "1"
+    stage: str = "0"
+    offload: str = "none"
+    checkpointing: str = "none"
+    precision: str = "fp32"
+    model: str = "llama"
+    large: bool = False
+
+    @classmethod
+    def of(cls, *choices: str) -> Combination:
+        """One value of each axis of `AXES`, in their order."""
+        chosen = dict(zip(AXES, choices, strict=True))
+        return cls(**chosen, large=chosen["offload"].startswith("nvme"))
+
+    def __str__(self) -> str:
+        return " ".join(getattr(self, axis) for axis in AXES)
+
+    @property
+    def reference(self) -> Combination:
+        """The same model and precision on one process, without ZeRO."""
+        return Combination(precision=self.precision, model=self.model, large=self.large)
+
+    @property
+    def spread(self) -> Combination | None:
+        """In bf16, the one whose distance from the reference measures what rounding does."""
+        if self.precision == "fp32":
+            return None
+        return replace(self.reference, layout="DP2", stage="1")
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(LAYOUTS[self.layout].values())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the plan says of a combination.
+
+    Attributes:
+        plan: To train; None if it is refused.
+        refusal: The errors, or what would have no effect; empty if there is a plan.
+    """
+
+    plan: RunPlan | None
+    refusal: tuple[Finding, ...] = ()
+
+
+def judge(
+    combination: Combination,
+    *,
+    steps: int = STEPS,
+    mask_documents: bool = False,
+    nvme: Path = Path("/nvme"),
+) -> Verdict:
+    """Resolve a combination.
+
+    A setting of it that would have no effect (partitioned activations without tensor ranks, say)
+    only gets a warning, but then it is another combination under a second name.
+
+    Args:
+        combination: The choices.
+        steps: Optimizer steps of the run.
+        mask_documents: Whether attention and labels stop at the end of a document.
+        nvme: Folder that states are swapped to.
+    """
+    hardware = Hardware(
+        name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=combination.world_size
+    )
+    config = _config(combination, steps, nvme)
+    config.data.mask_documents = mask_documents
+    resolution = resolve(config, hardware)
+    if resolution.plan is None:
+        return Verdict(None, tuple(item for item in resolution.findings if item.is_error))
+    unready = tuple(Finding(rule=NOT_YET, message=text) for text in resolution.plan.not_yet)
+    idle = tuple(
+        item
+        for item in resolution.findings
+        if item.rule == NO_EFFECT and item.key.startswith(_CHOSEN)
+    )
+    return Verdict(None, unready or idle) if unready or idle else Verdict(resolution.plan)
+
+
+def _config(combination: Combination, steps: int, nvme: Path) -> RunConfig:
+    config = tiny_config(steps=steps)
+    config.optimizer.gradient_clipping = CLIPPING
+    config.optimizer.lr = 1e-3
+    config.schedule.warmup_steps = 3
+    config.checkpoint.at_end = False
+    config.training.evaluation_samples = 0
+    config.training.sample_tokens = 0
+    family, _, untied = combination.model.partition("-")
+    config.model.family = ModelFamily(family)
+    config.model.tie_word_embeddings = not untied
+    if config.model.family is ModelFamily.gpt2:
+        config.model.num_key_value_heads = None
+    config.precision.compute = DataType(combination.precision)
+    config.zero_stage.stage = int(combination.stage)
+    for section, values in (
+        (config.parallelism, LAYOUTS[combination.layout]),
+        (config.offload, OFFLOADS[combination.offload]),
+        (config.activation_checkpointing, CHECKPOINTING[combination.checkpointing]),
+    ):
+        for name, value in values.items():
+            setattr(section, name, value)
+    if combination.large:
+        _enlarge(config)
+    if OffloadDevice.nvme in (config.offload.optimizer, config.offload.parameters):
+        config.offload.nvme_path = str(nvme)
+    if config.offload.parameters is OffloadDevice.nvme:
+        config.offload.buffer_size = 1_000_000
+        config.offload.buffer_count = 32  # as many parameters as are on their way at once
+        config.offload.max_in_cpu = 0
+    return config
+
+
+def _enlarge(config: RunConfig) -> None:
+    model = config.model
+    model.num_layers, model.hidden_size = 2, 256
+    model.vocab_size = model.intermediate_size = 2048  # matrices of 2 MiB
+    config.training.sequence_length = 64
+    config.zero_stage.sub_group_size = 1_000_000
+    config.zero_stage.max_live_parameters = 10_000_000
+
+
+def train(
+    combination: Combination, folder: Path, *, steps: int = STEPS, mask_documents: bool = False
+) -> Curve:
+    """Train a combination that is not refused; loss and gradient norm by step.
+
+    Raises:
+        RanksFailed: A rank failed.
+    """
+    nvme = folder / "nvme"
+    verdict = judge(combination, steps=steps, mask_documents=mask_documents, nvme=nvme)
+    assert verdict.plan is not None, verdict.refusal
+    run = RunPaths(Path(tempfile.mkdtemp(dir=folder)))
+    train_cases(combination.world_size, [Case(verdict.plan, run)])
+    trained = curve(run)
+    assert list(trained) == list(range(1, steps + 1))
+    return trained
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two curves, the largest at any step; infinite if one is not a number.
+
+    Attributes:
+        loss: In nats.
+        norm: Of the gradient norm, relative to the reference's.
+    """
+
+    loss: float
+    norm: float
+
+    @classmethod
+    def between(cls, reference: Curve, other: Curve) -> Difference:
+        losses = [abs(other[step][0] - loss) for step, (loss, _) in reference.items()]
+        norms = [abs(other[step][1] - norm) / norm for step, (_, norm) in reference.items()]
+        return cls(_largest(losses), _largest(norms))
+
+    def within(self, limit: Difference) -> bool:
+        """Whether neither is larger than the limit's."""
+        return self.loss <= limit.loss and self.norm <= limit.norm
+
+
+def _largest(values: list[float]) -> float:
+    return max(values) if all(map(math.isfinite, values)) else math.inf
+
+
+def limit(spread: Difference | None) -> Difference:
+    """What a combination may differ by from its reference.
+
+    Args:
+        spread: In bf16, what the combination's `spread` differs by.
+    """
+    if spread is None:
+        return Difference(TOLERANCE, TOLERANCE)
+    return Difference(SPREADS * spread.loss, SPREADS * spread.norm)
+
+
+def clips_enough(reference: Curve) -> bool:
+    """Whether so much is clipped that wrong clipping would show."""
+    clipped = sum(norm > CLIPPING for _, norm in reference.values())
+    return clipped * STEPS >= CLIPPED_STEPS * len(reference)
+
+
+def product(**chosen: Sequence[str]) -> list[Combination]:
+    """All combinations, with some axes held to the given values."""
+    return [
+        Combination.of(*values)
+        for values in itertools.product(*(chosen.get(axis, AXES[axis]) for axis in AXES))
+    ]
+
+
+Pair = frozenset[tuple[str, str]]
+
+
+def pairs(combination: Combination) -> set[Pair]:
+    """Its choices on any two axes."""
+    chosen = [(axis, getattr(combination, axis)) for axis in AXES]
+    return {frozenset(pair) for pair in itertools.combinations(chosen, 2)}
+
+
+def pairwise(
+    candidates: Iterable[Combination], *, covered: Iterable[Combination] = (), seed: int = 0
+) -> list[Combination]:
+    """Few of the candidates that together have every pair of choices that some candidate has.
+
+    Greedy: always the one with the most new pairs; among equals the one with the fewest processes,
+    then the first of a shuffled order.
+
+    Args:
+        candidates: To choose from.
+        covered: Combinations whose pairs need not be had again.
+        seed: Of the order.
+    """
+    rest = list(candidates)
+    random.Random(seed).shuffle(rest)
+    rest.sort(key=lambda combination: combination.world_size)
+    had: set[Pair] = set().union(*map(pairs, covered))
+    new = {combination: pairs(combination) - had for combination in rest}
+    chosen = []
+    while any(new.values()):
+        best = max(new, key=lambda combination: len(new[combination]))
+        chosen.append(best)
+        had = new[best]
+        new = {combination: left - had for combination, left in new.items()}
+    return chosen

@@ -1,0 +1,85 @@
+"""What a rank of a test does, once it is forked: joins the others, trains or probes, leaves."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from rank_processes import Case
+
+from trainctl.config.schema import OffloadDevice
+from trainctl.runs.records import EventWriter
+from trainctl.train.process import Process, start_process, stop_process
+from trainctl.train.session import Session, assemble
+from trainctl.train.trainer import Trainer
+
+deepspeed.ops.__compatible_ops__  # noqa: B018 (probed when first asked for, with a compiler)
+
+
+def load_operator(name: str) -> None:
+    """Compile, if it has not been, and load one of DeepSpeed's operators; runs in the server."""
+    get_accelerator().create_op_builder(name).load()
+
+
+def train(case: Case) -> None:
+    """Train as a launched rank does, noting the samples that are really read."""
+    with _joined(case) as process:
+        session = assemble(case.plan, case.run, process)
+        _assert_swapped(session)
+        mesh = session.mesh
+        if mesh.tensor.is_first and mesh.sequence.is_first and mesh.pipeline.is_first:
+            session.training = _Watched(session.training, case)  # type: ignore[assignment]
+        events = EventWriter(case.run.events, case.attempt) if process.is_first else None
+        Trainer(session, events).train()
+        process.barrier()
+        session.engine.close()
+
+
+def _assert_swapped(session: Session) -> None:
+    """What is smaller than a megabyte DeepSpeed keeps in memory, without a word."""
+    offload = session.plan.config.offload
+    if offload.optimizer is OffloadDevice.nvme:
+        assert session.state.is_swapped
+    if offload.parameters is OffloadDevice.nvme:
+        statuses = {parameter.ds_tensor.status for parameter in session.engine.pieces}
+        assert PartitionedParamStatus.NOT_AVAILABLE in statuses
+
+
+def probe(work: tuple[list[Case], str]) -> Any:
+    """Call the ``module:function`` with the cases and this rank; what it returned."""
+    cases, name = work
+    module, _, function = name.partition(":")
+    with _joined(cases[0]) as process:
+        return getattr(importlib.import_module(module), function)(cases, process)
+
+
+@contextmanager
+def _joined(case: Case) -> Iterator[Process]:
+    torch.set_num_threads(1)
+    yield start_process(case.plan)
+    stop_process()
+
+
+class _Watched:
+    """The training data of a rank, with a record of the samples that it really gave out."""
+
+    def __init__(self, data: Any, case: Case) -> None:
+        self._data = data
+        self._path = case.run.root / f"seen-{case.attempt}.jsonl"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+    def step(self, first_sample: int) -> Any:
+        batches = self._data.step(first_sample)
+        ids = [int(sample) for batch in batches for sample in batch.sample_ids]
+        with self._path.open("a") as file:  # one short write: the ranks' lines do not mix
+            file.write(json.dumps({"first": first_sample, "ids": ids}) + "\n")
+        return batches

@@ -1,0 +1,148 @@
+"""Compiled blocks compute what blocks compute; what a machine lacks is said before the start."""
+
+import copy
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch._dynamo.utils
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
+from test_recompute import assert_same, built
+
+from trainctl.config.schema import (
+    Accelerator,
+    ActivationCheckpointingConfig,
+    AttentionKind,
+    CheckpointingMode,
+    CompileKind,
+    CrossEntropyKind,
+    DataType,
+    KernelsConfig,
+    ModelFamily,
+    RunConfig,
+)
+from trainctl.errors import ExitCode
+from trainctl.hardware import Hardware
+from trainctl.hardware.kernels import kernels_are_installed
+from trainctl.runs.layout import RunPaths
+from trainctl.train.kernels import apply_kernels
+from trainctl.train.model import blocks
+from trainctl.train.recompute import wrap_blocks
+
+COMPILED = KernelsConfig(compile=CompileKind.blocks)
+
+
+@pytest.fixture
+def counters():
+    """What the compiler did, from here on."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch._dynamo.utils.counters
+
+
+def loss_and_gradients(model):
+    ids = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(0))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [ModelFamily.llama, ModelFamily.gpt2])
+def test_compiled_blocks_give_the_same_gradients_in_one_graph_for_all(family, counters):
+    """Every other block is recomputed: it is compiled inside its checkpoint."""
+    plain = built(family)
+    model = copy.deepcopy(plain)
+    recompute = ActivationCheckpointingConfig(mode=CheckpointingMode.full, every_kth_block=2)
+    wrap_blocks(model, recompute)
+    apply_kernels(model, COMPILED)
+    assert_same(loss_and_gradients(plain), loss_and_gradients(model), tolerance=1e-5)
+    assert counters["stats"]["unique_graphs"] == 2  # one for each kind of block
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_curves_agree_with_compiled_blocks(tmp_path):
+    """At ZeRO-3 the hooks that gather weights cut the graphs, and the results are the same."""
+    cases = []
+    for index, (stage, kind) in enumerate(
+        [(0, CompileKind.none), (2, CompileKind.blocks), (3, CompileKind.blocks)]
+    ):
+        config = tiny_config(steps=4)
+        config.zero_stage.stage = stage
+        config.precision.compute = DataType.fp32
+        config.kernels.compile = kind
+        config.activation_checkpointing.mode = CheckpointingMode.full
+        config.activation_checkpointing.every_kth_block = 2
+        config.checkpoint.at_end = False
+        cases.append(Case(tiny_plan(config, 2), RunPaths(tmp_path / str(index))))
+    train_cases(2, cases)
+    plain, *others = (curve(case.run) for case in cases)
+    assert list(plain) == list(range(1, 5))
+    for other in others:
+        for step, (loss, norm) in plain.items():
+            assert other[step] == pytest.approx((loss, norm), rel=1e-5), step
+
+
+def test_without_kernels_the_model_is_left_alone():
+    model = built()
+    apply_kernels(model, KernelsConfig())
+    assert all(layer._compiled_call_impl is None for layer in blocks(model))
+
+
+GPU = Hardware(name="gpu", accelerator=Accelerator.cuda, nodes=1, devices_per_node=1)
+CPU = Hardware(name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=1)
+
+
+def config_with(section, **values):
+    config = RunConfig()
+    for name, value in values.items():
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("package", "config", "fallback"),
+    [
+        (
+            "flash_attn",
+            config_with("model", attention=AttentionKind.flash_attention_2),
+            "model.attention=sdpa",
+        ),
+        ("liger_kernel", config_with("kernels", liger=True), "kernels.liger=false"),
+        (
+            "liger_kernel",
+            config_with("kernels", cross_entropy=CrossEntropyKind.liger_fused),
+            "kernels.cross_entropy=chunked",
+        ),
+    ],
+)
+def test_a_missing_package_is_named_with_what_does_without_it(package, config, fallback):
+    findings = list(kernels_are_installed(config, GPU))
+    if find_spec(package) is not None:
+        assert findings == []
+        return
+    (finding,) = findings
+    assert finding.exit_code is ExitCode.environment
+    assert package.replace("_", "-") in finding.message
+    assert finding.hint.startswith(fallback)
+
+
+def test_compiling_for_a_cpu_needs_a_compiler(monkeypatch, tmp_path):
+    config = config_with("kernels", compile=CompileKind.blocks)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (finding,) = list(kernels_are_installed(config, CPU))
+    assert "C++ compiler" in finding.message
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    assert list(kernels_are_installed(config, CPU)) == []
+
+
+def test_a_plain_config_needs_nothing():
+    assert (
+        list(kernels_are_installed(RunConfig(), CPU))
+        == list(kernels_are_installed(RunConfig(), GPU))
+        == []
+    )

@@ -1,0 +1,127 @@
+"""Tensor, pipeline and sequence parallelism give the curve of one process.
+
+The plain products with ZeRO, offload and activation checkpointing are in the parity table; here is
+what is particular to a layout.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
+from torch import nn
+
+from trainctl.config.schema import DataType, ModelFamily, PipelinePartition
+from trainctl.plan.rules.layout import PARALLEL_ARCHITECTURES
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events
+from trainctl.train.build import whole_pieces
+from trainctl.train.engine import parameter_groups
+from trainctl.train.families import FAMILIES
+from trainctl.train.model import skeleton
+
+STEPS = 4
+
+
+def config_of(family="llama", stage=1, **changes):
+    config = tiny_config(steps=STEPS, evaluate_every_steps=STEPS, sample_tokens=8)
+    config.precision.compute = DataType.fp32
+    config.model.family = ModelFamily(family)
+    if family == "gpt2":
+        config.model.num_key_value_heads = None
+    config.optimizer.gradient_clipping = 0.5  # always active
+    config.zero_stage.stage = stage
+    for key, value in changes.items():
+        section, name = key.split("__")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+def trained(folder, config, processes):
+    run = RunPaths(folder)
+    train_cases(processes, [Case(tiny_plan(config, processes), run)])
+    return run
+
+
+def at_the_end(run):
+    """Held-out loss and the sampled text."""
+    events = {event["event"]: event for event in read_events(run.events)}
+    return events["evaluation"]["loss"], events["sample"]["text"]
+
+
+CASES = {
+    "gpt2, shards of fused matrices, norms along the sequence": (
+        {"family": "gpt2", "stage": 3},
+        {"parallelism__tensor": 2, "parallelism__sequence_sharded_norms": True},
+        2,
+    ),
+    "qwen3, norms of heads": (
+        {"family": "qwen3", "stage": 2, "model__tie_word_embeddings": False},
+        {"parallelism__tensor": 2, "parallelism__sequence_sharded_norms": True},
+        2,
+    ),
+    "mistral, a window, documents masked, uneven stages": (
+        {
+            "family": "mistral",
+            "model__sliding_window": 48,
+            "data__mask_documents": True,
+            "model__tie_word_embeddings": False,
+        },
+        {"parallelism__pipeline": 2, "parallelism__stage_blocks": [1, 2]},
+        2,
+    ),
+    "gpt2, learned positions in the first of three stages, tied ends": (
+        {"family": "gpt2", "stage": 0},
+        {"parallelism__pipeline": 3, "parallelism__pipeline_partition": PipelinePartition.time},
+        3,
+    ),
+    "llama, tensor and sequence ranks": (
+        {"stage": 3},
+        {"parallelism__tensor": 2, "parallelism__sequence": 2},
+        4,
+    ),
+    "llama, documents masked, tensor shards": (
+        {"stage": 1, "data__mask_documents": True},
+        {"parallelism__tensor": 2},
+        2,
+    ),
+    "gpt2, sequence and data ranks": ({"family": "gpt2"}, {"parallelism__sequence": 2}, 4),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_curve_is_that_of_one_process(name, tmp_path):
+    common, layout, processes = CASES[name]
+    alone = trained(tmp_path / "alone", config_of(**{**common, "stage": 0}), 1)
+    run = trained(tmp_path / "run", config_of(**common, **layout), processes)
+    expected, found = curve(alone), curve(run)
+    assert list(found) == list(expected) == list(range(1, STEPS + 1))
+    for step, (loss, norm) in expected.items():
+        assert norm > 0.5
+        assert found[step][0] == pytest.approx(loss, rel=1e-6), step
+        assert found[step][1] == pytest.approx(norm, rel=5e-6), step
+    (loss, text), (expected_loss, expected_text) = at_the_end(run), at_the_end(alone)
+    assert loss == pytest.approx(expected_loss, abs=2e-6)
+    assert text == expected_text
+
+
+def test_the_plan_and_the_trainer_know_the_same_architectures():
+    assert set(PARALLEL_ARCHITECTURES) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_embeddings_have_no_decay_whether_the_embedding_module_is_there_or_not(family):
+    config = config_of(family=family)
+    model = skeleton(config.model, torch.float32)
+    pieces = whole_pieces(model)
+    names = {piece.name for piece in pieces.values() if piece.is_embedding}
+    expected = {"model.embed_tokens.weight"}
+    if family == "gpt2":
+        expected = {"transformer.wte.weight", "transformer.wpe.weight"}
+    assert names == expected
+    head = {p: piece for p, piece in pieces.items() if p is model.lm_head.weight}
+    (group,) = parameter_groups(head, config.optimizer)
+    assert group["weight_decay"] == 0.0
+    untied = {nn.Parameter(): replace(piece, is_embedding=False) for piece in head.values()}
+    (group,) = parameter_groups(untied, config.optimizer)
+    assert group["weight_decay"] == config.optimizer.weight_decay

@@ -1,0 +1,173 @@
+"""Every number format trains, and goes on from a checkpoint bit for bit."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
+from safetensors import safe_open
+
+from trainctl.config.schema import Accelerator, DataType, PrecisionConfig
+from trainctl.errors import TrainctlError
+from trainctl.hardware import Hardware
+from trainctl.plan.resolve import resolve
+from trainctl.plan.schedule import learning_rate_factor
+from trainctl.runs.checkpoints import list_checkpoints
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events
+from trainctl.train.precision import LossScale, stop_at_smallest
+
+STEPS, HALF = 8, 4
+LOWER_BY = 0.3
+BF16, FP32, FP16, FP8 = DataType.bf16, DataType.fp32, DataType.fp16, DataType.fp8
+
+FORMATS = {
+    # ZeRO 1 has a wrapper of its own for it in DeepSpeed.
+    "fp32-accumulation": (PrecisionConfig(gradient_accumulation=FP32), (1, 2, 3)),
+    "low-memory": (PrecisionConfig(master_weights=BF16, optimizer_states=BF16), (2,)),
+    "fp32-communication": (PrecisionConfig(communication=FP32), (0,)),
+    "bf16-communication": (PrecisionConfig(compute=FP32, communication=BF16), (3,)),
+    "autocast": (PrecisionConfig(autocast=True), (0, 3)),
+    "autocast-bf16-communication": (PrecisionConfig(autocast=True, communication=BF16), (1,)),
+    "fp8": (PrecisionConfig(compute=FP8, emulate_fp8=True), (3,)),
+}
+"""Number formats, and the ZeRO stages to try them at."""
+QUICK = ("fp32-accumulation", "fp8")
+MASTERS = {"low-memory": torch.bfloat16}
+
+
+def config(precision, stage, steps=STEPS):
+    made = tiny_config(steps=steps)
+    made.precision = precision
+    made.zero_stage.stage = stage
+    made.optimizer.lr = 1e-3
+    made.schedule.warmup_steps = 2
+    return made
+
+
+def assert_resumes_exactly(folder, plan, probe=""):
+    """Train whole, and in two parts; the run that was not disturbed."""
+    whole, parts = RunPaths(folder / "whole"), RunPaths(folder / "parts")
+    train_cases(plan.mesh.world_size, [Case(plan, whole)], probe=probe)
+    train_cases(plan.mesh.world_size, [Case(with_stop(plan, HALF), parts)], probe=probe)
+    train_cases(plan.mesh.world_size, [Case(plan, parts, attempt=2)], probe=probe)
+    assert len(curve(whole)) == plan.total_steps
+    assert curve(parts) == curve(whole)
+    return whole
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FORMATS],
+)
+def test_a_format_learns_and_resumes_exactly(tmp_path, name):
+    precision, stages = FORMATS[name]
+    for stage in stages:
+        plan = tiny_plan(config(precision, stage), 2)
+        assert plan.not_yet == ()
+        run = assert_resumes_exactly(tmp_path / str(stage), plan)
+        losses = [loss for loss, _ in curve(run).values()]
+        assert losses[-1] < losses[0] - LOWER_BY, f"ZeRO {stage}"
+        assert saved_types(run) == {MASTERS.get(name, torch.float32)}, f"ZeRO {stage}"
+
+
+def saved_types(run):
+    found = set()
+    for path in list_checkpoints(run)[-1].path.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def test_formats_differ_where_they_should(tmp_path):
+    """Each option reaches the arithmetic: an ignored one would have another's curve."""
+    precisions = {
+        "bf16": PrecisionConfig(),
+        "accumulation": PrecisionConfig(gradient_accumulation=FP32),
+        "low": PrecisionConfig(master_weights=BF16, optimizer_states=BF16),
+        "autocast": PrecisionConfig(autocast=True),
+        "autocast-wire": PrecisionConfig(autocast=True, communication=BF16),
+        "fp8": PrecisionConfig(compute=FP8, emulate_fp8=True),
+    }
+    runs = {name: RunPaths(tmp_path / name) for name in precisions}
+    train_cases(
+        2,
+        [
+            Case(with_stop(tiny_plan(config(item, 2), 2), 4), runs[name])
+            for name, item in precisions.items()
+        ],
+    )
+    curves = {name: tuple(curve(run).items()) for name, run in runs.items()}
+    assert len(set(curves.values())) == len(curves)
+    first = {name: dict(items)[1][0] for name, items in curves.items()}
+    assert first["low"] == first["bf16"] == first["accumulation"]
+    assert max(first.values()) - min(first.values()) < 1e-3
+
+
+def fp16_plan(stage, **precision):
+    """As planned for two GPUs, then moved to two CPU processes, which a plan is refused for."""
+    made = config(PrecisionConfig(compute=FP16, **precision), stage, steps=12)
+    gpus = Hardware(name="gpu", accelerator=Accelerator.cuda, nodes=1, devices_per_node=2)
+    plan = resolve(made, gpus).plan
+    assert plan is not None
+    return replace(plan, hardware=replace(gpus, accelerator=Accelerator.cpu))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fp16_skips_overflows_on_the_records_and_resumes_with_its_scale(tmp_path, stage):
+    """The scale starts too high: updates are skipped until it fits, and the schedule goes on."""
+    plan = fp16_plan(stage, initial_scale_power=24)
+    run = assert_resumes_exactly(tmp_path, plan, probe="format_probe:train_in_fp16")
+    steps = [event for event in read_events(run.events) if event["event"] == "step"]
+    skipped = [event["step"] for event in steps if event.get("skipped")]
+    assert skipped == list(range(1, len(skipped) + 1)) and 3 <= len(skipped) <= 9
+    scales = [event["loss_scale"] for event in steps]
+    assert scales[0] == 2.0**24  # the first overflow is only noted (hysteresis)
+    assert scales[-1] == 2.0 ** (25 - len(skipped))
+    for event in steps:
+        factor = learning_rate_factor(
+            plan.config.schedule,
+            event["step"] - 1,
+            total_steps=plan.total_steps,
+            warmup_steps=plan.warmup_steps,
+        )
+        assert event["learning_rate"] == plan.config.optimizer.lr * factor
+        assert math.isfinite(event["loss"])
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
+    unskipped = steps[len(skipped) :]
+    assert all(0.5 < event["grad_norm"] < 10 for event in unskipped)
+
+
+def test_fp16_follows_the_curve_of_fp32(tmp_path):
+    """The scale is in no figure: losses and norms are those of fp32, rounded."""
+    half, full = RunPaths(tmp_path / "half"), RunPaths(tmp_path / "full")
+    train_cases(2, [Case(fp16_plan(2), half)], probe="format_probe:train_in_fp16")
+    train_cases(2, [Case(tiny_plan(config(PrecisionConfig(compute=FP32), 2, 12), 2), full)])
+    for step, (loss, norm) in curve(full).items():
+        assert curve(half)[step] == (pytest.approx(loss, abs=5e-3), pytest.approx(norm, rel=2e-2))
+
+
+def test_an_overflow_at_the_smallest_scale_is_an_error():
+    class Scaler:
+        cur_scale = 1.0
+        min_scale = 1.0
+
+    scale = LossScale(Scaler())
+    with pytest.raises(ValueError, match="another"), stop_at_smallest(None):
+        raise ValueError("another")
+    scale.is_smallest = lambda: True
+    with pytest.raises(TrainctlError, match="smallest loss scale, 1"), stop_at_smallest(scale):
+        raise Exception("Current loss scale already at minimum")
+
+
+def test_fp8_converts_the_matrices_of_blocks_and_nothing_else(tmp_path):
+    plan = tiny_plan(config(PrecisionConfig(compute=FP8, emulate_fp8=True), 1), 1)
+    (fp8,) = train_cases(1, [Case(plan, RunPaths(tmp_path / "8"))], probe="format_probe:fp8_layers")
+    plain = tiny_plan(config(PrecisionConfig(), 1), 1)
+    (bf16,) = train_cases(
+        1, [Case(plain, RunPaths(tmp_path / "16"))], probe="format_probe:fp8_layers"
+    )
+    assert fp8["names"] == bf16["names"] and fp8["types"] == bf16["types"] == ["torch.bfloat16"]
+    assert len(fp8["fp8"]) == 7 * plan.config.model.num_layers and bf16["fp8"] == []
+    assert set(fp8["linear"]) - set(fp8["fp8"]) == {"lm_head"}

@@ -1,0 +1,30 @@
+"""ZeRO++ hpZ: the copy of the parameters within a node is always the one that was updated last."""
+
+import pytest
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
+
+from trainctl.config.schema import DataType
+from trainctl.runs.layout import RunPaths
+
+STEPS, HALF = 6, 3
+
+
+def plan(partition, world_size):
+    config = tiny_config(steps=STEPS)
+    config.precision.compute = DataType.fp32
+    config.zero_stage.stage = 3
+    config.zero_stage.hpz_partition_size = partition
+    config.optimizer.lr = 1e-3
+    return tiny_plan(config, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_curve_is_that_of_one_partition(tmp_path, world_size):
+    """Its first forward pass would be of uninitialised memory if the weights came in late."""
+    plain, node, parts = (RunPaths(tmp_path / name) for name in ("plain", "node", "parts"))
+    hpz = plan(2, world_size)
+    train_cases(world_size, [Case(plan(1, world_size), plain), Case(hpz, node)])
+    for step, (loss, norm) in curve(plain).items():
+        assert curve(node)[step] == (pytest.approx(loss, abs=1e-5), pytest.approx(norm, rel=1e-5))
+    train_cases(world_size, [Case(with_stop(hpz, HALF), parts), Case(hpz, parts, attempt=2)])
+    assert curve(parts) == curve(node)

@@ -1,0 +1,117 @@
+"""Where time goes: on the host's clock, and on a device's without waiting for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from trainctl.train import stopwatch
+from trainctl.train.stopwatch import Stopwatch
+
+
+def test_parts_add_up_until_they_are_taken() -> None:
+    times = Stopwatch(torch.device("cpu"))
+    before = time.perf_counter()
+    for _ in range(3):
+        with times.part("forward"):
+            time.sleep(0.01)
+        with times.host_part("data"):
+            time.sleep(0.005)
+    elapsed = time.perf_counter() - before
+    taken = times.take()
+    assert list(taken) == ["forward", "data"]
+    assert taken["forward"] >= 0.03 and taken["data"] >= 0.015
+    assert sum(taken.values()) <= elapsed
+    assert times.take() == {}
+
+
+def test_a_part_that_fails_is_counted() -> None:
+    times = Stopwatch(torch.device("cpu"))
+    with pytest.raises(ValueError), times.part("forward"):
+        raise ValueError
+    assert "forward" in times.take()
+
+
+class Device:
+    """A device that is as far as it is told: it numbers its work, and passes events in order."""
+
+    def __init__(self) -> None:
+        self.given = 0
+        self.done = 0
+        self.made = 0
+
+    def event(self, *, enable_timing: bool) -> DeviceEvent:
+        assert enable_timing
+        self.made += 1
+        return DeviceEvent(self)
+
+
+class DeviceEvent:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.at = -1
+
+    def record(self) -> None:
+        self.device.given += 1
+        self.at = self.device.given
+
+    def query(self) -> bool:
+        return self.at <= self.device.done
+
+    def elapsed_time(self, end: DeviceEvent) -> float:
+        """Milliseconds: one between events that follow each other."""
+        assert self.query() and end.query()
+        return float(end.at - self.at)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    made = Device()
+    monkeypatch.setattr(stopwatch.torch.cuda, "Event", made.event)
+    yield made
+
+
+def test_what_a_device_has_not_reached_counts_later_and_once(device: Device) -> None:
+    times = Stopwatch(torch.device("cuda"))
+    for name in ("forward", "backward", "optimizer"):
+        with times.part(name):
+            pass
+    device.done = 4  # in the middle of the update
+    assert times.take() == {"forward": 0.001, "backward": 0.001}
+    with times.part("forward"):
+        pass
+    device.done = device.given
+    assert times.take() == {"optimizer": 0.001, "forward": 0.001}
+    assert times.take() == {}
+
+
+def test_events_are_used_again(device: Device) -> None:
+    times = Stopwatch(torch.device("cuda"))
+    for _ in range(100):
+        with times.part("forward"):
+            pass
+        device.done = device.given
+        times.take()
+    assert device.made == 2
+
+
+@pytest.mark.gpu
+def test_a_device_s_time_is_that_of_its_work() -> None:
+    device = torch.device("cuda")
+    matrix = torch.randn(8192, 8192, device=device)
+    times = Stopwatch(device)
+    for _ in range(2):  # the first loads the kernels
+        torch.cuda.synchronize()
+        times.take()
+        started = time.perf_counter()
+        with times.part("forward"):
+            for _ in range(20):
+                matrix @ matrix
+        queued = time.perf_counter() - started
+        torch.cuda.synchronize()
+        elapsed = time.perf_counter() - started
+    taken = times.take()["forward"]
+    assert queued < taken <= elapsed

@@ -1,0 +1,174 @@
+"""Two configurations compared by what they mean: recipes, runs, and DeepSpeed's own JSON files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainctl.errors import TrainctlError
+
+ABSENT = "not set"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two.
+
+    Attributes:
+        name: As typed.
+        values: By config key, as plain data; None for a JSON file.
+        derived: By config key: what stands for a value that is null.
+        deepspeed: The JSON, flat; None where no plan can be made.
+    """
+
+    name: str
+    values: Mapping[str, Any] | None
+    derived: Mapping[str, Any]
+    deepspeed: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A key with its two values, as plain data, and how each is to be shown."""
+
+    key: str
+    left: Any
+    right: Any
+    left_text: str
+    right_text: str
+
+
+def read_side(name: str, config_dir: Path | None) -> Side:
+    """A recipe, a run's directory, or a file of DeepSpeed's JSON.
+
+    Raises:
+        TrainctlError: It is none of them, or cannot be read.
+    """
+    from trainctl.cli.planning import compose_target, plan
+    from trainctl.config.codec import to_plain
+    from trainctl.config.schema import walk
+    from trainctl.plan.deepspeed import flatten
+
+    path = Path(name).expanduser()
+    if path.is_file() or path.suffix == ".json":
+        return Side(name=name, values=None, derived={}, deepspeed=_read_json(path))
+    composed = compose_target(name, (), config_dir)
+    made = plan(composed).assessment.plan
+    values = {key: to_plain(value) for key, _, value in walk(composed.config)}
+    return Side(
+        name=name,
+        values=values,
+        derived={item.key: to_plain(item.value) for item in made.derived} if made else {},
+        deepspeed=dict(flatten(made.deepspeed)) if made else None,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    from trainctl.config.json_file import read_json
+    from trainctl.plan.deepspeed import flatten
+
+    document = read_json(path)
+    if not document.is_readable:
+        raise TrainctlError.from_findings(document.findings)
+    return dict(flatten(document.value))
+
+
+def compare(left: Side, right: Side) -> list[Difference]:
+    """The keys that mean something else on the two sides.
+
+    Two configurations are compared by our keys, where a null stands for the value that is derived
+    for it. As soon as one side is a JSON file, both are compared as JSON, where a key that is left
+    out stands for DeepSpeed's default.
+
+    Raises:
+        TrainctlError: A JSON file is compared with a configuration that gives no JSON.
+    """
+    if left.values is not None and right.values is not None:
+        return _by_config(left, right)
+    for side in (left, right):
+        if side.deepspeed is None:
+            raise TrainctlError(
+                f"no plan can be made of {side.name}, so it has no JSON to compare",
+                hint=f"trainctl validate recipe={side.name}",
+            )
+    assert left.deepspeed is not None and right.deepspeed is not None
+    return _by_json(left.deepspeed, right.deepspeed)
+
+
+def _by_config(left: Side, right: Side) -> list[Difference]:
+    assert left.values is not None and right.values is not None
+    found = []
+    for key, ours in left.values.items():
+        theirs = right.values[key]
+        if ours == theirs or _meaning(left, key) == _meaning(right, key):
+            continue
+        found.append(Difference(key, ours, theirs, _shown(left, key), _shown(right, key)))
+    return found
+
+
+def _meaning(side: Side, key: str) -> Any:
+    assert side.values is not None
+    value = side.values[key]
+    return side.derived.get(key) if value is None else value
+
+
+def _shown(side: Side, key: str) -> str:
+    assert side.values is not None
+    value = side.values[key]
+    if value is None and side.derived.get(key) is not None:
+        return f"{side.derived[key]} (derived)"
+    return str(value)
+
+
+def _by_json(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Difference]:
+    left, right = _canonical(left), _canonical(right)
+    found = []
+    for key in dict.fromkeys((*left, *right)):
+        ours, theirs = _in_force(left, key), _in_force(right, key)
+        if _plain(key, ours) != _plain(key, theirs):
+            texts = (_json_text(left, key), _json_text(right, key))
+            found.append(Difference(key, left.get(key), right.get(key), *texts))
+    return found
+
+
+def _canonical(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Under the names that DeepSpeed documents: some keys have a second spelling."""
+    from trainctl.plan.deepspeed_schema import load
+
+    keys = load().keys
+    renamed = {}
+    for key, value in flat.items():
+        head, dot, rest = key.partition(".")
+        known = keys.get(key) or keys.get(head)
+        if known is not None and known.same_as:
+            key = known.same_as + (f"{dot}{rest}" if known.name == head and rest else "")
+        renamed[key] = value
+    # A section that is there but empty says no more than one that is not.
+    return {key: value for key, value in renamed.items() if value != {}}
+
+
+def _in_force(flat: Mapping[str, Any], key: str) -> Any:
+    """The value of a key, or what DeepSpeed takes where it is left out."""
+    from trainctl.plan.deepspeed_schema import load
+
+    if key in flat:
+        return flat[key]
+    known = load().keys.get(key)
+    return None if known is None else known.default
+
+
+def _plain(key: str, value: Any) -> Any:
+    from trainctl.plan.deepspeed_schema import load
+
+    known = load().keys.get(key)
+    ignores_case = (known is not None and known.any_case) or key.endswith("optimizer.type")
+    return value.lower() if ignores_case and isinstance(value, str) else value
+
+
+def _json_text(flat: Mapping[str, Any], key: str) -> str:
+    if key in flat:
+        return str(flat[key])
+    default = _in_force(flat, key)
+    return ABSENT if default is None else f"{default} (DeepSpeed's default)"

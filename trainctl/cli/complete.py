@@ -1,0 +1,127 @@
+"""Shell completion of overrides: recipes, options of groups, keys and their values.
+
+Every suggestion is a whole override, because shells put a space behind the only one that fits. No
+file is read for it, and neither Hydra nor YAML is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import redirect_stdout, suppress
+from enum import Enum
+from io import StringIO
+from pathlib import Path
+from typing import Any, get_args
+
+import typer
+
+Suggestions = list[tuple[str, str]]
+"""Each a word and what it means, for the shells that show that."""
+
+
+def complete_overrides(incomplete: str) -> Suggestions:
+    """Overrides that begin so."""
+    found = {word: doc for word, doc in _overrides(incomplete) if word.startswith(incomplete)}
+    return sorted(found.items())
+
+
+def complete_target(ctx: typer.Context, incomplete: str) -> Suggestions:
+    """A recipe or a run's directory in front, else overrides."""
+    found = complete_overrides(incomplete)
+    if any(ctx.params.get(name) for name in ("target", "run", "overrides")):
+        return found
+    targets = [*((name, "a recipe") for name in _recipes()), *((run, "a run") for run in _runs())]
+    return [*(each for each in targets if each[0].startswith(incomplete)), *found]
+
+
+def complete_key(incomplete: str) -> Suggestions:
+    """Configuration keys that begin so."""
+    from trainctl.config.keys import leaves
+
+    found = leaves().values()
+    return [(leaf.key, leaf.metadata["doc"]) for leaf in found if leaf.key.startswith(incomplete)]
+
+
+def answer_bash(app: typer.Typer, environment: MutableMapping[str, str]) -> str:
+    """Completion for bash, which takes each `=` for a word of its own.
+
+    It passes on `optimizer=ad` as three words and puts the answer in place of the third. Typer is
+    given one word, and its answers are cut to what is to be put there.
+    """
+    words = environment["COMP_WORDS"].split("\n")
+    cursor = min(int(environment["COMP_CWORD"]), len(words) - 1)
+    whole = _rejoin(words[: cursor + 1])
+    environment["COMP_WORDS"] = "\n".join(whole)
+    environment["COMP_CWORD"] = str(len(whole) - 1)
+    answers = StringIO()
+    with redirect_stdout(answers), suppress(SystemExit):
+        app(prog_name="trainctl")
+    head, equals, _ = whole[-1].rpartition("=")
+    there = f"{head}{equals}"
+    lines = answers.getvalue().splitlines(keepends=True)
+    return "".join(line.removeprefix(there) for line in lines)
+
+
+def _rejoin(words: list[str]) -> list[str]:
+    whole: list[str] = []
+    for index, word in enumerate(words):
+        if whole and (word == "=" or words[index - 1] == "="):
+            whole[-1] += word
+        else:
+            whole.append(word)
+    return whole
+
+
+def _overrides(incomplete: str) -> Iterator[tuple[str, str]]:
+    """Overrides to choose from; values only of the group or key that is being typed."""
+    from trainctl.config.catalog import option_names, search_folders
+    from trainctl.config.keys import leaves
+    from trainctl.config.schema import GROUPS
+
+    yield from ((f"recipe={name}", "a recipe") for name in _recipes())
+    folders = search_folders()
+    for group in GROUPS:
+        if f"{group}=".startswith(incomplete) or incomplete.startswith(f"{group}="):
+            counted = _count_of(incomplete) if group == "hardware" else ""
+            for option in option_names(folders, group):
+                yield f"{group}={counted}{option}", f"an option of {group}"
+    for leaf in leaves().values():
+        if leaf.key != "recipe" and not leaf.is_mapping:
+            for value in _values(leaf.hint, leaf.default):
+                yield f"{leaf.key}={value}", leaf.metadata["doc"]
+
+
+def _values(hint: Any, default: Any) -> list[str]:
+    """All values of a key that has few, else its default, to be changed."""
+    kinds = get_args(hint) or (hint,)
+    kind = next((each for each in kinds if each is not type(None)), str)
+    found: list[str] = ["null"] if type(None) in kinds else []
+    if kind is bool:
+        return [*found, "true", "false"]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return [*found, *(str(member.value) for member in kind)]
+    if isinstance(default, (int, float, str)) and str(default) and " " not in str(default):
+        found.append(str(default))
+    return found
+
+
+def _count_of(incomplete: str) -> str:
+    """`4x8x` of `hardware=4x8xh1`."""
+    from trainctl.config.catalog import split_hardware
+
+    written = incomplete.partition("=")[2]
+    option = split_hardware(f"{written}_")[2]  # without an option it would be none
+    return f"{written}_".removesuffix(option)
+
+
+def _recipes() -> list[str]:
+    from trainctl.config.catalog import recipe_names, search_folders
+
+    return recipe_names(search_folders())
+
+
+def _runs() -> list[str]:
+    from trainctl.runs.directory import DEFAULT_ROOT, is_run
+
+    folders = sorted(DEFAULT_ROOT.iterdir()) if DEFAULT_ROOT.is_dir() else []
+    return [str(folder) for folder in folders if isinstance(folder, Path) and is_run(folder)]

@@ -1,0 +1,122 @@
+"""A DeepSpeed JSON that somebody already has: read it, check it, name the lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainctl.errors import Finding, TrainctlError
+
+if TYPE_CHECKING:
+    from trainctl.config.json_file import JsonDocument
+    from trainctl.config.schema import ModelConfig
+    from trainctl.plan.deepspeed_rules import Surroundings
+    from trainctl.plan.deepspeed_schema import Schema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedFile:
+    """A DeepSpeed JSON and what is wrong with it.
+
+    Attributes:
+        document: As read, with its lines.
+        findings: By severity, then by line; each names its line.
+        schema: What it was checked by.
+        installed: The version of DeepSpeed that is installed; empty if none is.
+    """
+
+    document: JsonDocument
+    findings: tuple[Finding, ...]
+    schema: Schema
+    installed: str
+
+    @property
+    def has_error(self) -> bool:
+        return any(finding.is_error for finding in self.findings)
+
+
+def check_file(path: Path, around: Surroundings) -> CheckedFile:
+    """Read and check a DeepSpeed JSON.
+
+    Raises:
+        TrainctlError: The file cannot be read at all.
+    """
+    from trainctl.config.json_file import read_json
+    from trainctl.plan.deepspeed_rules import check
+    from trainctl.plan.deepspeed_schema import load, versions
+
+    document = read_json(path)
+    installed = installed_deepspeed()
+    schema = load(installed if installed in versions() else None)
+    found = check(document.value, around, schema) if document.is_readable else ()
+    named = [*document.findings, *(_with_line(finding, document, path) for finding in found)]
+    named.sort(key=lambda finding: (not finding.is_error, _line(finding)))
+    return CheckedFile(document=document, findings=tuple(named), schema=schema, installed=installed)
+
+
+def surroundings(
+    overrides: Sequence[str], world_size: int | None, model: Path | None
+) -> Surroundings:
+    """What the JSON will meet, from the options of the command.
+
+    Args:
+        overrides: `hardware=...` at most: kind and number of devices.
+        world_size: Ranks; by default those of the hardware.
+        model: A transformers directory.
+
+    Raises:
+        TrainctlError: Something else is overridden, or the model cannot be read.
+    """
+    from trainctl.plan.deepspeed_rules import Surroundings
+
+    others = [text for text in overrides if not text.startswith(("hardware=", "hardware."))]
+    if others:
+        raise TrainctlError(
+            f"{others[0]} has no effect on a DeepSpeed JSON",
+            hint="beside --deepspeed only hardware=... says something: kind and number of devices",
+        )
+    nodes, devices, accelerator = 1, None, None
+    if overrides:
+        from trainctl.cli.planning import compose
+        from trainctl.hardware import resolve_hardware
+
+        hardware = resolve_hardware(compose(overrides, None).config.hardware)
+        nodes, devices = hardware.nodes, hardware.devices_per_node
+        accelerator = hardware.accelerator
+    ranks = nodes * devices if devices else None
+    return Surroundings(
+        world_size=world_size or ranks,
+        devices_per_node=devices,
+        accelerator=accelerator,
+        fills_auto=True,
+        model=None if model is None else _shape(model),
+    )
+
+
+def installed_deepspeed() -> str:
+    """Version of the DeepSpeed that is installed, without importing it; empty if none is."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("deepspeed").partition("+")[0]
+    except PackageNotFoundError:
+        return ""
+
+
+def _shape(directory: Path) -> ModelConfig:
+    from trainctl.config.hf import fill_from_directory
+    from trainctl.config.schema import ModelConfig
+
+    return fill_from_directory(ModelConfig(name="hf", path=str(directory)))
+
+
+def _with_line(finding: Finding, document: JsonDocument, path: Path) -> Finding:
+    line = document.line_of(finding.key)
+    return finding.set_by(f"{path}:{line}" if line else str(path))
+
+
+def _line(finding: Finding) -> int:
+    number = finding.source.rpartition(":")[2]
+    return int(number) if number.isdecimal() else 0

@@ -1,0 +1,80 @@
+"""`trainctl doctor`: look at this machine, start nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
+
+if TYPE_CHECKING:
+    from trainctl.hardware.health import Examined
+
+
+def doctor(
+    target: TargetAndOverrides = None, config_dir: ConfigDir = None, as_json: Json = False
+) -> None:
+    """Check whether this machine can run a configuration: packages, compilers, limits, devices.
+
+    Exits with 4 if it cannot. Without arguments it looks for what every run needs.
+
+    Example: trainctl doctor recipe=7b-zero3-nvme offload.nvme_path=/local_nvme
+    """
+    from dataclasses import replace
+
+    from trainctl.cli.console import print_json
+    from trainctl.cli.findings import findings_to_json
+    from trainctl.cli.planning import compose_target, name_sources
+    from trainctl.errors import ExitCode
+    from trainctl.hardware import resolve_hardware
+    from trainctl.hardware.health import examine_machine
+
+    composed = compose_target(*split_target(target), config_dir)
+    hardware = resolve_hardware(composed.config.hardware)
+    checks = [
+        replace(check, findings=tuple(name_sources(composed, check.findings)))
+        for check in examine_machine(composed.config, hardware)
+    ]
+    findings = [finding for check in checks for finding in check.findings]
+    if as_json:
+        print_json(
+            {
+                "schema": 1,
+                "hardware": hardware.name,
+                "checks": [
+                    {
+                        "name": check.name,
+                        "verdict": _verdict(check),
+                        "facts": list(check.facts),
+                        "findings": findings_to_json(check.findings),
+                    }
+                    for check in checks
+                ],
+            }
+        )
+    else:
+        _show(checks, hardware.name)
+    if any(finding.is_error for finding in findings):
+        raise typer.Exit(ExitCode.environment)
+
+
+def _verdict(check: Examined) -> str:
+    if any(finding.is_error for finding in check.findings):
+        return "error"
+    if check.findings:
+        return "warning"
+    return "good" if check.facts else "not needed"
+
+
+def _show(checks: list[Examined], name: str) -> None:
+    from trainctl.cli.console import put
+    from trainctl.cli.findings import show_findings
+
+    put(f"This machine, for {name}")
+    for check in checks:
+        verdict = _verdict(check)
+        style = verdict if verdict in ("good", "warning", "error") else ""
+        facts = "; ".join(check.facts)
+        put(f"  {verdict:<10}  {check.name}{f': {facts}' if facts else ''}", style=style)
+    show_findings([finding for check in checks for finding in check.findings])

@@ -1,0 +1,95 @@
+"""`trainctl config import`: a DeepSpeed JSON as group choices and overrides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainctl.cli.arguments import Json
+from trainctl.errors import TrainctlError
+
+if TYPE_CHECKING:
+    from trainctl.planner.import_json import Imported
+
+
+def import_json(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed JSON.")],
+    world_size: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Ranks that its batch is for.")
+    ] = 1,
+    as_recipe: Annotated[bool, typer.Option("--recipe", help="Print a recipe instead.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print the choices and overrides that render back to a DeepSpeed JSON.
+
+    What trainctl has no key for becomes deepspeed.*; what it derives itself is left out, and said
+    on stderr.
+
+    Example: trainctl config import ds_config.json --world-size 8 --recipe > recipes/mine.yaml
+    """
+    from trainctl.cli.console import print_json, put, say
+    from trainctl.cli.deepspeed_file import check_file
+    from trainctl.cli.findings import show_findings
+    from trainctl.plan.deepspeed_rules import Surroundings
+    from trainctl.planner.import_json import import_json as imported_from
+
+    checked = check_file(file, Surroundings(world_size=world_size, fills_auto=True))
+    if checked.has_error:
+        raise TrainctlError.from_findings(checked.findings)
+    imported = imported_from(checked.document.value, world_size=world_size)
+    show_findings(checked.findings)
+    for left in imported.left_out:
+        say(f"left out: {left.key}={left.value}: {left.reason}", style="warning")
+    if as_json:
+        print_json(_to_json(imported))
+    elif as_recipe:
+        put("\n".join(_recipe(imported, file)))
+    else:
+        from shlex import quote
+
+        for override in imported.overrides:
+            put(quote(override))
+
+
+def _to_json(imported: Imported) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "overrides": imported.overrides,
+        "left_out": [
+            {"key": left.key, "value": left.value, "reason": left.reason}
+            for left in imported.left_out
+        ],
+    }
+
+
+def _recipe(imported: Imported, file: Path) -> list[str]:
+    """Lines of a recipe that starts from the base."""
+    from json import dumps
+
+    lines = [f"# Imported from {file.name}.", "defaults:", "  - base"]
+    for group, option in imported.choices.items():
+        lines.append(f"  - override /{group}: {dumps(option)}")
+    lines.append("  - _self_")
+    nested: dict[str, Any] = {}
+    passed = {f"deepspeed.{key}": value for key, value in imported.passed.items()}
+    for key, value in {**imported.settings, **passed}.items():
+        *parents, name = key.split(".")
+        level = nested
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[name] = value
+    return [*lines, *_yaml(nested, "")]
+
+
+def _yaml(level: dict[str, Any], indent: str) -> list[str]:
+    from json import dumps
+
+    lines = []
+    for name, value in level.items():
+        if isinstance(value, dict) and value:
+            lines += [f"{indent}{name}:", *_yaml(value, f"{indent}  ")]
+        else:
+            lines.append(f"{indent}{name}: {dumps(value)}")
+    return lines

@@ -1,0 +1,138 @@
+"""JSON Schemas (draft 2020-12) of recipes and options, for editors: from the typed schema.
+
+They are a help while typing and refuse nothing that `trainctl validate` takes: a reference such as
+``${training.steps}`` may stand for any value, and the options of a group are suggestions.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from trainctl.config.catalog import options, recipes
+from trainctl.config.keys import Leaf, leaves
+from trainctl.config.schema import GROUPS, RunConfig
+from trainctl.config.suggest import did_you_mean, nearest
+from trainctl.errors import TrainctlError
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+REFERENCE = {"type": "string", "pattern": r"\$\{"}
+SET_BY_LAUNCH = ("recipe",)
+"""Keys that a recipe does not set."""
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Of a recipe: what it starts from, the options it chooses, the keys it sets."""
+    hints = get_type_hints(RunConfig)
+    properties: dict[str, Any] = {"defaults": _defaults()}
+    for item in fields(RunConfig):
+        if item.name in SET_BY_LAUNCH:
+            continue
+        if is_dataclass(hints[item.name]):
+            properties[item.name] = _section(item.name)
+        else:
+            properties[item.name] = value_schema(leaves()[item.name])
+    return {
+        "$schema": DIALECT,
+        "title": "A recipe of trainctl",
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+    }
+
+
+def option_schema(group: str) -> dict[str, Any]:
+    """Of an option of a group: the keys of its section.
+
+    Raises:
+        TrainctlError: There is no such group.
+    """
+    if group not in GROUPS:
+        close = did_you_mean(nearest(group, GROUPS))
+        hint = f"{close} groups: {', '.join(GROUPS)}".strip()
+        raise TrainctlError(f"there is no group {group}", hint=hint)
+    return {"$schema": DIALECT, "title": f"An option of {group}", **_section(group)}
+
+
+def value_schema(leaf: Leaf) -> dict[str, Any]:
+    """Of one key: type, range, default and documentation."""
+    unit = f" Unit: {leaf.metadata['unit']}." if leaf.metadata.get("unit") else ""
+    return {
+        "description": f"{leaf.metadata['doc']}{unit}",
+        "default": leaf.default,
+        "anyOf": [*_types(leaf.hint, leaf.metadata), REFERENCE],
+    }
+
+
+def _section(name: str) -> dict[str, Any]:
+    cls = get_type_hints(RunConfig)[name]
+    return {
+        "description": (cls.__doc__ or "").strip(),
+        "type": "object",
+        "properties": {
+            item.name: value_schema(leaves()[f"{name}.{item.name}"]) for item in fields(cls)
+        },
+        "additionalProperties": False,
+    }
+
+
+def _types(hint: Any, limits: Any) -> list[dict[str, Any]]:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return [each for part in get_args(hint) for each in _types(part, limits)]
+    if hint is type(None):
+        return [{"type": "null"}]
+    if hint is Any:
+        return [{}]
+    if origin is list:
+        return [{"type": "array", "items": {"anyOf": _types(get_args(hint)[0], {})}}]
+    if origin is dict:
+        inner = get_args(hint)[1]
+        # Any scalar is taken as the text of a variable.
+        values = {"type": ["string", "number", "boolean"]} if inner is str else {}
+        return [{"type": "object", "additionalProperties": values}]
+    if issubclass(hint, Enum):
+        # YAML reads an unquoted 1 or true as such, and so does trainctl as a member's name.
+        return [{"enum": [member.value for member in hint]}]
+    names = {int: "integer", float: "number", bool: "boolean", str: "string"}
+    bounds = {"minimum": "minimum", "maximum": "maximum", "above": "exclusiveMinimum"}
+    limited = {
+        theirs: limits[ours] for ours, theirs in bounds.items() if limits.get(ours) is not None
+    }
+    kind = names[hint]
+    if kind == "string":
+        return [{"type": ["string", "number", "boolean"]}]
+    return [{"type": kind, **(limited if kind in ("integer", "number") else {})}]
+
+
+def _defaults() -> dict[str, Any]:
+    """A line is a recipe's name, `_self_`, or `override /GROUP: OPTION`."""
+    choices: dict[str, Any] = {}
+    for group in GROUPS:
+        names = [info.name for info in options(group)]
+        known: list[Any] = [*names, *(int(name) for name in names if name.isdigit())]
+        choice = {
+            "description": f"An option of {group}.",
+            "anyOf": [{"enum": known}, {"type": ["string", "integer"]}],
+        }
+        choices |= {f"override /{group}": choice, group: choice}
+    starts = ["base", *(info.name for info in recipes()), "_self_"]
+    return {
+        "description": "What the recipe starts from, then the options that it chooses.",
+        "type": "array",
+        "items": {
+            "anyOf": [
+                {"enum": starts},
+                {"type": "string"},
+                {
+                    "type": "object",
+                    "properties": choices,
+                    "additionalProperties": False,
+                    "minProperties": 1,
+                    "maxProperties": 1,
+                },
+            ]
+        },
+    }

@@ -1,0 +1,264 @@
+"""The openings for code of the user's own: `script`, and three keys that name a function.
+
+Here it is only looked at, never imported: that happens on the ranks. What a file certainly lacks is
+found all the same, before anything starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainctl.config.layers import Layer
+from trainctl.config.schema import RunConfig, ScheduleKind
+from trainctl.config.suggest import did_you_mean, nearest
+from trainctl.errors import Finding, Severity
+
+if TYPE_CHECKING:
+    from trainctl.config.compose import Composed
+
+NO_SCRIPT, NO_FUNCTION, NOT_TOGETHER, NOT_APPLIED = "TC116", "TC117", "TC118", "TC119"
+
+WORDS = "the words after --"
+
+TRAINERS_OWN = (
+    "checkpoint",
+    "data",
+    "launcher.heartbeat_seconds",
+    "launcher.slow_phase_seconds",
+    "launcher.stop_grace_seconds",
+    "logging.profile_steps",
+    "model.factory",
+    "model.initial_weights",
+    "schedule",
+    "stability",
+    "tokenizer",
+    "training.evaluate_every_steps",
+    "training.evaluation_samples",
+    "training.sample_prompt",
+    "training.sample_tokens",
+    "training.seed",
+    "training.stop_after_steps",
+    "training.time_limit_minutes",
+)
+"""Keys and sections that only trainctl's own trainer acts on."""
+
+
+def with_words(composed: Composed, words: list[str] | None) -> Composed:
+    """The configuration with a script's arguments, and the script's path made absolute.
+
+    A resume from another folder then starts the same file.
+
+    Args:
+        composed: The configuration.
+        words: What followed `--` on the command line; None where there was no `--`.
+    """
+    config, layers = composed.config, dict(composed.layers)
+    if words is not None:
+        config = replace(config, script_arguments=words)
+        before = layers.get("script_arguments", ())
+        layers["script_arguments"] = (*before, Layer(WORDS, words))
+    if config.script is not None:
+        config = replace(config, script=str(Path(config.script).expanduser().absolute()))
+    return replace(composed, config=config, layers=layers)
+
+
+def has_own_config(config: RunConfig) -> bool:
+    """Whether the script's arguments name a DeepSpeed JSON themselves."""
+    flag = config.script_config_flag
+    return flag is not None and any(
+        word == flag or word.startswith(f"{flag}=") for word in config.script_arguments
+    )
+
+
+def functions(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Key and value of each key that names a function of the user's and is set."""
+    named = {
+        "trainer": config.trainer,
+        "model.factory": config.model.factory,
+        "data.factory": config.data.factory,
+    }
+    for key, reference in named.items():
+        if reference is not None:
+            yield key, reference
+
+
+def check_user_code(config: RunConfig, folder: Path | None = None) -> list[Finding]:
+    """What is wrong with the script and the functions, as far as files tell.
+
+    Args:
+        config: The configuration.
+        folder: Where the ranks will run; None is the current folder.
+    """
+    folder = folder or Path.cwd()
+    findings = [*_check_script(config), *_check_together(config)]
+    for key, reference in functions(config):
+        findings += _check_function(key, reference, folder)
+    return findings
+
+
+def _check_script(config: RunConfig) -> Iterator[Finding]:
+    if config.script is None:
+        return
+    path = Path(config.script).expanduser()
+    if not path.is_file():
+        what = "is not a file" if path.exists() else "does not exist"
+        hint = "give the path of a program; its arguments go behind --"
+        yield Finding(rule=NO_SCRIPT, key="script", message=f"{path} {what}", hint=hint)
+    elif path.suffix != ".py" and not os.access(path, os.X_OK):
+        yield Finding(
+            rule=NO_SCRIPT,
+            key="script",
+            message=f"{path} is neither a Python file (.py) nor executable",
+            hint=f"chmod +x {path}, or name it {path.stem}.py",
+        )
+
+
+def _check_together(config: RunConfig) -> Iterator[Finding]:
+    if config.script is not None and config.trainer is not None:
+        yield Finding(
+            rule=NOT_TOGETHER,
+            key="trainer",
+            message="script and trainer each take the place of trainctl's trainer",
+            hint="keep one of the two",
+        )
+    if config.script is None and config.script_arguments:
+        yield Finding(
+            rule=NOT_TOGETHER,
+            key="script_arguments",
+            message=f"{' '.join(config.script_arguments)} goes to no script",
+            hint="name it with script=FILE; overrides stand before --",
+        )
+
+
+def _check_function(key: str, reference: str, folder: Path) -> Iterator[Finding]:
+    module, _, name = reference.partition(":")
+    parts = module.split(".")
+    is_file = module.endswith(".py")
+    if is_file or not all(part.isidentifier() for part in (*parts, name)):
+        hint = "write module:function, such as my_package.training:train"
+        if is_file:
+            dotted = module.removesuffix(".py").replace("/", ".")
+            hint = f"write the module's name: {dotted}:{name or 'function'}"
+        yield Finding(
+            rule=NO_FUNCTION, key=key, message=f"{reference!r} names no function", hint=hint
+        )
+        return
+    found = find_module(module, folder)
+    if isinstance(found, str):
+        yield Finding(
+            rule=NO_FUNCTION,
+            key=key,
+            message=f"there is no module {found}",
+            hint=f"it is looked for in {folder}, in PYTHONPATH and among what is installed",
+        )
+        return
+    names = _names_of(found) if found is not None else None
+    if names is not None and name not in names:
+        yield Finding(
+            rule=NO_FUNCTION,
+            key=key,
+            message=f"{found} defines no {name}",
+            hint=did_you_mean([f"{module}:{each}" for each in nearest(name, names)]),
+        )
+
+
+def find_module(module: str, folder: Path) -> Path | str | None:
+    """The file of a module, looked up as `python -m` run in a folder would, importing nothing.
+
+    Returns:
+        The source file; None for a module without one (a namespace, an extension); or, as text,
+        the first part of the name that is not there.
+    """
+    parts = module.split(".")
+    where: list[str] | None = [str(folder), *sys.path]
+    for length in range(1, len(parts) + 1):
+        name = ".".join(parts[:length])
+        if length == 1 and name in sys.builtin_module_names:
+            return None
+        spec = PathFinder.find_spec(name, where)
+        if spec is None:
+            return name
+        where = list(spec.submodule_search_locations or [])
+    source = Path(spec.origin) if spec is not None and spec.origin else None
+    return source if source is not None and source.suffix == ".py" else None
+
+
+def _names_of(file: Path) -> set[str] | None:
+    """Names that a module's file binds at its top level; None where only running it would tell."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None  # the rank says it, with the line
+    names: set[str] = set()
+    pending: list[ast.AST] = [*tree.body]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+            continue
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Call):
+            function = node.func
+            if isinstance(function, ast.Name) and function.id in ("globals", "exec", "setattr"):
+                return None
+        pending += ast.iter_child_nodes(node)
+    return None if names & {"*", "__getattr__"} else names
+
+
+def not_applied(composed: Composed) -> list[Finding]:
+    """What was typed for trainctl's trainer, where a script or function trains in its place."""
+    config = composed.config
+    if config.trains_itself:
+        return []
+    who = "the script" if config.script is not None else "your function"
+    findings = [
+        Finding(
+            rule=NOT_APPLIED,
+            key=key,
+            message=f"{key} has no effect by itself: trainctl's trainer would act on it",
+            hint=f"{who} finds it in the plan (TRAINCTL_PLAN), and may act on it",
+            severity=Severity.warning,
+            source=layers[-1].source,
+        )
+        for key, layers in composed.layers.items()
+        if layers[-1].source in composed.overrides and _is_trainers_own(key)
+    ]
+    if config.script is not None and has_own_config(config):
+        findings.append(
+            Finding(
+                rule=NOT_APPLIED,
+                key="script_arguments",
+                message=f"the script is given a JSON of its own by {config.script_config_flag}: "
+                "what is checked and budgeted here is not what it trains with",
+                hint=f"leave {config.script_config_flag} out: trainctl adds it",
+                severity=Severity.warning,
+                source=composed.source_of("script_arguments"),
+            )
+        )
+    steady = config.schedule.kind is ScheduleKind.constant and config.schedule.warmup_steps == 0
+    if not steady and "scheduler" not in config.deepspeed:
+        findings.append(
+            Finding(
+                rule=NOT_APPLIED,
+                key="schedule",
+                message=f"DeepSpeed's JSON has the peak optimizer.lr and no scheduler: {who} has "
+                "to warm up and decay the learning rate",
+                hint="the plan has the schedule; or leave it to DeepSpeed with deepspeed.scheduler",
+                severity=Severity.warning,
+            )
+        )
+    return findings
+
+
+def _is_trainers_own(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in TRAINERS_OWN)

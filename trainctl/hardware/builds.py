@@ -1,0 +1,161 @@
+"""Whether DeepSpeed can compile what the plan will make it compile, before a rank waits for it.
+
+DeepSpeed builds its native operators when they are first used (deepspeed/ops/op_builder), by
+torch's cpp_extension, and keeps them in a cache.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from trainctl.config.schema import Accelerator, OffloadDevice, OptimizerKind, RunConfig
+from trainctl.errors import Finding
+from trainctl.hardware.facts import Hardware
+from trainctl.hardware.finding import problem
+from trainctl.hardware.packages import packaged_text, torch_build
+
+_COMPILE_SECONDS = 60.0
+
+
+def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
+    """DeepSpeed's native operators that the run will use, each with the key that asks for it.
+
+    Those that DeepSpeed was installed with are left out.
+    """
+    offload, kind = config.offload, config.optimizer.kind
+    on_cpu = hardware.accelerator is Accelerator.cpu
+    wanted: dict[str, str] = {}
+    if offload.optimizer is not OffloadDevice.none:
+        operator = "cpu_lion" if kind is OptimizerKind.lion else "cpu_adam"
+        wanted[operator] = "offload.optimizer"
+    elif kind is OptimizerKind.lion and not on_cpu:
+        wanted["fused_lion"] = "optimizer.kind"
+    elif kind is OptimizerKind.lamb and not on_cpu:
+        wanted["fused_lamb"] = "optimizer.kind"
+    for key in ("optimizer", "parameters"):
+        if getattr(offload, key) is OffloadDevice.nvme:
+            wanted["async_io"] = f"offload.{key}"
+    for key in ("quantized_weights", "quantized_gradients"):
+        if getattr(config.zero_stage, key):
+            wanted["quantizer"] = f"zero_stage.{key}"
+    if on_cpu and not config.trains_itself:
+        # Trainctl's own trainer tells DeepSpeed to do without it (train/process.py).
+        wanted["deepspeed_shm_comm"] = "script" if config.script is not None else "trainer"
+    return {name: key for name, key in wanted.items() if not _prebuilt().get(name)}
+
+
+def _prebuilt() -> dict[str, bool]:
+    """The operators that were compiled when DeepSpeed was installed."""
+    text = packaged_text("deepspeed", "deepspeed/git_version_info_installed.py") or ""
+    found = re.search(r"^installed_ops\s*=\s*(\{.*\})", text, re.MULTILINE)
+    return dict(ast.literal_eval(found[1])) if found else {}
+
+
+def compiler_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """A C++ compiler, ninja, and Python's headers."""
+    operators = needed_operators(config, hardware)
+    if not operators:
+        return
+    names, key = ", ".join(operators), next(iter(operators.values()))
+    compiler = _compiler()
+    missing = []
+    if shutil.which(compiler) is None:
+        missing.append((f"no C++ compiler ({compiler})", "apt install g++"))
+    if shutil.which("ninja") is None and find_spec("ninja") is None:
+        missing.append(("no ninja", "pip install ninja"))
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        missing.append(("no Python.h", "apt install python3-dev"))
+    for what, fix in missing:
+        yield problem(
+            "TC126", key, f"DeepSpeed has to compile {names}, and there is {what} here", fix
+        )
+    if not missing:
+        yield f"{compiler}, to compile {names} at the first use"
+
+
+def libaio_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """The library that async_io is linked with, and its header."""
+    key = needed_operators(config, hardware).get("async_io")
+    if key is None or shutil.which(_compiler()) is None:
+        return
+    if links("#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n", "-laio"):
+        yield "its header and library are here"
+        return
+    yield problem(
+        "TC127",
+        key,
+        "DeepSpeed's async_io needs libaio, and a program that uses it does not compile here",
+        "apt install libaio-dev; or name its folders in CFLAGS (-I) and LDFLAGS (-L)",
+    )
+
+
+def toolkit_matches_torch(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """DeepSpeed refuses a CUDA toolkit of another major version than torch's (builder.py)."""
+    operators = needed_operators(config, hardware)
+    build = torch_build()
+    if not operators or hardware.accelerator is not Accelerator.cuda or not (build and build[0]):
+        return
+    names, key = ", ".join(operators), next(iter(operators.values()))
+    release = toolkit_release()
+    if release is None:
+        # Operators for the host are then built without CUDA, the others cannot be.
+        if set(operators) <= {"cpu_adam", "cpu_lion", "async_io"}:
+            yield f"none here; {names} can do without"
+            return
+        yield problem(
+            "TC128",
+            key,
+            f"DeepSpeed has to compile {names}, and there is no CUDA toolkit (nvcc) here",
+            f"install the toolkit of CUDA {build[0]}, and set CUDA_HOME",
+        )
+    elif release.partition(".")[0] == build[0].partition(".")[0]:
+        yield f"{release}, torch's is {build[0]}"
+    elif os.environ.get("DS_SKIP_CUDA_CHECK") != "1":
+        yield problem(
+            "TC128",
+            key,
+            f"DeepSpeed has to compile {names}; the CUDA toolkit here is {release}, and torch "
+            f"was built for {build[0]}",
+            f"CUDA_HOME=the toolkit of CUDA {build[0].partition('.')[0]}, or unset it",
+        )
+
+
+def toolkit_release() -> str | None:
+    """Release of the CUDA toolkit that torch's cpp_extension would find, such as ``12.8``."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = shutil.which("nvcc")
+    nvcc = f"{home}/bin/nvcc" if home else found or "/usr/local/cuda/bin/nvcc"
+    try:
+        done = subprocess.run([nvcc, "-V"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = re.search(r"release (\d+\.\d+)", done.stdout)
+    return match[1] if match else None
+
+
+def links(source: str, *libraries: str) -> bool:
+    """Whether a C program compiles and links here, with CFLAGS and LDFLAGS of the environment."""
+    flags = [*os.environ.get("CFLAGS", "").split(), *os.environ.get("LDFLAGS", "").split()]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "program.c")
+        file.write_text(source)
+        command = [_compiler(), "-x", "c", str(file), "-o", f"{folder}/program", *flags, *libraries]
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=_COMPILE_SECONDS)
+        except (OSError, subprocess.SubprocessError):
+            return False
+    return done.returncode == 0
+
+
+def _compiler() -> str:
+    """What torch's cpp_extension calls."""
+    return os.environ.get("CXX", "c++")

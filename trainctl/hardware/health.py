@@ -1,0 +1,69 @@
+"""Everything about this machine that a run can fail on, as a list of checks. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from trainctl.config.schema import RunConfig
+from trainctl.errors import Finding
+from trainctl.hardware import builds, devices, limits, network, packages, storage
+from trainctl.hardware.facts import Hardware
+from trainctl.hardware.kernels import kernels_are_installed
+
+Check = Callable[[RunConfig, Hardware], Iterable[str | Finding]]
+"""Yields what it found: a text where all is well, a finding where it is not."""
+
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("packages", packages.go_together),
+    ("torch", packages.torch_matches_the_device),
+    ("devices", devices.are_here),
+    ("visible devices", devices.visible_ones_exist),
+    ("number formats", devices.compute_in_the_format),
+    ("kernels", kernels_are_installed),
+    ("compiler", builds.compiler_is_here),
+    ("libaio", builds.libaio_is_here),
+    ("CUDA toolkit", builds.toolkit_matches_torch),
+    ("shared memory", limits.shared_memory_is_large),
+    ("locked memory", limits.memory_can_be_locked),
+    ("host memory", limits.memory_is_there),
+    ("NVMe", storage.nvme_keeps_what_is_written),
+    ("network", network.interfaces_exist),
+)
+"""In the order in which they are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What a check found.
+
+    Attributes:
+        name: Of the check.
+        facts: What is well; both empty if the plan needs nothing of the kind.
+        findings: What is not.
+    """
+
+    name: str
+    facts: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+
+def examine_machine(config: RunConfig, hardware: Hardware) -> list[Examined]:
+    """Look at this machine for a plan on that hardware.
+
+    Args:
+        config: What is to run.
+        hardware: Where: as `resolve_hardware` gave it.
+    """
+    examined = []
+    for name, check in CHECKS:
+        found = list(check(config, hardware))
+        facts = tuple(each for each in found if isinstance(each, str))
+        findings = tuple(each for each in found if isinstance(each, Finding))
+        examined.append(Examined(name, facts, findings))
+    return examined
+
+
+def preflight(config: RunConfig, hardware: Hardware) -> list[Finding]:
+    """What this machine lacks for a local launch."""
+    return [finding for each in examine_machine(config, hardware) for finding in each.findings]

@@ -1,0 +1,85 @@
+"""Limits that the system, or a container, puts on memory."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainctl.config.schema import OffloadDevice, RunConfig
+from trainctl.errors import Finding
+from trainctl.hardware.detect import host_memory_limit
+from trainctl.hardware.facts import Hardware
+from trainctl.hardware.finding import doubt, problem
+
+SHARED_MEMORY = Path("/dev/shm")
+
+SHARED_BYTES_PER_PROCESS = 64 * 2**20
+"""What communication between the processes of a node takes at most in its usual settings; a whole
+container has this much by Docker's default."""
+
+
+def shared_memory_is_large(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """NCCL, gloo and data loaders of one node exchange data through `/dev/shm`."""
+    processes = hardware.devices_per_node
+    if processes < 2:
+        return
+    try:
+        space = shutil.disk_usage(SHARED_MEMORY)
+    except OSError:
+        yield problem(
+            "TC129",
+            "hardware.devices_per_node",
+            f"there is no {SHARED_MEMORY}, through which the processes of a node communicate",
+            f"mount -t tmpfs tmpfs {SHARED_MEMORY}",
+        )
+        return
+    wanted = processes * SHARED_BYTES_PER_PROCESS
+    free, total = (size / 2**20 for size in (space.free, space.total))
+    if space.free >= wanted:
+        yield f"{free:,.0f} of {total:,.0f} MiB free in {SHARED_MEMORY}"
+        return
+    yield doubt(
+        "TC129",
+        "hardware.devices_per_node",
+        f"{SHARED_MEMORY} has {free:,.0f} of {total:,.0f} MiB free; {processes} processes may need "
+        f"{wanted / 2**20:,.0f}, and die of SIGBUS without",
+        "docker run --shm-size=8g (or --ipc=host); in Kubernetes an emptyDir of medium Memory",
+    )
+
+
+def memory_can_be_locked(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """Registering memory with a network card, and pinning it for NVMe, counts as locking it."""
+    offload = config.offload
+    to_nvme = OffloadDevice.nvme in (offload.optimizer, offload.parameters)
+    if hardware.nodes == 1 and not to_nvme:
+        return
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        yield "unlimited"
+        return
+    what = "reading and writing NVMe" if to_nvme else "InfiniBand and RoCE between the nodes"
+    yield doubt(
+        "TC130",
+        "offload" if to_nvme else "hardware.nodes",
+        f"at most {soft / 2**20:,.1f} MiB of memory can be locked (ulimit -l); {what} may fail "
+        "or be slow",
+        "ulimit -l unlimited, in limits.conf or the scheduler's; docker run --ulimit memlock=-1",
+    )
+
+
+def memory_is_there(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """The memory that the plan is budgeted against may be used by this process."""
+    limit = host_memory_limit()
+    planned = hardware.host_memory_bytes
+    if planned is None or limit >= planned * 0.97:  # kernels and firmware keep some to themselves
+        yield f"{limit / 2**30:.1f} GiB may be used"
+        return
+    yield problem(
+        "TC131",
+        "hardware.host_memory_bytes",
+        f"the plan is for {planned / 2**30:.1f} GiB of host memory, and {limit / 2**30:.1f} GiB "
+        "may be used here (of the machine, or its control group)",
+        "more memory for the job or container, or hardware.host_memory_bytes=null",
+    )

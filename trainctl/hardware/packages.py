@@ -1,0 +1,121 @@
+"""Whether the installed packages go together, by their own metadata: nothing is imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from trainctl.config.schema import Accelerator, RunConfig
+from trainctl.errors import Finding
+from trainctl.hardware.detect import driver_cuda_version
+from trainctl.hardware.facts import Hardware
+from trainctl.hardware.finding import problem
+
+ASKED = ("trainctl", "deepspeed", "transformers", "accelerate")
+"""Packages whose requirements are compared with what is installed; the last one is optional."""
+
+SHOWN = ("torch", "deepspeed", "transformers", "accelerate")
+
+
+def go_together(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """What each of these packages requires is installed, in a version that it takes."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    is_well = True
+    for name in ASKED:
+        for text in _requirements(name):
+            try:
+                wanted = Requirement(text)
+            except InvalidRequirement:
+                continue
+            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+                continue
+            found = version(wanted.name)
+            if found is not None and wanted.specifier.contains(found, prereleases=True):
+                continue
+            is_well = False
+            has = "is not installed" if found is None else f"{found} is installed"
+            yield problem(
+                "TC124",
+                "",
+                f"{name} {version(name)} needs {wanted.name} {wanted.specifier}".rstrip()
+                + f", and {has}",
+                f"pip install '{wanted.name}{wanted.specifier}'",
+            )
+    if is_well:
+        known = [(name, version(name)) for name in SHOWN]
+        yield ", ".join(f"{name} {found}" for name, found in known if found)
+
+
+def torch_matches_the_device(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """Torch was built for the plan's kind of device, and the driver is new enough for it."""
+    build = torch_build()
+    if build is None:
+        return  # told by the check above
+    cuda, hip = build
+    kind = hardware.accelerator
+    if kind is Accelerator.cpu:
+        yield f"{version('torch')}, on the CPU"
+        return
+    if (kind is Accelerator.cuda and not cuda) or (kind is Accelerator.rocm and not hip):
+        yield problem(
+            "TC125",
+            "hardware.accelerator",
+            f"torch {version('torch')} was built without {kind.value}",
+            f"install torch's {kind.value} build (https://pytorch.org/get-started/locally)",
+        )
+        return
+    driver = driver_cuda_version() if kind is Accelerator.cuda else None
+    if driver is not None and driver[0] < _numbers(cuda)[0]:
+        shown = ".".join(map(str, driver))
+        yield problem(
+            "TC125",
+            "hardware.accelerator",
+            f"torch {version('torch')} is for CUDA {cuda}, and the driver supports CUDA {shown}",
+            f"a newer driver, or torch's build for CUDA {driver[0]}",
+        )
+        return
+    yield f"{version('torch')}, for {f'CUDA {cuda}' if cuda else f'ROCm {hip}'}"
+
+
+def version(name: str) -> str | None:
+    """The installed version of a package."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def torch_build() -> tuple[str, str] | None:
+    """Versions of CUDA and HIP that torch was built for, empty where not; None without torch."""
+    text = packaged_text("torch", "torch/version.py")
+    if text is None:
+        return None
+    found = {
+        name: re.search(rf"^{name}\b[^=\n]*=\s*'([^']*)'", text, re.MULTILINE)
+        for name in ("cuda", "hip")
+    }
+    cuda, hip = (match[1] if match else "" for match in found.values())
+    return cuda, hip
+
+
+def packaged_text(name: str, file: str) -> str | None:
+    """The text of a file of an installed package; None if either is not there."""
+    try:
+        path = Path(str(metadata.distribution(name).locate_file(file)))
+        return path.read_text(encoding="utf-8")
+    except (metadata.PackageNotFoundError, OSError):
+        return None
+
+
+def _requirements(name: str) -> list[str]:
+    try:
+        return metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", text)]

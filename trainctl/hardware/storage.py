@@ -1,0 +1,99 @@
+"""Whether the folder for offloaded states is a disk that keeps what is written."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from trainctl.config.schema import OffloadDevice, RunConfig
+from trainctl.errors import Finding
+from trainctl.hardware.facts import Hardware
+from trainctl.hardware.finding import doubt, problem
+
+PROBE_BYTES = 1 << 20
+
+_MEMORY = frozenset({"tmpfs", "ramfs"})
+_REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "fuse.sshfs"})
+
+
+def nvme_keeps_what_is_written(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """A block is written and read back, past the page cache, as DeepSpeed's async_io does."""
+    offload = config.offload
+    if OffloadDevice.nvme not in (offload.optimizer, offload.parameters) or not offload.nvme_path:
+        return
+    key, folder = "offload.nvme_path", Path(offload.nvme_path).expanduser()
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        yield problem("TC132", key, f"{folder} {what}", f"mkdir -p {folder}, or name another")
+        return
+    try:
+        is_direct = write_and_read_back(folder)
+    except (OSError, ValueError) as error:
+        yield problem(
+            "TC132", key, f"{folder} does not work: {error}", "name a folder of a local disk"
+        )
+        return
+    kind = filesystem(folder)
+    if kind in _MEMORY:
+        what = f"is {kind}: states offloaded to it stay in host memory"
+    elif kind in _REMOTE:
+        what = f"is {kind}, a network file system: training waits for every block"
+    elif not is_direct:
+        what = f"({kind}) takes no direct I/O, which async_io uses"
+    else:
+        yield f"{folder} ({kind}) was written and read back"
+        return
+    yield doubt("TC132", key, f"{folder} {what}", "name a folder of a local NVMe drive")
+
+
+def write_and_read_back(folder: Path) -> bool:
+    """Write a block to a new file of the folder and compare what is read; leaves nothing.
+
+    Returns:
+        Whether both went past the page cache (O_DIRECT), as far as the file system says.
+
+    Raises:
+        OSError: It cannot be written or read.
+        ValueError: What is read is not what was written.
+    """
+    written = os.urandom(PROBE_BYTES)
+    descriptor, name = tempfile.mkstemp(prefix=".trainctl-probe-", dir=folder)
+    os.close(descriptor)
+    try:
+        # Direct I/O wants an aligned buffer, which an anonymous mapping is.
+        with mmap.mmap(-1, PROBE_BYTES) as buffer:
+            descriptor, is_direct = _open(name)
+            try:
+                buffer[:] = written
+                if os.pwrite(descriptor, buffer, 0) != PROBE_BYTES:
+                    raise OSError("a block was written only in part")
+                os.fsync(descriptor)
+                buffer[:] = bytes(PROBE_BYTES)
+                os.preadv(descriptor, [buffer], 0)
+                if buffer[:] != written:
+                    raise ValueError("what is read back is not what was written")
+            finally:
+                os.close(descriptor)
+    finally:
+        with suppress(OSError):
+            Path(name).unlink()
+    return is_direct
+
+
+def _open(name: str) -> tuple[int, bool]:
+    with suppress(OSError):
+        return os.open(name, os.O_RDWR | os.O_DIRECT), True
+    return os.open(name, os.O_RDWR), False
+
+
+def filesystem(folder: Path) -> str:
+    """Kind of the file system that a folder lies on; empty if unknown."""
+    path = folder.resolve()
+    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    return next((mounts[each] for each in (path, *path.parents) if each in mounts), "")

@@ -1,0 +1,100 @@
+"""What the ranks of a run execute: trainctl's trainer, or a program or function of the user's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.schema import Accelerator, RunConfig
+from trainctl.config.user_code import functions, has_own_config
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.types import RunPlan
+from trainctl.runs.directory import read_record
+from trainctl.runs.layout import AttemptPaths, RunPaths
+
+CONFIG_VARIABLE = "TRAINCTL_DEEPSPEED_CONFIG"
+PLAN_VARIABLE = "TRAINCTL_PLAN"
+
+
+def command(
+    config: RunConfig, run: RunPaths, attempt: AttemptPaths, *, python: str = sys.executable
+) -> tuple[str, ...]:
+    """The command line of every rank, by the Python of its machine."""
+    if config.script is None:
+        attempt_of = (str(run.root), "--attempt", str(attempt.number))
+        return (python, "-m", "trainctl.train", *attempt_of)
+    start = (python, config.script) if config.script.endswith(".py") else (config.script,)
+    return (*start, *config.script_arguments, *_config_arguments(config, attempt))
+
+
+def _config_arguments(config: RunConfig, attempt: AttemptPaths) -> tuple[str, ...]:
+    flag = config.script_config_flag
+    if flag is None or has_own_config(config):
+        return ()
+    return (flag, str(attempt.deepspeed))
+
+
+def of_ranks(
+    config: RunConfig,
+    run: RunPaths,
+    attempt: AttemptPaths,
+    *,
+    rank_command: Sequence[str] | None,
+    folder: Path | None,
+    python: str = sys.executable,
+) -> dict[str, Any]:
+    """The fields of an `AttemptCommand` that say what the ranks execute, and where.
+
+    Args:
+        config: Of the run.
+        run: The run.
+        attempt: The attempt.
+        rank_command: Another command line for the ranks, which then needs no corpus prepared.
+        folder: Where agents and ranks run; None is where they are started.
+        python: The Python of the ranks' machines.
+    """
+    return {
+        "rank_command": tuple(rank_command or command(config, run, attempt, python=python)),
+        "prepare": rank_command is None and config.trains_itself,
+        "is_users": not config.trains_itself,
+        "folder": None if folder is None else str(folder),
+    }
+
+
+def environment(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str]:
+    """Variables for a program or function of the user's; none for trainctl's trainer.
+
+    Beside them every process has `TRAINCTL_RUN_DIR` and `TRAINCTL_ATTEMPT`, and every rank what
+    torch reads: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`,
+    `MASTER_PORT`.
+    """
+    if plan.config.trains_itself:
+        return {}
+    on_cpu = plan.hardware.accelerator is Accelerator.cpu
+    return {
+        CONFIG_VARIABLE: str(attempt.deepspeed),
+        PLAN_VARIABLE: str(attempt.plan),
+        "DS_ACCELERATOR": "cpu" if on_cpu else "cuda",
+    }
+
+
+def folder(config: RunConfig, run: RunPaths) -> Path | None:
+    """The folder that the run was launched from, where it has code of the user's to find.
+
+    None where nothing of the user's runs: then the current folder will do.
+
+    Raises:
+        TrainctlError: It is gone (exit code 4).
+    """
+    if config.script is None and not any(functions(config)):
+        return None
+    where = Path(str(read_record(run)["folder"]))
+    if not where.is_dir():
+        raise TrainctlError(
+            f"{where}, which this run was launched from, is not there",
+            hint="its script and functions run in that folder; start a new run elsewhere",
+            exit_code=ExitCode.environment,
+        )
+    return where

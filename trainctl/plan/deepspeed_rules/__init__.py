@@ -1,0 +1,62 @@
+"""Rules over DeepSpeed's JSON, whoever wrote it: a small function each, with a stable identifier.
+
+They look at the JSON and what is known about where it will be used, and mirror what DeepSpeed does
+with it: what it refuses, when a process has long started, and what it accepts and then does
+otherwise than one expects. `trainctl validate --deepspeed` checks a file by them; a plan's own JSON
+goes through them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainctl.errors import Finding
+from trainctl.plan.deepspeed_rules import (
+    batch,
+    engine,
+    keys,
+    offload,
+    optimizer,
+    precision,
+    schedule,
+    zero,
+)
+from trainctl.plan.deepspeed_rules.case import Case, Surroundings
+from trainctl.plan.deepspeed_rules.rule import Meets, Problem, Rule
+from trainctl.plan.deepspeed_schema import Schema, load
+
+RULES: tuple[Rule, ...] = tuple(
+    sorted(
+        (
+            *keys.RULES,
+            *batch.RULES,
+            *engine.RULES,
+            *precision.RULES,
+            *optimizer.RULES,
+            *schedule.RULES,
+            *zero.RULES,
+            *offload.RULES,
+        ),
+        key=lambda rule: rule.identifier,
+    )
+)
+"""Every rule, by identifier; identifiers are never reused."""
+
+
+def check(
+    json: Mapping[str, Any], around: Surroundings | None = None, schema: Schema | None = None
+) -> tuple[Finding, ...]:
+    """What is wrong with a JSON, errors first, else in the order of the rules.
+
+    Args:
+        json: As read; the keys of findings are its dotted keys.
+        around: What is known about where it will be used.
+        schema: Of the version of DeepSpeed that will read it; the newest known by default.
+    """
+    case = Case(json, around or Surroundings(), schema or load())
+    found = [finding for rule in RULES for finding in rule.findings(case)]
+    return tuple(sorted(found, key=lambda finding: not finding.is_error))
+
+
+__all__ = ["RULES", "Case", "Meets", "Problem", "Rule", "Surroundings", "check"]

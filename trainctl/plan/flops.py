@@ -1,0 +1,60 @@
+"""Model FLOPs: what a token costs by the mathematics of the model, from its shape alone.
+
+The formula is that of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), 6 N + 12 L H Q T
+floating point operations per token of training:
+
+- N: weights that a token is multiplied with: the matrices of every block, and the output projection
+  (also when it is tied). Looking up an embedding multiplies nothing; norms and biases are left out.
+  Each takes a multiplication and an addition forward, and twice that backward.
+- 12 L H Q T: attention scores and their weighted sum, with L blocks, H query heads of width Q, and
+  T keys for each query. As in the paper they are not halved for being causal; a sliding window
+  bounds T.
+
+What is done again to save memory (recomputed activations) is not counted: it is no progress.
+"""
+
+from __future__ import annotations
+
+from trainctl.config.schema import ModelConfig, ModelFamily
+from trainctl.plan.shapes import block_tensors, head_dim, head_tensor
+
+TERA = 1e12
+
+
+def multiplied_weights(model: ModelConfig) -> int:
+    """N: elements of the matrices that every token is multiplied with."""
+    block = sum(tensor.numel for tensor in block_tensors(model) if tensor.is_matrix)
+    return block * model.num_layers + head_tensor(model).numel
+
+
+def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
+    """Floating point operations of the forward and backward pass, per token of a sequence.
+
+    Args:
+        model: Its shape. A transformers directory is counted as a Llama of its shape.
+        sequence_length: Tokens that attend to each other.
+    """
+    keys = sequence_length
+    if model.family is not ModelFamily.gpt2 and model.sliding_window is not None:
+        keys = min(keys, model.sliding_window)
+    width = model.num_attention_heads * head_dim(model)
+    return 6 * multiplied_weights(model) + 12 * model.num_layers * width * keys
+
+
+def utilisation(
+    flops: float, seconds: float, *, devices: int, peak_tflops: float | None
+) -> float | None:
+    """Model FLOPs utilisation: the share of what the devices could have done in that time.
+
+    Args:
+        flops: Done by all devices together.
+        seconds: That they took.
+        devices: Their number.
+        peak_tflops: Dense peak of one of them in the format of the matrix products, TFLOP/s.
+
+    Returns:
+        Between 0 and 1; None without a known peak.
+    """
+    if peak_tflops is None:
+        return None
+    return flops / (seconds * devices * peak_tflops * TERA)

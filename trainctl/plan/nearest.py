@@ -1,0 +1,17 @@
+"""The whole numbers next to one that is not legal."""
+
+from __future__ import annotations
+
+
+def nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The divisors of `number` next to `wanted`: the largest below, the smallest above."""
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    below = [size for size in divisors if size <= wanted]
+    above = [size for size in divisors if size > wanted]
+    return below[-1:] + above[:1]
+
+
+def nearest_multiples(number: int, step: int) -> list[int]:
+    """The positive multiples of `step` around `number`, without `number` itself."""
+    below = (number - 1) // step * step
+    return [value for value in (below, below + step) if value > 0 and value != number] or [step]

@@ -1,0 +1,31 @@
+"""Which decoder blocks are recomputed in the backward pass."""
+
+from __future__ import annotations
+
+from trainctl.config.schema import ActivationCheckpointingConfig, CheckpointingMode, RunConfig
+from trainctl.plan.types import Derived
+
+
+def is_wrapped(block: int, config: ActivationCheckpointingConfig) -> bool:
+    """Whether a block, counted from 0 over the whole model, is recomputed.
+
+    The first of every k: of the others the last is then kept whole, whose backward pass comes when
+    memory is fullest and would need its activations at once again.
+    """
+    return config.mode is not CheckpointingMode.none and block % config.every_kth_block == 0
+
+
+def wrapped_blocks(config: RunConfig) -> tuple[Derived, ...]:
+    """How many of the model's blocks are recomputed; nothing where recomputation is off."""
+    settings, layers = config.activation_checkpointing, config.model.num_layers
+    if settings.mode is CheckpointingMode.none:
+        return ()
+    count = sum(is_wrapped(block, settings) for block in range(layers))
+    which = "all" if settings.every_kth_block == 1 else f"one in {settings.every_kth_block}"
+    return (
+        Derived(
+            key="activation_checkpointing.wrapped_blocks",
+            value=count,
+            reason=f"activation_checkpointing.mode={settings.mode.value}: {which} of {layers}",
+        ),
+    )

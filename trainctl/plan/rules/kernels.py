@@ -1,0 +1,162 @@
+"""Rules about kernels and compilers: where they run, and what they can see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainctl.config.schema import (
+    Accelerator,
+    CheckpointingMode,
+    CompileKind,
+    CrossEntropyKind,
+    ModelConfig,
+    ModelFamily,
+    OffloadDevice,
+)
+from trainctl.errors import Finding
+from trainctl.plan.rules.draft import Draft, error
+
+LIGER_ARCHITECTURES = ("llama", "mistral", "qwen3")
+"""Those whose blocks are made of what Liger replaces, by transformers' `model_type`."""
+
+PLAIN_HEADS = ("gpt2", "llama", "mistral", "qwen3")
+"""Those that do nothing but a product between the last hidden states and the logits."""
+
+
+def liger_runs_here(draft: Draft) -> Iterator[Finding]:
+    """Liger is written in Triton, for GPUs, one architecture at a time."""
+    kernels, architecture = draft.config.kernels, _architecture(draft.config.model)
+    on_cpu = draft.hardware.accelerator is Accelerator.cpu
+    if kernels.liger and on_cpu:
+        yield error(
+            "kernels.liger",
+            f"kernels.liger needs a GPU, and the hardware is {draft.hardware.name}",
+            "kernels.liger=false",
+        )
+    if kernels.cross_entropy is CrossEntropyKind.liger_fused and on_cpu:
+        yield error(
+            "kernels.cross_entropy",
+            f"kernels.cross_entropy=liger_fused needs a GPU, and the hardware is "
+            f"{draft.hardware.name}",
+            "kernels.cross_entropy=chunked",
+        )
+    if kernels.liger and architecture not in LIGER_ARCHITECTURES:
+        known = ", ".join(LIGER_ARCHITECTURES)
+        yield error(
+            "kernels.liger",
+            f"kernels.liger is for {known}, and the model is {architecture}",
+            "kernels.liger=false",
+        )
+    if kernels.liger and draft.config.parallelism.pipeline > 1:
+        yield error(
+            "kernels.liger",
+            "kernels.liger with pipeline stages: Liger changes whole models only",
+            "kernels.liger=false, or parallelism.pipeline=1",
+        )
+
+
+def loss_sees_the_hidden_states(draft: Draft) -> Iterator[Finding]:
+    """A loss without all logits goes from the last hidden states through the head by itself."""
+    config = draft.config
+    kind, key = config.kernels.cross_entropy, "kernels.cross_entropy"
+    if kind is CrossEntropyKind.plain:
+        return
+    if _architecture(config.model) not in PLAIN_HEADS:
+        yield error(
+            key,
+            f"{key}={kind.value} with the {_architecture(config.model)} architecture: what it does "
+            "between its last hidden states and its logits is not known",
+            f"{key}=plain",
+        )
+    if config.parallelism.pipeline > 1:
+        yield error(
+            key,
+            f"{key}={kind.value} with pipeline stages: DeepSpeed's pipeline computes the loss from "
+            "logits",
+            f"{key}=plain, or parallelism.pipeline=1",
+        )
+    if kind is CrossEntropyKind.liger_fused and config.parallelism.tensor > 1:
+        yield error(
+            key,
+            f"{key}=liger_fused needs the whole vocabulary, and parallelism.tensor="
+            f"{config.parallelism.tensor} splits it",
+            f"{key}=chunked",
+        )
+
+
+def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Finding]:
+    """What torch.compile cannot take into a block's graph."""
+    config = draft.config
+    if config.kernels.compile is not CompileKind.blocks:
+        return
+    key, axes = "kernels.compile", config.parallelism
+    if config.activation_checkpointing.mode is CheckpointingMode.selective:
+        yield error(
+            "activation_checkpointing.mode",
+            f"activation_checkpointing.mode=selective with {key}=blocks: operations are not told "
+            "apart in a compiled block, where the compiler decides what is kept",
+            f"activation_checkpointing=full, or {key}=none",
+        )
+    for axis in ("tensor", "sequence"):
+        if getattr(axes, axis) > 1:
+            yield error(
+                key,
+                f"{key}=blocks with parallelism.{axis}={getattr(axes, axis)}: the blocks "
+                "communicate inside, which is not compiled",
+                f"{key}=none, or parallelism.{axis}=1",
+            )
+
+
+def deepcompile_runs_here(draft: Draft) -> Iterator[Finding]:
+    """DeepCompile works on the graph of the whole model (compile/ of DeepSpeed)."""
+    config = draft.config
+    if config.kernels.compile is not CompileKind.deepcompile:
+        return
+    key, axes = "kernels.compile", config.parallelism
+    if draft.hardware.accelerator is not Accelerator.cuda:
+        yield error(
+            key,
+            f"{key}=deepcompile is for NVIDIA GPUs, and the hardware is {draft.hardware.name}",
+            f"{key}=none",
+        )
+    if config.zero_stage.stage == 0:
+        yield error(
+            key,
+            f"{key}=deepcompile at ZeRO stage 0: DeepSpeed would fall back to torch.compile",
+            f"zero_stage=1, or {key}=blocks",
+        )
+    for axis in ("tensor", "pipeline", "sequence"):
+        if getattr(axes, axis) > 1:
+            yield error(
+                key,
+                f"{key}=deepcompile knows data parallelism only, and parallelism.{axis}="
+                f"{getattr(axes, axis)}",
+                f"{key}=none, or parallelism.{axis}=1",
+            )
+    if config.activation_checkpointing.mode is not CheckpointingMode.none:
+        yield error(
+            "activation_checkpointing.mode",
+            f"activation_checkpointing.mode={config.activation_checkpointing.mode.value} with "
+            f"{key}=deepcompile: the compiler decides itself what the backward pass keeps",
+            f"activation_checkpointing=none, or {key}=blocks",
+        )
+    if OffloadDevice.nvme in (config.offload.optimizer, config.offload.parameters):
+        yield error(
+            key,
+            f"{key}=deepcompile with offload to NVMe: DeepCompile moves states to host memory only",
+            f"offload=cpu-all, or {key}=blocks",
+        )
+    if config.kernels.cross_entropy is not CrossEntropyKind.plain or config.kernels.liger:
+        yield error(
+            key,
+            f"{key}=deepcompile compiles the model and its loss; other kernels would cut its graph",
+            "kernels.cross_entropy=plain kernels.liger=false",
+        )
+
+
+def _architecture(model: ModelConfig) -> str:
+    """transformers' `model_type`."""
+    if model.family is ModelFamily.hf:
+        return model.model_type or "unknown"
+    name: str = model.family.value
+    return name

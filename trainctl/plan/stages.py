@@ -1,0 +1,77 @@
+"""Which blocks a pipeline stage has: the chain of embedding, blocks and head, cut in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainctl.config.schema import ModelConfig, ParallelismConfig, PipelinePartition
+from trainctl.plan import shapes
+
+
+def blocks_of_stages(
+    model: ModelConfig, parallelism: ParallelismConfig, *, sequence_length: int
+) -> tuple[int, ...]:
+    """Number of blocks of each stage, at least one each; what the config lists, if it lists it.
+
+    The heaviest stage is made as light as possible, as `partition_balanced` of
+    deepspeed/runtime/utils.py does; of several such cuts, the one whose early stages have most.
+
+    Args:
+        model: The model; with fewer blocks than stages (a rule's error) some have none.
+        parallelism: Number of stages and what they are balanced by.
+        sequence_length: Tokens of a sequence, which attention's time depends on.
+    """
+    if parallelism.stage_blocks:
+        return tuple(parallelism.stage_blocks)
+    layers, stages = model.num_layers, parallelism.pipeline
+    uniform = parallelism.pipeline_partition is PipelinePartition.uniform
+    if uniform or layers < stages:
+        return tuple((layers + stages - 1 - stage) // stages for stage in range(stages))
+    if parallelism.pipeline_partition is PipelinePartition.parameters:
+        first, block, last = _parameters(model)
+    else:
+        first, block, last = _time(model, sequence_length)
+    fixed = [0] * stages
+    fixed[0] += first
+    fixed[-1] += last
+    return balanced(layers, fixed, max(1, block))
+
+
+def balanced(layers: int, fixed: Sequence[int], block: int) -> tuple[int, ...]:
+    """Blocks of each stage, at least one, with the heaviest stage as light as possible.
+
+    Args:
+        layers: Blocks in all, at least as many as stages.
+        fixed: What each stage weighs without blocks.
+        block: What a block weighs, above 0.
+    """
+    low = max(max(fixed) + block, -(-(sum(fixed) + layers * block) // len(fixed)))
+    high = max(fixed) + layers * block
+    while low < high:
+        limit = (low + high) // 2
+        if sum((limit - load) // block for load in fixed) >= layers:
+            high = limit
+        else:
+            low = limit + 1
+    counts: list[int] = []
+    for stage, load in enumerate(fixed):
+        later = len(fixed) - stage - 1  # each of these has at least one
+        counts.append(min((low - load) // block, layers - sum(counts) - later))
+    return tuple(counts)
+
+
+def _parameters(model: ModelConfig) -> tuple[int, int, int]:
+    """Parameters before the blocks, of a block, and after the blocks."""
+    count = shapes.count_parameters(model)
+    return count.embeddings, count.block, count.final_norm + shapes.head_tensor(model).numel
+
+
+def _time(model: ModelConfig, sequence_length: int) -> tuple[int, int, int]:
+    """Multiply-adds of a token before the blocks, in a block, and after the blocks.
+
+    A matrix has one for each element, attention two for each element of a query and key before the
+    token, on average half the sequence (arXiv:2001.08361, section 2.1).
+    """
+    matrices = sum(t.numel for t in shapes.block_tensors(model) if t.is_matrix)
+    attention = model.num_attention_heads * shapes.head_dim(model) * sequence_length
+    return 0, matrices + attention, shapes.head_tensor(model).numel

@@ -1,0 +1,237 @@
+"""From a DeepSpeed JSON to group choices and overrides that render back to an equivalent one.
+
+Equivalent is meant as DeepSpeed reads it: by the values in force, defaults included. What no key of
+trainctl's says is passed through as `deepspeed.*`; what trainctl derives is left out, and said.
+"""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainctl.config.codec import to_plain
+from trainctl.config.compose import compose
+from trainctl.config.schema import RunConfig, walk
+from trainctl.plan.deepspeed import flatten
+from trainctl.plan.deepspeed_rules import Case, Surroundings
+from trainctl.plan.resolve import resolve
+from trainctl.plan.rules.escape import OWNED_KEYS
+from trainctl.planner.import_values import Wanted, wanted_values
+
+OURS = {
+    "steps_per_print": "trainctl reports itself",
+    "wall_clock_breakdown": "trainctl reports itself",
+    "optimizer.params.torch_adam": "trainctl chooses the kernel",
+    "optimizer.params.adam_w_mode": "optimizer.kind says it",
+    "torch_autocast.lower_precision_safe_modules": "trainctl keeps ZeRO's gathering exact",
+    "tensor_parallel.autotp_size": "parallelism.tensor says it",
+    "sequence_parallel_size": "parallelism.sequence says it",
+    "seq_parallel_communication_data_type": "precision.communication says it",
+}
+"""Keys that trainctl sets by itself, and why they are not taken over."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A key of the JSON that is not taken over, its value, and why."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What a DeepSpeed JSON becomes.
+
+    Attributes:
+        choices: Option of each group that it implies.
+        settings: Keys that differ from these options, with their values.
+        passed: Keys of DeepSpeed's that are passed through, without `deepspeed.`.
+        left_out: Keys that are not taken over.
+    """
+
+    choices: Mapping[str, str]
+    settings: Mapping[str, Any]
+    passed: Mapping[str, Any]
+    left_out: tuple[LeftOut, ...]
+
+    @property
+    def overrides(self) -> list[str]:
+        """As they are typed on the command line, without a shell's quotes."""
+        return [
+            *(f"{group}={option}" for group, option in self.choices.items()),
+            *(f"{key}={_written(value)}" for key, value in self.settings.items()),
+            *(f"deepspeed.{key}={_written(value)}" for key, value in self.passed.items()),
+        ]
+
+
+def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = "cpu") -> Imported:
+    """Turn a DeepSpeed JSON without errors into choices and overrides.
+
+    Args:
+        json: As read; `trainctl.plan.deepspeed_rules.check` finds no error in it.
+        world_size: Ranks that it is for; batches are counted over them.
+        accelerator: Kind of their device, an option of the group `hardware`.
+    """
+    case = Case(json, Surroundings(world_size=world_size, fills_auto=True))
+    wanted = wanted_values(case)
+    here = [f"hardware={world_size}x{accelerator}"]
+    choices = [f"{group}={option}" for group, option in wanted.choices.items()]
+    base = compose([*here, *choices, "training.steps=1000"]).config
+    settings = _differing(wanted, base)
+    written = [f"{key}={_written(value)}" for key, value in settings.items()]
+    config = compose([*here, *choices, "training.steps=1000", *written]).config
+    rendered = _rendered(config)
+    passed, left_out = _rest(case, wanted, rendered)
+    return Imported(
+        wanted.choices, settings, passed, (*(LeftOut(*each) for each in wanted.left_out), *left_out)
+    )
+
+
+def differences(
+    original: Mapping[str, Any], rendered: Mapping[str, Any], *, world_size: int
+) -> list[str]:
+    """Keys whose value in force differs, of all that either JSON has; `OURS` apart.
+
+    What the trainer does itself, by keys of its own, is not compared: the schedule, and the
+    optimizer's parameters one by one.
+    """
+    before = Case(original, Surroundings(world_size=world_size, fills_auto=True))
+    ranks = int(before.counted_ranks or 1) // before.tensor_size
+    after = Case(rendered, Surroundings(world_size=world_size, data_parallel_size=ranks))
+    names = {*before.values, *after.values} - {"scheduler.type", "optimizer.type"} - {*OURS}
+    names -= {*BATCH}
+    names = {name for name in names if not before.schema.keys[name].is_section}
+    different = [name for name in names if not _same(before, after, name)]
+    batches = (_batch(before, ranks), _batch(after, ranks))
+    return sorted([*different, *(["train_batch_size"] if batches[0] != batches[1] else [])])
+
+
+def _differing(wanted: Wanted, base: RunConfig) -> dict[str, Any]:
+    """What is wanted and the chosen options do not say already."""
+    plain = {key: to_plain(value) for key, _, value in walk(base)}
+    return {key: value for key, value in wanted.settings.items() if plain[key] != value}
+
+
+def _rendered(config: RunConfig) -> dict[str, Any]:
+    """The JSON of a configuration; of what can be derived where the whole cannot be planned."""
+    from trainctl.hardware import resolve_hardware
+    from trainctl.plan.deepspeed import derived_settings, render
+    from trainctl.plan.derive import derive_batch, derive_mesh
+    from trainctl.plan.types import Batch, Mesh
+
+    hardware = resolve_hardware(config.hardware)
+    plan = resolve(config, hardware).plan
+    if plan is not None:
+        return plan.deepspeed
+    mesh = derive_mesh(config.parallelism, hardware)[0] or Mesh(
+        data=1, tensor=1, pipeline=1, sequence=1
+    )
+    batch = derive_batch(config.training, mesh.data)[0] or Batch(
+        global_batch_size=1, micro_batch_size=1, gradient_accumulation_steps=1, sequence_length=2
+    )
+    return render(derived_settings(config, mesh, batch))
+
+
+def _rest(
+    case: Case, wanted: Wanted, rendered: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[LeftOut]]:
+    """What is left of the JSON: passed through, or left out with the reason."""
+    ours = Case(rendered)
+    derived = {key for key, _ in flatten(rendered)}
+    passed: dict[str, Any] = {}
+    left_out: list[LeftOut] = []
+    for path, value in _leaves(case):
+        key = ".".join(path)
+        known = case.schema.keys.get(key)
+        name = (known.same_as or known.name) if known else key
+        if key in wanted.taken or path[0] in wanted.taken or (known and known.replaced):
+            continue
+        if name in OURS:
+            left_out.append(LeftOut(key, value, OURS[name]))
+        elif path[0] in OWNED_KEYS:
+            left_out.append(LeftOut(key, value, OWNED_KEYS[path[0]]))
+        elif name in case.schema.keys and _same(case, ours, name):
+            continue
+        elif any(f"{name}.".startswith(f"{k}.") or f"{k}.".startswith(f"{name}.") for k in derived):
+            shown = ours.values.get(name)
+            left_out.append(LeftOut(key, value, f"trainctl derives it, as {_written(shown)}"))
+        else:
+            passed[name] = value
+    return passed, left_out
+
+
+def _leaves(case: Case) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value of the JSON that is no section, or a section that may hold anything."""
+    for path, value, key in case.entries():
+        is_section = key is not None and key.is_section and isinstance(value, Mapping)
+        if is_section and key is not None and key.unknown != "free" and value:
+            continue
+        if key is None or case.is_filled(path, value):
+            continue
+        yield path, value
+
+
+def _same(before: Case, after: Case, name: str) -> bool:
+    """Whether a value in force is the same, or nothing reads it in either."""
+    left, right = _in_force(before, name), _in_force(after, name)
+    return bool(left == right)
+
+
+def _in_force(case: Case, name: str) -> Any:
+    value = case.get(name)
+    if name == "zero_optimization.overlap_comm" and value is None:
+        return case.stage == 3
+    if name == "communication_data_type" and value is None:
+        return case.weights
+    if name == "data_types.grad_accum_dtype" and value is None:
+        return case.weights
+    if name == "torch_autocast.dtype":
+        value = value or "bf16"
+    if name.endswith("_dtype") or name.endswith(".dtype"):
+        short = str(value).removeprefix("torch.")
+        return FORMATS.get(short, short)
+    if name == "log_level" and value is None:
+        return "warning"
+    return value.lower() if case.schema.keys[name].any_case and isinstance(value, str) else value
+
+
+FORMATS = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+}
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def _batch(case: Case, ranks: int) -> tuple[int, int] | None:
+    """Micro batch and accumulation steps, from whichever of the batch keys are given.
+
+    None where others fill them in. As runtime/config.py does it; the samples that the ranks of a
+    tensor-parallel group share count once.
+    """
+    total, micro, steps = (case.get(name) for name in BATCH)
+    if any(case.has(name) and case.get(name) is None for name in BATCH):
+        return None
+    if total is not None and case.around.data_parallel_size is None:
+        total //= case.tensor_size
+    if micro is None:
+        steps = steps or 1
+        micro = total // ranks // steps
+    return micro, steps or (total // (micro * ranks) if total is not None else 1)
+
+
+def _written(value: Any) -> str:
+    """A value in the grammar of overrides."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}: {_written(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ",".join(_written(item) for item in value) + "]"
+    if isinstance(value, str):
+        return value if value.isidentifier() else json_text.dumps(value)
+    return json_text.dumps(value)

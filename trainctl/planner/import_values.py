@@ -1,0 +1,268 @@
+"""Which keys of trainctl's say what a DeepSpeed JSON says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainctl.plan.deepspeed_rules import Case
+from trainctl.plan.deepspeed_rules.values import is_number
+
+ZERO = "zero_optimization"
+ZERO_FIELDS = {
+    "overlap_comm": "overlap_comm",
+    "contiguous_gradients": "contiguous_gradients",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_bucket_size": "reduce_bucket_size",
+}
+STAGE_1_2_FIELDS = {"allgather_bucket_size": "allgather_bucket_size"}
+STAGE_3_FIELDS = {
+    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
+    "stage3_param_persistence_threshold": "param_persistence_threshold",
+    "stage3_max_live_parameters": "max_live_parameters",
+    "stage3_max_reuse_distance": "max_reuse_distance",
+    "sub_group_size": "sub_group_size",
+    "zero_hpz_partition_size": "hpz_partition_size",
+    "zero_quantized_weights": "quantized_weights",
+    "zero_quantized_gradients": "quantized_gradients",
+}
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("adamw", {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}),
+    "lion": ("lion", {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.0}),
+    "lamb": ("lamb", {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}),
+    "muon": (
+        "muon",
+        {"lr": 0.02, "momentum": 0.95, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0},
+    ),
+    "SGD": ("sgd", {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}),
+    "Adafactor": ("adafactor", {"lr": 1e-2, "weight_decay": 0.0}),
+}
+"""By DeepSpeed's name: our kind, and the defaults of its class."""
+
+TORCH_WEIGHT_DECAY = 0.01
+"""Default of torch.optim.AdamW, which `torch_adam` chooses; FusedAdam's is 0."""
+
+PARAMETERS = {
+    "lr": "lr",
+    "weight_decay": "weight_decay",
+    "eps": "epsilon",
+    "momentum": "momentum",
+    "muon_lr": "matrix_lr",
+}
+NOT_PARAMETERS = ("torch_adam", "adam_w_mode", "betas")
+
+MASTERS = {
+    "bf16.bf16_master_weights_and_grads": "bf16",
+    "fp16.fp16_master_weights_and_grads": "fp16",
+}
+
+
+@dataclass
+class Wanted:
+    """What trainctl's keys must say.
+
+    Attributes:
+        choices: Option of each group.
+        settings: Value of each key.
+        taken: Keys and sections of the JSON that these stand for.
+        left_out: Key, value and reason of what nothing stands for.
+    """
+
+    choices: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+    left_out: list[tuple[str, Any, str]] = field(default_factory=list)
+
+    def take(self, key: str, ours: str, value: Any) -> None:
+        """A key of ours stands for one of DeepSpeed's."""
+        self.taken.add(key)
+        self.settings[ours] = value
+
+
+def wanted_values(case: Case) -> Wanted:
+    """Choices and values for everything in the JSON that trainctl has a key for."""
+    wanted = Wanted()
+    _batch(case, wanted)
+    _optimizer(case, wanted)
+    _schedule(case, wanted)
+    _zero(case, wanted)
+    _offload(case, wanted)
+    _precision(case, wanted)
+    if case.tensor_size > 1:
+        wanted.take("tensor_parallel.autotp_size", "parallelism.tensor", case.tensor_size)
+    sequence = case.get("sequence_parallel_size")
+    if is_number(sequence) and sequence > 1:
+        wanted.take("sequence_parallel_size", "parallelism.sequence", sequence)
+    if case.given("log_level"):
+        wanted.take("log_level", "logging.deepspeed_level", str(case.get("log_level")).lower())
+    return wanted
+
+
+def _batch(case: Case, wanted: Wanted) -> None:
+    names = {
+        "train_batch_size": "global_batch_size",
+        "train_micro_batch_size_per_gpu": "micro_batch_size",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+    }
+    for key, ours in names.items():
+        value = case.get(key)
+        if value is None:
+            continue
+        if key == "train_batch_size" and case.tensor_size > 1:
+            value //= case.tensor_size  # AutoTP counts each sample once a tensor rank
+        wanted.take(key, f"training.{ours}", value)
+    if not any(case.has(key) for key in list(names)[1:]):
+        wanted.settings["training.gradient_accumulation_steps"] = 1  # DeepSpeed's choice then
+
+
+def _optimizer(case: Case, wanted: Wanted) -> None:
+    clipping = case.get("gradient_clipping")
+    if clipping is not None:
+        wanted.take("gradient_clipping", "optimizer.gradient_clipping", float(clipping))
+    name = case.optimizer
+    if name is None:
+        return
+    wanted.taken.add("optimizer")
+    params = case.params("optimizer")
+    is_adam = name == "adam" and params.get("adam_w_mode", True) is False
+    kind, defaults = OPTIMIZERS.get("adamw" if name == "adam" else name, ("", {}))
+    if not kind:
+        reason = "trainctl has no such optimizer: choose an option of the group optimizer"
+        wanted.left_out.append(("optimizer.type", case.get("optimizer.type"), reason))
+        return
+    wanted.choices["optimizer"] = "adam" if is_adam else kind
+    values = dict(defaults)
+    if params.get("torch_adam") and "weight_decay" in values:
+        values["weight_decay"] = TORCH_WEIGHT_DECAY
+    values |= {key: value for key, value in params.items() if value is not None}
+    _parameters(values, wanted)
+
+
+def _parameters(values: Mapping[str, Any], wanted: Wanted) -> None:
+    for key, value in values.items():
+        if key in PARAMETERS and is_number(value):
+            wanted.settings[f"optimizer.{PARAMETERS[key]}"] = float(value)
+        elif key not in NOT_PARAMETERS:
+            reason = "trainctl has no key for it"
+            wanted.left_out.append((f"optimizer.params.{key}", value, reason))
+    betas = values.get("betas")
+    if isinstance(betas, list) and len(betas) == 2:
+        for ours, beta in zip(("beta1", "beta2"), betas, strict=True):
+            wanted.settings[f"optimizer.{ours}"] = float(beta)
+
+
+def _schedule(case: Case, wanted: Wanted) -> None:
+    name, params = case.get("scheduler.type"), case.params("scheduler")
+    if name is None:
+        return
+    wanted.taken.add("scheduler")
+    kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    if name not in kinds:
+        reason = "trainctl has no such schedule: choose an option of the group schedule"
+        wanted.left_out.append(("scheduler.type", name, reason))
+        return
+    wanted.choices["schedule"] = kinds[name]
+    wanted.settings["schedule.warmup_steps"] = int(params.get("warmup_num_steps", 1000))
+    if "total_num_steps" in params:
+        wanted.settings["training.steps"] = int(params["total_num_steps"])
+    if name == "WarmupDecayLR":
+        wanted.settings["schedule.floor_ratio"] = 0.0
+    if name == "WarmupCosineLR":
+        wanted.settings["schedule.floor_ratio"] = float(params.get("cos_min_ratio", 1e-4))
+    if params.get("warmup_type", "log") == "log":
+        reason = "trainctl warms up linearly"
+        wanted.left_out.append(("scheduler.params.warmup_type", "log", reason))
+    peak = params.get("warmup_max_lr", 1e-3 if name == "WarmupDecayLR" else None)
+    if is_number(peak):
+        wanted.settings["optimizer.lr"] = float(peak)
+    for key in ("warmup_min_lr", "warmup_min_ratio"):
+        if params.get(key):
+            reason = "trainctl warms up from 0"
+            wanted.left_out.append((f"scheduler.params.{key}", params[key], reason))
+
+
+def _zero(case: Case, wanted: Wanted) -> None:
+    stage = case.stage or 0
+    wanted.choices["zero_stage"] = str(stage)
+    wanted.taken |= {f"{ZERO}.stage", "allgather_size"}
+    if isinstance(case.json.get(ZERO), bool):
+        wanted.taken.add(ZERO)
+    if stage == 0:
+        return
+    names = ZERO_FIELDS | (STAGE_3_FIELDS if stage == 3 else STAGE_1_2_FIELDS)
+    for name, ours in names.items():
+        value = case.get(f"{ZERO}.{name}")
+        if name == "overlap_comm" and value is None:
+            value = stage == 3
+        if value is not None:
+            wanted.take(f"{ZERO}.{name}", f"zero_stage.{ours}", value)
+
+
+def _offload(case: Case, wanted: Wanted) -> None:
+    stage = case.stage or 0
+    states = case.offload_device if stage else "none"
+    parameters = case.parameter_device if stage == 3 else "none"
+    options = {
+        ("cpu", "none"): "cpu",
+        ("cpu", "cpu"): "cpu-all",
+        ("nvme", "none"): "nvme-optimizer",
+        ("nvme", "nvme"): "nvme",
+    }
+    wanted.choices["offload"] = options.get((states, parameters), "none")
+    wanted.settings |= {"offload.optimizer": states, "offload.parameters": parameters}
+    block = f"{ZERO}.offload_optimizer"
+    if states != "none":
+        wanted.taken |= {f"{block}.device"}
+        wanted.take(f"{block}.pin_memory", "offload.pin_memory", case.get(f"{block}.pin_memory"))
+        if stage == 3:
+            wanted.take(f"{block}.ratio", "offload.ratio", float(case.get(f"{block}.ratio")))
+        if states == "nvme":
+            wanted.take(f"{block}.nvme_path", "offload.nvme_path", case.get(f"{block}.nvme_path"))
+        if case.get(f"{block}.super_offload"):
+            wanted.take(f"{block}.super_offload", "offload.super_offload", True)
+        zenflow = f"{ZERO}.zenflow"
+        if case.has(zenflow) and case.get(zenflow) is not None:
+            wanted.settings["offload.zenflow"] = True
+    block = f"{ZERO}.offload_param"
+    if parameters != "none":
+        wanted.taken |= {f"{block}.device"}
+        if states == "none":
+            key = f"{block}.pin_memory"
+            wanted.take(key, "offload.pin_memory", case.get(key))
+        for name in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"):
+            if parameters == "nvme" and (states == "none" or name != "nvme_path"):
+                wanted.take(f"{block}.{name}", f"offload.{name}", case.get(f"{block}.{name}"))
+
+
+def _precision(case: Case, wanted: Wanted) -> None:
+    weights = case.weights
+    if weights is None:
+        return  # transformers or accelerate decide it
+    wanted.choices["precision"] = weights
+    wanted.taken |= {"fp16.enabled", "bf16.enabled", "bfloat16"}
+    if case.get("torch_autocast.enabled") and weights == "fp32":
+        wanted.choices["precision"] = "autocast-bf16"
+        dtype = str(case.get("torch_autocast.dtype") or "bf16").removeprefix("torch.")
+        compute = "fp16" if dtype in ("fp16", "float16", "half") else "bf16"
+        wanted.settings |= {"precision.autocast": True, "precision.compute": compute}
+        wanted.taken |= {"torch_autocast.enabled", "torch_autocast.dtype"}
+    for key, format_ in MASTERS.items():
+        if case.get(key):
+            wanted.take(key, "precision.master_weights", format_)
+    if case.get("bf16.bf16_optimizer_states"):
+        wanted.take("bf16.bf16_optimizer_states", "precision.optimizer_states", "bf16")
+    if weights == "fp16":
+        for name in ("loss_scale", "initial_scale_power", "loss_scale_window"):
+            value = case.get(f"fp16.{name}")
+            is_float = name == "loss_scale"
+            wanted.take(f"fp16.{name}", f"precision.{name}", float(value) if is_float else value)
+    if case.given("data_types.grad_accum_dtype"):
+        dtype = str(case.get("data_types.grad_accum_dtype")).removeprefix("torch.")
+        format_ = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}.get(dtype, dtype)
+        format_ = "fp32" if format_ in ("float32", "float") else format_
+        wanted.take("data_types.grad_accum_dtype", "precision.gradient_accumulation", format_)
+    if case.given("communication_data_type"):
+        wire = str(case.get("communication_data_type")).lower()
+        wanted.take("communication_data_type", "precision.communication", wire)

@@ -1,0 +1,83 @@
+"""The loss without all of its logits at once.
+
+The logits of a long sequence and a large vocabulary, in fp32 and with their gradient, take more
+memory than anything else in a step. Both ways below go from the last hidden states to the loss a
+few tokens at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def chunked_cross_entropy(
+    head: Head, hidden: torch.Tensor, labels: torch.Tensor, *, chunk_tokens: int, loss: Loss
+) -> torch.Tensor:
+    """The summed loss, with the logits of one chunk of tokens at a time.
+
+    They are computed again in the backward pass: one more product with the head, and where its
+    weight is partitioned one more gathering of it, for each chunk. A weight's gradient is summed
+    over the chunks in the weight's own format.
+
+    Args:
+        head: From hidden states (1, tokens, width) to logits (1, tokens, vocabulary).
+        hidden: (samples, length, width).
+        labels: (samples, length), as `loss` wants them.
+        chunk_tokens: Tokens of a chunk, over all samples.
+        loss: Of logits and labels, summed over the tokens; a scalar.
+    """
+
+    def chunk_loss(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return loss(head(states), targets)
+
+    # Split, not sliced: the gradients of the chunks then meet in one tensor, not in one for each.
+    chunks = zip(
+        hidden.flatten(0, 1)[None].split(chunk_tokens, dim=1),
+        labels.flatten()[None].split(chunk_tokens, dim=1),
+        strict=True,
+    )
+    losses = [
+        checkpoint(chunk_loss, states, targets, use_reentrant=False, preserve_rng_state=False)
+        for states, targets in chunks
+    ]
+    return torch.stack(losses).sum()
+
+
+class LigerFusedHead(nn.Linear):
+    """An output projection that, given labels, computes the summed loss by Liger's kernel.
+
+    The weight is used within the module's forward pass: ZeRO-3 gathers it there. Liger computes the
+    gradients in the forward pass already (arXiv:2410.10989).
+    """
+
+    ignored_label: int
+
+    def forward(  # type: ignore[override]
+        self, input: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if labels is None:
+            return super().forward(input)
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        loss: torch.Tensor = liger_fused_linear_cross_entropy(
+            input.flatten(0, 1),
+            self.weight,
+            labels.flatten(),
+            bias=self.bias,
+            ignore_index=self.ignored_label,
+            reduction="sum",
+        )
+        return loss
+
+
+def fuse_head(head: nn.Linear, ignored_label: int) -> None:
+    """Let a model's own head compute the loss of labels other than `ignored_label`."""
+    head.__class__ = LigerFusedHead
+    head.ignored_label = ignored_label  # type: ignore[assignment]

@@ -1,0 +1,65 @@
+"""Sequence parallelism: each rank has a part of every sequence, and of the heads within attention.
+
+DeepSpeed's Ulysses (arXiv:2309.14509; runtime/sequence_parallel/ulysses_sp.py) exchanges the parts
+for heads around transformers' own attention function. It finds its place by the function's name, so
+the function is replaced in transformers' table while the engine lives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trainctl.plan.types import RunPlan
+from trainctl.train.mesh import ProcessMesh
+
+
+class SequenceParallelAttention:
+    """Attention over the whole sequence for models whose ranks have parts of it.
+
+    Args:
+        plan: The plan of the run.
+        mesh: This rank's.
+    """
+
+    def __init__(self, plan: RunPlan, mesh: ProcessMesh) -> None:
+        model = plan.config.model
+        heads = model.num_attention_heads // mesh.tensor.size
+        kv_heads = (model.num_key_value_heads or model.num_attention_heads) // mesh.tensor.size
+        self._name = model.attention.value
+        self._original = ALL_ATTENTION_FUNCTIONS[self._name]
+        exchange = UlyssesSPAttentionHF(
+            attn=self._original,
+            batch_size=plan.batch.micro_batch_size,
+            attn_head_count=heads,
+            attn_head_size=model.head_dim or model.hidden_size // model.num_attention_heads,
+            kv_head_count=kv_heads,
+            num_hidden_layers=model.num_layers,
+            process_group=mesh.sequence.group,
+            seq_length_is_variable=True,
+        )
+        exchange.core_attn_implementation = self._name
+
+        def attention(
+            module: torch.nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            # The mask that transformers made is one of this rank's part; over the whole sequence
+            # the kernels are causal by themselves.
+            output, weights = exchange(module, query, key, value, None, *args, **kwargs)
+            # With a dimension for the heads, as transformers' own attention functions return it.
+            return output.unflatten(-1, (-1, query.shape[-1])), weights
+
+        ALL_ATTENTION_FUNCTIONS[self._name] = attention
+
+    def close(self) -> None:
+        """Give transformers its function back."""
+        ALL_ATTENTION_FUNCTIONS[self._name] = self._original

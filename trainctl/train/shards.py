@@ -1,0 +1,131 @@
+"""Which elements of a whole parameter a rank's parameter consists of.
+
+A shard of a parameter, flattened, is always a block of columns once the whole parameter is viewed
+as rows of the right length: a split of the first dimension is one row cut at two places, a split of
+the second cuts every row, and a projection that fuses queries, keys and values is cut in each
+third. So three numbers describe it, and whoever saves, loads or initialises needs nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Columns [start, stop) of the flattened parameter viewed as rows of `row` elements."""
+
+    row: int
+    start: int
+    stop: int
+
+    @property
+    def width(self) -> int:
+        """Elements of the shard in a row."""
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        return self.width == self.row
+
+    @classmethod
+    def whole(cls, shape: torch.Size) -> Shard:
+        """All of a parameter of that shape."""
+        return cls(shape.numel(), 0, shape.numel())
+
+    @classmethod
+    def split(
+        cls, shape: torch.Size, *, dim: int, index: int, count: int, fused: int = 1
+    ) -> tuple[Shard, torch.Size]:
+        """One of `count` equal parts along a dimension, and the shape of the part.
+
+        Args:
+            shape: Of the whole parameter.
+            dim: The dimension that is split.
+            index: Which part.
+            count: Number of parts; divides the dimension (each fused piece of it).
+            fused: Equal pieces that lie one after the other along the dimension, each of which is
+                split: 3 for queries, keys and values in one matrix.
+        """
+        inner = shape[dim + 1 :].numel()
+        row = shape[dim] // fused * inner
+        width = row // count
+        part = torch.Size((*shape[:dim], shape[dim] // count, *shape[dim + 1 :]))
+        return cls(row, index * width, (index + 1) * width), part
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a parameter of this rank is.
+
+    Attributes:
+        name: Canonical name.
+        shape: Of the whole parameter.
+        shard: The part of it that the rank has.
+        has_partial_gradient: Whether each tensor rank computes only a part of the gradient,
+            although it has the whole parameter.
+        is_saved_here: Whether this rank's replicas save it, and not those of another tensor rank or
+            pipeline stage that has the same.
+        is_embedding: Whether it is looked up (also where it is the output projection as well).
+    """
+
+    name: str
+    shape: torch.Size
+    shard: Shard
+    has_partial_gradient: bool = False
+    is_saved_here: bool = True
+    is_embedding: bool = False
+
+
+Pieces = dict[nn.Parameter, Piece]
+"""Of each parameter that a rank has."""
+
+Read = Callable[[int, int], torch.Tensor]
+"""Elements [start, end) of something flat."""
+
+
+def read_shard(read: Read, shard: Shard, start: int, end: int) -> torch.Tensor:
+    """Elements [start, end) of a flattened shard, from a reader of the whole, flattened one."""
+    if shard.is_whole:
+        return read(start, end)
+    first, last = start // shard.width, -(-end // shard.width)
+    if last - first == 1:  # within one row: contiguous in the whole parameter
+        base = first * (shard.row - shard.width) + shard.start
+        return read(base + start, base + end)
+    rows = read(first * shard.row, last * shard.row).view(-1, shard.row)
+    columns = rows[:, shard.start : shard.stop].reshape(-1)
+    return columns[start - first * shard.width : end - first * shard.width]
+
+
+def read_whole(parts: Mapping[Shard, Read], start: int, end: int) -> torch.Tensor:
+    """Elements [start, end) of a flattened parameter, from readers of its flattened shards.
+
+    Raises:
+        ValueError: The shards do not make up the parameter.
+    """
+    row = next((shard.row for shard in parts), 0)
+    if (
+        not parts
+        or sum(shard.width for shard in parts) != row
+        or any(shard.row != row for shard in parts)
+    ):
+        raise ValueError("the shards do not make up the parameter")
+    first, last = start // row, -(-end // row)
+    if last - first == 1:  # within one row: of some shards nothing is needed
+        base, result = first * row, torch.empty(end - start)
+        for shard, read in parts.items():
+            low, high = max(start - base, shard.start), min(end - base, shard.stop)
+            if low < high:
+                shift = first * shard.width - shard.start
+                values = read(low + shift, high + shift)
+                result[base + low - start : base + high - start] = values
+        return result
+    rows = torch.empty(last - first, row)
+    for shard, read in parts.items():
+        columns = read(first * shard.width, last * shard.width)
+        rows[:, shard.start : shard.stop] = columns.view(-1, shard.width)
+    return rows.view(-1)[start - first * row : end - first * row]

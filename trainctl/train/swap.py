@@ -1,0 +1,55 @@
+"""The files that DeepSpeed swaps to NVMe: a folder for each run, and nothing left of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trainctl.plan.types import RunPlan
+from trainctl.runs.layout import RunPaths
+from trainctl.train.process import Process
+
+_SECTIONS = ("offload_optimizer", "offload_param")
+
+
+def with_own_swap_folder(plan: RunPlan, run: RunPaths, process: Process) -> RunPlan:
+    """The plan with a folder of its own below `offload.nvme_path`, emptied; on all ranks together.
+
+    DeepSpeed names its files by rank and parameter only: two runs that share a drive would
+    overwrite each other's states. What an attempt that died left there is removed.
+    """
+    if not _folders(plan.deepspeed):
+        return plan
+    digest = hashlib.sha256(str(run.root.resolve()).encode()).hexdigest()[:12]
+    deepspeed = deepcopy(plan.deepspeed)
+    for section in _sections(deepspeed):
+        section["nvme_path"] = str(Path(section["nvme_path"]) / f"{run.root.name}-{digest}")
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        _remove(deepspeed)
+    process.barrier()
+    return replace(plan, deepspeed=deepspeed)
+
+
+def remove_swap_folder(plan: RunPlan) -> None:
+    """Remove what this run swapped on this machine; when no rank uses it any more."""
+    _remove(plan.deepspeed)
+
+
+def _remove(deepspeed: dict[str, Any]) -> None:
+    for folder in _folders(deepspeed):
+        shutil.rmtree(folder, ignore_errors=True)  # other ranks remove it too
+
+
+def _folders(deepspeed: dict[str, Any]) -> set[str]:
+    return {section["nvme_path"] for section in _sections(deepspeed)}
+
+
+def _sections(deepspeed: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those parts of the JSON that name a folder."""
+    zero = deepspeed.get("zero_optimization", {})
+    return [zero[name] for name in _SECTIONS if "nvme_path" in zero.get(name, {})]

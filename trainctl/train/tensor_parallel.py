@@ -1,0 +1,254 @@
+"""Tensor parallelism: the skeleton's matrices cut to this rank's shards, before it has weights.
+
+Megatron-LM's scheme (arXiv:1909.08053): projections into a region are split by outputs, the one out
+of it by inputs, the vocabulary by tokens. With sequence-sharded norms (arXiv:2205.05198) what lies
+between the regions is split along the sequence as well.
+
+DeepSpeed's own AutoTP cuts a model that every rank holds whole and refuses a pipeline, so the
+modules are changed here; DeepSpeed sees the mesh as its `mpu` (docs/decisions/009-*.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from trainctl.train.collectives import (
+    Copy,
+    GatherSequence,
+    GatherToRegion,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+    gather,
+    sum_over,
+)
+from trainctl.train.families import Region, blocks_of, family_of
+from trainctl.train.mesh import Axis
+from trainctl.train.shards import Piece, Pieces, Shard
+
+
+def shard_model(
+    model: PreTrainedModel, pieces: Pieces, axis: Axis, *, sequence_sharded_norms: bool
+) -> Pieces:
+    """Replace the parameters of a skeleton by this rank's shards, and let its modules communicate.
+
+    Args:
+        model: On the meta device.
+        pieces: Of its parameters.
+        axis: The tensor axis of the mesh.
+        sequence_sharded_norms: Split what lies between the regions along the sequence.
+
+    Returns:
+        The pieces of the parameters that the model has now.
+    """
+    family = family_of(model)
+    decoder = getattr(model, family.decoder)
+    shards: dict[nn.Parameter, tuple[nn.Parameter, Piece]] = {}
+
+    def cut(module: nn.Module, name: str, dim: int, fused: int = 1) -> None:
+        whole = getattr(module, name)
+        if whole is None or whole in shards:
+            return
+        shard, shape = Shard.split(
+            whole.shape, dim=dim, index=axis.index, count=axis.size, fused=fused
+        )
+        part = nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"))
+        shards[whole] = part, replace(pieces[whole], shard=shard)
+
+    def keep(whole: nn.Parameter | None, *, partial: bool) -> None:
+        """A parameter that every tensor rank has whole; the first of them saves it."""
+        if whole is not None and whole not in shards:
+            shards[whole] = (
+                whole,
+                replace(pieces[whole], is_saved_here=axis.is_first, has_partial_gradient=partial),
+            )
+
+    embedding, head = getattr(decoder, family.embedding), getattr(model, family.head)
+    if isinstance(embedding, nn.Embedding):  # a pipeline stage may have none
+        cut(embedding, "weight", dim=0)
+        embedding.__class__ = VocabularyEmbedding
+        embedding.axis = axis
+        embedding.num_embeddings //= axis.size
+    if isinstance(head, nn.Linear):
+        cut(head, "weight", dim=0)
+        head.out_features //= axis.size
+        head.register_forward_pre_hook(_copy_input(axis))
+    for block in blocks_of(model):
+        for region in family.regions:
+            module = getattr(block, region.module)
+            _shard_region(module, region, axis, cut, sequence_sharded=sequence_sharded_norms)
+            row = getattr(module, region.row)
+            keep(row.bias, partial=sequence_sharded_norms)
+            for name in region.per_head:
+                for parameter in getattr(module, name).parameters():
+                    keep(parameter, partial=True)
+        for parameter in block.parameters():
+            keep(parameter, partial=sequence_sharded_norms)
+    for parameter in model.parameters():
+        keep(parameter, partial=False)
+    if sequence_sharded_norms:
+        blocks = blocks_of(model)
+        blocks[0].register_forward_pre_hook(_scatter_input(axis), with_kwargs=True)
+        blocks[-1].register_forward_hook(
+            lambda module, args, output: GatherSequence.apply(output, axis)
+        )
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, shards[parameter][0])
+    return dict(shards.values())
+
+
+def sum_partial_gradients(pieces: Pieces, axis: Axis) -> None:
+    """Sum gradients to which each tensor rank contributes a part, before DeepSpeed sees them."""
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=axis.group)
+        return gradient
+
+    for parameter, piece in pieces.items():
+        if piece.has_partial_gradient:
+            parameter.register_hook(summed)
+
+
+def vocabulary_parallel_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, axis: Axis, *, ignored: int
+) -> torch.Tensor:
+    """Summed cross entropy in nats of logits that are split over the vocabulary; fp32 scalar.
+
+    Args:
+        logits: (samples, length, vocabulary / tensor size) of this rank's tokens.
+        labels: (samples, length), of the whole vocabulary.
+        axis: The tensor axis.
+        ignored: Label of a position that does not count.
+    """
+    return _CrossEntropy.apply(logits.float(), labels, axis, ignored)
+
+
+def gather_vocabulary(logits: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The logits of the whole vocabulary, on all tensor ranks; without a gradient."""
+    return gather(logits.detach(), axis, dim=-1)
+
+
+class RowLinear(nn.Linear):
+    """A linear layer split by inputs: the ranks' products are summed, then the bias is added."""
+
+    axis: Axis
+    sequence_sharded: bool
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = _leave(F.linear(input, self.weight), self.axis, self.sequence_sharded)
+        return output if self.bias is None else output + self.bias
+
+
+class RowConv1D(Conv1D):
+    """The same for gpt2's layers, whose weight is (inputs, outputs)."""
+
+    axis: Axis
+    sequence_sharded: bool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _leave(x @ self.weight, self.axis, self.sequence_sharded) + self.bias
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """An embedding split by tokens: a rank looks up its own, and the ranks' results are summed."""
+
+    axis: Axis
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        local = input - self.axis.index * self.num_embeddings
+        other = (local < 0) | (local >= self.num_embeddings)
+        found = F.embedding(local.masked_fill(other, 0), self.weight)
+        return Reduce.apply(found.masked_fill(other[..., None], 0.0), self.axis)
+
+
+def _shard_region(
+    module: Any, region: Region, axis: Axis, cut: Any, *, sequence_sharded: bool
+) -> None:
+    for name in region.columns:
+        layer = getattr(module, name)
+        if isinstance(layer, Conv1D):
+            cut(layer, "weight", dim=1, fused=region.fused)
+            layer.nf //= axis.size
+        else:
+            cut(layer, "weight", dim=0, fused=region.fused)
+            layer.out_features //= axis.size
+        if layer.bias is not None:
+            cut(layer, "bias", dim=0, fused=region.fused)
+    row = getattr(module, region.row)
+    if isinstance(row, Conv1D):
+        cut(row, "weight", dim=0)
+        row.__class__ = RowConv1D
+        row.nx //= axis.size
+    else:
+        cut(row, "weight", dim=1)
+        row.__class__ = RowLinear
+        row.in_features //= axis.size
+    row.axis, row.sequence_sharded = axis, sequence_sharded
+    for name in region.widths:
+        setattr(module, name, getattr(module, name) // axis.size)
+    enter = GatherToRegion if sequence_sharded else Copy
+    module.register_forward_pre_hook(_on_hidden_states(enter, axis), with_kwargs=True)
+
+
+def _on_hidden_states(function: Any, axis: Axis) -> Any:
+    """A pre-hook that applies a function to the hidden states, however they are passed."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (function.apply(args[0], axis), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": function.apply(kwargs["hidden_states"], axis)}
+
+    return hook
+
+
+def _scatter_input(axis: Axis) -> Any:
+    return _on_hidden_states(Scatter, axis)
+
+
+def _copy_input(axis: Axis) -> Any:
+    return lambda module, args: (Copy.apply(args[0], axis), *args[1:])
+
+
+def _leave(partial: torch.Tensor, axis: Axis, sequence_sharded: bool) -> torch.Tensor:
+    leave = ReduceScatter if sequence_sharded else Reduce
+    result: torch.Tensor = leave.apply(partial, axis)
+    return result
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross entropy whose softmax runs over the ranks; its gradient is softmax minus one-hot."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, axis: Axis, ignored: int
+    ) -> torch.Tensor:
+        size = logits.shape[-1]
+        largest = logits.max(dim=-1).values
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
+        exponentials = (logits - largest[..., None]).exp_()
+        total = sum_over(exponentials.sum(dim=-1), axis)
+        local = labels - axis.index * size
+        other = (local < 0) | (local >= size)
+        local = local.masked_fill(other, 0)[..., None]
+        target = logits.gather(-1, local).squeeze(-1).masked_fill(other, 0.0)
+        losses = total.log() + largest - sum_over(target, axis)
+        counts = labels != ignored
+        ctx.save_for_backward(exponentials.div_(total[..., None]), local, other, counts)
+        return losses.masked_fill(~counts, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        probabilities, local, other, counts = ctx.saved_tensors
+        one = torch.where(other, 0.0, -1.0)[..., None].to(probabilities.dtype)
+        result = probabilities.scatter_add(-1, local, one)
+        return result.mul_((counts * gradient)[..., None]), None, None, None

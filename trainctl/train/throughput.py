@@ -1,0 +1,127 @@
+"""How fast a run trains, and how much memory it takes: what the records say about both.
+
+Formula and peak rates are in `trainctl.plan.flops` and `conf/hardware/`; `docs/throughput.md`
+says how to read the figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainctl.config.schema import DataType
+from trainctl.memory.budget import budget
+from trainctl.plan.flops import flops_per_token, utilisation
+from trainctl.plan.types import RunPlan
+from trainctl.train.process import Process
+
+
+class Throughput:
+    """Speed of a plan's steps.
+
+    Args:
+        plan: The plan of the run.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._tokens = plan.batch.tokens_per_step
+        self._flops = self._tokens * flops_per_token(plan.config.model, plan.batch.sequence_length)
+        self._devices = plan.mesh.world_size
+        compute = plan.config.precision.compute
+        # With TF32 switched on from outside, the products are not of the format that was planned.
+        is_tf32 = compute is DataType.fp32 and torch.backends.cuda.matmul.allow_tf32
+        self._peak = None if is_tf32 else plan.hardware.peak_tflops(compute)
+
+    def of_step(self, seconds: float) -> dict[str, float | None]:
+        """`tokens_per_second` of all devices, and `mfu`, the model FLOPs utilisation (or None).
+
+        Args:
+            seconds: Of an optimizer step.
+        """
+        return {
+            "tokens_per_second": self._tokens / seconds,
+            "mfu": utilisation(self._flops, seconds, devices=self._devices, peak_tflops=self._peak),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakMemory:
+    """The most that a process has used since it started, bytes.
+
+    Attributes:
+        device_peak_bytes: On its device: tensors, driver context, communication library; what
+            the plan's budget predicts under this name. On a CPU the resident memory of the process.
+        allocated_peak_bytes: Of these in tensors; None on a CPU.
+        reserved_peak_bytes: Held by torch's allocator; None on a CPU.
+        host_peak_bytes: Resident memory of the process.
+    """
+
+    device_peak_bytes: int
+    allocated_peak_bytes: int | None
+    reserved_peak_bytes: int | None
+    host_peak_bytes: int
+
+
+def peak_memory(device: torch.device) -> PeakMemory:
+    """The peaks of this process so far.
+
+    What lies outside the allocator is what the driver counts as used beyond it, so another process
+    on the same device is counted too.
+    """
+    host = _peak_resident_bytes()
+    if device.type == "cpu":
+        return PeakMemory(
+            device_peak_bytes=host,
+            allocated_peak_bytes=None,
+            reserved_peak_bytes=None,
+            host_peak_bytes=host,
+        )
+    allocated = torch.cuda.max_memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    outside = max(0, total - free - torch.cuda.memory_reserved(device))
+    return PeakMemory(
+        device_peak_bytes=allocated + outside,
+        allocated_peak_bytes=allocated,
+        reserved_peak_bytes=torch.cuda.max_memory_reserved(device),
+        host_peak_bytes=host,
+    )
+
+
+def peak_bytes(device: torch.device) -> dict[str, int | None]:
+    """Peaks of this process that cost next to nothing to read, for the record of every step.
+
+    `allocated` in tensors on the device (None on a CPU), `host` its resident memory.
+    """
+    on_device = None if device.type == "cpu" else torch.cuda.max_memory_allocated(device)
+    return {"allocated": on_device, "host": _peak_resident_bytes()}
+
+
+def memory_record(plan: RunPlan, process: Process) -> dict[str, Any]:
+    """Peaks of the fullest rank beside those of the plan; on all ranks together."""
+    ranks = [asdict(peak) for peak in process.gather(peak_memory(process.device))]
+    measured = {
+        name: None if first is None else max(peak[name] for peak in ranks)
+        for name, first in ranks[0].items()
+    }
+    planned = budget(plan)
+    return {
+        "measured": measured,
+        "planned": {
+            "device_peak_bytes": planned.device_peak_bytes,
+            "device_peak_low_bytes": planned.device_peak_low_bytes,
+            "device_peak_high_bytes": planned.device_peak_high_bytes,
+            "allocated_peak_bytes": planned.components.allocated,
+            "reserved_peak_bytes": planned.device_reserved_bytes,
+        },
+    }
+
+
+def _peak_resident_bytes() -> int:
+    """VmHWM of this process; `getrusage` would give that of the launcher before it, if larger."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmHWM in /proc/self/status")
