@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from trainctl.config.schema import (
     Accelerator,
     CheckpointConfig,
+    CheckpointingMode,
     DataType,
     OffloadDevice,
     OptimizerKind,
@@ -217,8 +218,8 @@ def swapped_shards_are_not_recomputed(draft: Draft) -> Iterator[Finding]:
         yield error(
             "offload.parameters",
             f"offload.parameters=nvme with parallelism.tensor={config.parallelism.tensor} and "
-            f"activation_checkpointing.mode={config.activation_checkpointing.mode.value}: DeepSpeed "
-            "computes a wrong gradient",
+            f"activation_checkpointing.mode={config.activation_checkpointing.mode.value}: "
+            "DeepSpeed computes a wrong gradient",
             "offload.parameters=cpu, or activation_checkpointing=none",
         )
 
