@@ -199,6 +199,19 @@ ERRORS = [
     ),
     ("TC032", {"offload__parameters": "cpu"}, gpus(), "stage 3, and it is 1", "zero_stage=3"),
     (
+        "TC040",
+        {
+            "zero_stage__stage": 3,
+            "offload__parameters": "nvme",
+            "offload__nvme_path": "/nvme",
+            "parallelism__tensor": 2,
+            "activation_checkpointing__mode": "full",
+        },
+        gpus(8),
+        "computes a wrong gradient",
+        "offload.parameters=cpu",
+    ),
+    (
         "TC032",
         {"offload__optimizer": "cpu", "zero_stage__stage": 0},
         gpus(),

@@ -63,7 +63,7 @@ def derived_settings(config: RunConfig, mesh: Mesh, batch: Batch) -> tuple[Deriv
     return (
         *_batch(mesh, batch),
         *_optimizer(config.optimizer, config.offload),
-        _clipping(config, mesh),
+        _clipping(config),
         *_precision(config, mesh),
         *_zero(config.zero_stage, config.optimizer),
         *_offload(config.zero_stage, config.offload),
@@ -122,9 +122,10 @@ def _optimizer(optimizer: OptimizerConfig, offload: OffloadConfig) -> Iterator[D
         )
 
 
-def _clipping(config: RunConfig, mesh: Mesh) -> Derived:
-    if config.trains_itself and mesh.pipeline > 1 and config.zero_stage.stage == 0:
-        why = "the trainer clips: without ZeRO DeepSpeed clips each pipeline stage by its own norm"
+def _clipping(config: RunConfig) -> Derived:
+    is_fp32 = formats(config.precision).weights is DataType.fp32
+    if config.trains_itself and config.zero_stage.stage == 0 and is_fp32:
+        why = "the trainer clips: without ZeRO DeepSpeed's norm is inexact, and each stage's own"
         return _set("gradient_clipping", 0.0, why)
     limit = config.optimizer.gradient_clipping
     return _set("gradient_clipping", limit, "optimizer.gradient_clipping")
