@@ -60,9 +60,9 @@ def test_a_host_that_cannot_be_reached_and_one_with_another_key(
         said = refused(cluster, tmp_path, hosts="[n1,n2,nowhere,n0]", hardware="4x1xcpu")
     finally:
         cluster.write_known_hosts()
-    assert "TC131" in said and "n2: its host key is not the one that ssh knows" in said
+    assert "TC181" in said and "n2: its host key is not the one that ssh knows" in said
     assert "ssh-keygen -R n2" in said
-    assert "TC130" in said and "nowhere cannot be reached" in said
+    assert "TC180" in said and "nowhere cannot be reached" in said
     assert "error: 2 problems" in said
 
 
@@ -89,11 +89,11 @@ def test_another_version_another_code_and_no_trainctl(cluster: Cluster, tmp_path
     with mounted(n2, other, Path(str(found))), mounted(n1, edited, source):
         said = refused(cluster, tmp_path)
     version = metadata.version("torch")
-    assert f"TC134]: launcher.hosts: n2 has torch 0.1.2, and this machine {version}" in said
-    assert "TC135]: launcher.hosts: n1 has another code of trainctl" in said
+    assert f"TC184]: launcher.hosts: n2 has torch 0.1.2, and this machine {version}" in said
+    assert "TC185]: launcher.hosts: n1 has another code of trainctl" in said
 
     said = refused(cluster, tmp_path, "launcher.python=/nowhere/python")
-    assert said.count("TC133") == 2 and "trainctl cannot be started there" in said
+    assert said.count("TC183") == 2 and "trainctl cannot be started there" in said
 
 
 def test_a_taken_port_and_an_interface_that_does_not_reach(
@@ -119,8 +119,8 @@ def test_a_taken_port_and_an_interface_that_does_not_reach(
         taken.wait()
         n2.run("ip", "link", "del", "lonely0")
     cluster.assert_clean()
-    assert "TC139]: launcher.port: port 29500 on n1 cannot be used: Address already in use" in said
-    assert "TC142" in said
+    assert "TC189]: launcher.port: port 29500 on n1 cannot be used: Address already in use" in said
+    assert "TC192" in said
     assert "n2 by lonely0 (10.199.3.7) does not reach n1" in said
     assert f"n1 by eth0 ({n1.address}) does not reach n2 (10.199.3.7)" in said
 
@@ -132,7 +132,7 @@ def test_storage_that_is_not_shared_and_not_there(cluster: Cluster, tmp_path: Pa
     _, n2 = cluster.nodes
     with mounted(n2, "tmpfs", tmp_path):
         said = refused(cluster, tmp_path)
-    assert "TC137" in said
+    assert "TC187" in said
     assert "n2 does not see what n1, this machine wrote where the run is kept" in said
     assert "n1 does not see what n2 wrote where the run is kept" in said
 

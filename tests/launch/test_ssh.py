@@ -162,16 +162,16 @@ def test_a_fit_host_has_no_problem() -> None:
 @pytest.mark.parametrize(
     ("rule", "plan", "report", "words"),
     [
-        ("TC134", two_nodes(), {"facts": {"packages": {"trainctl": "1"}}}, "torch none, and"),
-        ("TC135", two_nodes(), {"facts": {"code": "x"}}, "another code of trainctl"),
-        ("TC136", gpus(), {"facts": {"devices": FACTS["devices"][:7]}}, "shows 7 devices"),
-        ("TC136", gpus(), {"host": Host("n1", devices=(0, 9))}, "shows 8 devices"),
-        ("TC136", gpus(device_memory_bytes=141 << 30), {}, "H100 with 80.0 GiB"),
-        ("TC136", gpus(host_memory_bytes=512 << 30), {}, "64.0 GiB of memory"),
-        ("TC138", two_nodes(), {"facts": {"storage": {"free_bytes": 5, "problem": ""}}}, "0.0 GB"),
-        ("TC140", two_nodes(), {"clock_seconds": -31.0}, "31 s behind that of"),
-        ("TC140", two_nodes(), {"clock_seconds": 7.0}, "7 s ahead of that of"),
-        ("TC141", two_nodes(), {"facts": {"address": None}}, "no outer interface"),
+        ("TC184", two_nodes(), {"facts": {"packages": {"trainctl": "1"}}}, "torch none, and"),
+        ("TC185", two_nodes(), {"facts": {"code": "x"}}, "another code of trainctl"),
+        ("TC186", gpus(), {"facts": {"devices": FACTS["devices"][:7]}}, "shows 7 devices"),
+        ("TC186", gpus(), {"host": Host("n1", devices=(0, 9))}, "shows 8 devices"),
+        ("TC186", gpus(device_memory_bytes=141 << 30), {}, "H100 with 80.0 GiB"),
+        ("TC186", gpus(host_memory_bytes=512 << 30), {}, "64.0 GiB of memory"),
+        ("TC188", two_nodes(), {"facts": {"storage": {"free_bytes": 5, "problem": ""}}}, "0.0 GB"),
+        ("TC190", two_nodes(), {"clock_seconds": -31.0}, "31 s behind that of"),
+        ("TC190", two_nodes(), {"clock_seconds": 7.0}, "7 s ahead of that of"),
+        ("TC191", two_nodes(), {"facts": {"address": None}}, "no outer interface"),
     ],
 )
 def test_each_problem_has_its_message(
@@ -193,12 +193,12 @@ def test_few_cores_are_a_warning() -> None:
 @pytest.mark.parametrize(
     ("said", "code", "rule"),
     [
-        ("Host key verification failed.", 255, "TC131"),
-        ("root@n1: Permission denied (publickey).", 255, "TC132"),
-        ("ssh: Could not resolve hostname n1: Name or service not known", 255, "TC130"),
-        ("ssh: connect to host n1 port 22: Connection refused", 255, "TC130"),
-        ("sh: 1: exec: /x/python: not found", 127, "TC133"),
-        ("", None, "TC130"),
+        ("Host key verification failed.", 255, "TC181"),
+        ("root@n1: Permission denied (publickey).", 255, "TC182"),
+        ("ssh: Could not resolve hostname n1: Name or service not known", 255, "TC180"),
+        ("ssh: connect to host n1 port 22: Connection refused", 255, "TC180"),
+        ("sh: 1: exec: /x/python: not found", 127, "TC183"),
+        ("", None, "TC180"),
     ],
 )
 def test_why_a_host_gave_no_answer(said: str, code: int | None, rule: str) -> None:

@@ -19,20 +19,20 @@ _HOSTS = "launcher.hosts"
 
 _SILENCE = (
     (
-        "TC131",
+        "TC181",
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed"
         r"|No .* host key is known",
         "its host key is not the one that ssh knows",
         "make sure that it is that machine; then `ssh-keygen -R {host}` and `ssh {host}` once",
     ),
     (
-        "TC132",
+        "TC182",
         r"Permission denied",
         "ssh may not log in without a password",
         "`ssh-copy-id {host}`, or name the key in ~/.ssh/config or launcher.ssh_config",
     ),
     (
-        "TC133",
+        "TC183",
         r"No module named|not found|No such file or directory|cannot execute|Error\b",
         "trainctl cannot be started there",
         "install the same environment at the same path, or name its Python in launcher.python",
@@ -75,7 +75,7 @@ def _no_answer(report: Report, plan: RunPlan) -> Finding:
     if report.return_code is None:
         seconds = plan.config.launcher.preflight_seconds
         return _problem(
-            "TC130",
+            "TC180",
             _HOSTS,
             f"{host} did not answer within {seconds:.0f} s",
             "look at the machine, or give it more time with launcher.preflight_seconds",
@@ -84,7 +84,7 @@ def _no_answer(report: Report, plan: RunPlan) -> Finding:
         if re.search(pattern, report.said) and "Could not resolve" not in report.said:
             return _problem(rule, _HOSTS, f"{host}: {what} ({said})", hint.format(host=host))
     return _problem(
-        "TC130",
+        "TC180",
         _HOSTS,
         f"{host} cannot be reached ({said or f'ssh ended with {report.return_code}'})",
         f"`ssh {host} true` must work here, or leave the host out with launcher.exclude={host}",
@@ -98,14 +98,14 @@ def _versions(report: Report, here: Mapping[str, str], code: str) -> Iterator[Fi
         if there.get(package) != version:
             found = there.get(package) or "none"
             yield _problem(
-                "TC134",
+                "TC184",
                 _HOSTS,
                 f"{host} has {package} {found}, and this machine {version}",
                 "install the same versions everywhere, or share one environment",
             )
     if there == dict(here) and report.facts["code"] != code:
         yield _problem(
-            "TC135",
+            "TC185",
             _HOSTS,
             f"{host} has another code of trainctl ({report.facts['code']}) than this machine "
             f"({code}), under the same version",
@@ -120,7 +120,7 @@ def _devices(report: Report, plan: RunPlan) -> Iterator[Finding]:
     if hardware.accelerator is Accelerator.cpu:
         if report.facts["cores"] < planned:
             yield _problem(
-                "TC136",
+                "TC186",
                 "hardware.devices_per_node",
                 f"{host}: {planned} processes will share {report.facts['cores']} cores",
                 severity=Severity.warning,
@@ -131,7 +131,7 @@ def _devices(report: Report, plan: RunPlan) -> Iterator[Finding]:
     if memory is not None and report.facts["host_memory_bytes"] < memory * (1 - MEMORY_TOLERANCE):
         found = report.facts["host_memory_bytes"]
         yield _problem(
-            "TC136",
+            "TC186",
             "hardware.host_memory_bytes",
             f"{host} has {found / 2**30:.1f} GiB of memory, and the plan is for "
             f"{memory / 2**30:.1f} GiB",
@@ -145,7 +145,7 @@ def _accelerators(report: Report, plan: RunPlan) -> Iterator[Finding]:
     wanted = host.devices or tuple(range(hardware.devices_per_node))
     if len(devices) <= max(wanted):
         yield _problem(
-            "TC136",
+            "TC186",
             "hardware.devices_per_node",
             f"{host.name} shows {len(devices)} devices, and the plan uses "
             f"{', '.join(str(number) for number in wanted)}",
@@ -156,7 +156,7 @@ def _accelerators(report: Report, plan: RunPlan) -> Iterator[Finding]:
     planned = hardware.device_memory_bytes or 0
     if smallest["memory_bytes"] < planned * (1 - MEMORY_TOLERANCE):
         yield _problem(
-            "TC136",
+            "TC186",
             "hardware.device_memory_bytes",
             f"{host.name} has {smallest['name']} with {smallest['memory_bytes'] / 2**30:.1f} GiB, "
             f"and the plan is for {planned / 2**30:.1f} GiB",
@@ -171,20 +171,20 @@ def _network(report: Report, plan: RunPlan) -> Iterator[Finding]:
         named = launcher.interfaces.get(host, launcher.interface)
         what = f"has no interface {named} with an address" if named else "has no outer interface"
         yield _problem(
-            "TC141",
+            "TC191",
             "launcher.interfaces" if host in launcher.interfaces else "launcher.interface",
             f"{host} {what}",
             f"`ssh {host} ip -brief address` lists them",
         )
     elif facts["listens"] is None:
         yield _problem(
-            "TC141",
+            "TC191",
             "launcher.interface",
             f"{host} cannot listen on {facts['address']} ({facts['interface']})",
         )
     if facts["port"] and facts["port"]["problem"]:
         yield _problem(
-            "TC139",
+            "TC189",
             "launcher.port",
             f"port {facts['port']['number']} on {host} cannot be used: {facts['port']['problem']}",
             "launcher.port=null takes a free one",
@@ -196,21 +196,21 @@ def _storage(report: Report, checkpoint_bytes: int | None) -> Iterator[Finding]:
     host, storage = report.host.name, report.facts["storage"]
     if storage["problem"]:
         yield _problem(
-            "TC137",
+            "TC187",
             "",
             f"{host} cannot write where the run is kept: {storage['problem']}",
             "--run-dir must be on storage that all hosts share, at the same path",
         )
     elif report.unseen:
         yield _problem(
-            "TC137",
+            "TC187",
             "",
             f"{host} does not see what {', '.join(report.unseen)} wrote where the run is kept",
             "--run-dir must be on storage that all hosts share, at the same path",
         )
     elif checkpoint_bytes is not None and storage["free_bytes"] < checkpoint_bytes:
         yield _problem(
-            "TC138",
+            "TC188",
             "",
             f"a checkpoint takes {checkpoint_bytes / 1e9:.1f} GB, and {host} sees "
             f"{storage['free_bytes'] / 1e9:.1f} GB free where the run is kept",
@@ -222,7 +222,7 @@ def _clock(report: Report) -> Iterator[Finding]:
     if abs(report.clock_seconds) > CLOCK_SECONDS:
         ahead = "ahead of" if report.clock_seconds > 0 else "behind"
         yield _problem(
-            "TC140",
+            "TC190",
             _HOSTS,
             f"the clock of {report.host.name} is {abs(report.clock_seconds):.0f} s {ahead} that "
             f"of {socket.gethostname()}",
@@ -234,7 +234,7 @@ def _reach(report: Report) -> Iterator[Finding]:
     if report.unreached:
         assert report.facts is not None
         yield _problem(
-            "TC142",
+            "TC192",
             "launcher.interface",
             f"{report.host.name} by {report.facts['interface']} ({report.facts['address']}) does "
             f"not reach {', '.join(report.unreached)}",
