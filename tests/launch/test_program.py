@@ -62,7 +62,7 @@ def test_the_command_of_a_rank(config: dict[str, Any], command: tuple[str, ...])
 
 def test_a_program_of_the_user_s_gets_the_plan_by_its_environment() -> None:
     def environment(made: RunPlan) -> dict[str, str]:
-        command = render(made, RUN, ATTEMPT, environment={}, cores=2)
+        command = render(made, RUN, ATTEMPT, environment={}, cores=2).command
         assert command.is_users is not made.config.trains_itself
         assert command.prepare is made.config.trains_itself
         return command.nodes[0].environment
