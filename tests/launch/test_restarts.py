@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,20 @@ def test_a_new_launch_takes_no_request_of_an_old_one(tmp_path):
     with Stop(run, stop_grace_seconds=0, limit=TimeLimit(1e-9)) as stop:
         stop.check_time()
         assert stop.asked == "the time limit" and pending_requests(run) == {Request.stop}
+
+
+def test_a_launch_follows_what_was_asked_since_its_attempt_was_made(tmp_path):
+    plan = make_plan()
+    run = create_run(plan.config, root=tmp_path, folder=tmp_path)
+    file_request(run, Request.stop)
+    time.sleep(0.02)
+    new_attempt(run, plan)
+    time.sleep(0.02)  # the launch is handed to another process, and somebody asks it meanwhile
+    file_request(run, Request.end)
+    with Stop(run, stop_grace_seconds=0, limit=TimeLimit(None)) as stop:
+        assert pending_requests(run) == {Request.end}
+        stop.check_time()
+        assert stop.received is signal.SIGTERM
 
 
 def test_the_margin_of_a_time_limit_learns_from_the_records():

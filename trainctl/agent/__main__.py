@@ -168,12 +168,6 @@ class Agent:
             else:
                 code = self._report_hung(failed)
 
-        launcher = plan.config.launcher
-        watch = Watch(
-            self._attempt,
-            heartbeat_seconds=launcher.heartbeat_seconds,
-            slow_phase_seconds=launcher.slow_phase_seconds,
-        )
         prepare_ranks(plan, command.ranks_per_node)
         if command.is_users and self._node == 0:
             with EventWriter(self._run.events, self._attempt.number) as writer:

@@ -11,11 +11,18 @@ from typing import Any, Self
 import psutil
 
 from trainctl.launch.agents import Agents
+from trainctl.runs.directory import last_attempt
 from trainctl.runs.failures import signal_name
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import RunTag, sweep
 from trainctl.runs.records import Event
-from trainctl.runs.requests import Request, file_request, is_requested, withdraw_request
+from trainctl.runs.requests import (
+    Request,
+    file_request,
+    is_requested,
+    withdraw_earlier,
+    withdraw_request,
+)
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -89,9 +96,11 @@ class Stop:
             self._end(self._asked_by)
 
     def __enter__(self) -> Self:
-        # Whoever asked an earlier launch has his answer.
-        for request in Request:
-            withdraw_request(self._run, request)
+        # Whoever asked an earlier launch has his answer; who asked since the attempt was made (and
+        # handed to a launcher without a terminal, perhaps) asks this one.
+        newest = self._run.attempt(last_attempt(self._run)).plan
+        made = newest.stat().st_mtime if newest.is_file() else time.time()
+        withdraw_earlier(self._run, made)
         for number in _STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._on_signal)

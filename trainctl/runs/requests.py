@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from enum import StrEnum
 
 from trainctl.runs.atomic import write_json
@@ -54,6 +55,14 @@ def pending_requests(run: RunPaths) -> set[Request]:
 def is_requested(run: RunPaths, request: Request) -> bool:
     """Whether this is asked for and has not been followed yet."""
     return (run.requests / request.value).exists()
+
+
+def withdraw_earlier(run: RunPaths, moment: float) -> None:
+    """Take back what was asked before a moment, in seconds since 1970: it was of another launch."""
+    for request in pending_requests(run):
+        with suppress(FileNotFoundError):
+            if (run.requests / request.value).stat().st_mtime < moment:
+                withdraw_request(run, request)
 
 
 def withdraw_request(run: RunPaths, request: Request) -> None:
