@@ -24,6 +24,7 @@ from trainctl.launch.shrink import shrink
 from trainctl.launch.site import Site
 from trainctl.launch.ssh import render
 from trainctl.launch.survey import Report
+from trainctl.launch.variables import not_forwarded
 from trainctl.plan.types import RunPlan
 from trainctl.planner.assess import assess
 from trainctl.runs.layout import RunPaths
@@ -264,3 +265,15 @@ def test_what_was_rendered_is_written(tmp_path: Path) -> None:
     assert record["nodes"][0]["environment"]["API_TOKEN"] == "redacted"
     lines = (attempt.root / "commands.txt").read_text().splitlines()
     assert len(lines) == 2 and lines[0].startswith("ssh ") and "hush" not in lines[0]
+
+
+def test_a_variable_that_is_set_here_and_not_carried_is_named() -> None:
+    plan = make_plan()
+    shell = {"NCCL_DEBUG": "INFO", "UCX_TLS": "rc", "HOME": "/root", "LD_PRELOAD": "x.so"}
+    first, second = not_forwarded(plan, shell)
+    assert first.message == "LD_PRELOAD is set here, and ranks on other hosts do not get it"
+    assert second.message == "UCX_TLS is set here, and ranks on other hosts do not get it"
+    assert "add UCX_TLS to launcher.forward_environment" in second.hint
+    assert not second.is_error
+    plan.config.launcher.environment["LD_PRELOAD"] = "y.so"
+    assert [finding.message for finding in not_forwarded(plan, shell)] == [second.message]

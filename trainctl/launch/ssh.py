@@ -19,7 +19,7 @@ from trainctl.launch.site import Site, hosts_of, look, unasked
 from trainctl.launch.stop import Stop, TimeLimit
 from trainctl.launch.supervise import Attempt, supervise
 from trainctl.launch.team import Team, sweep_hosts
-from trainctl.launch.variables import rank_variables
+from trainctl.launch.variables import not_forwarded, rank_variables
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.directory import last_attempt, run_id
@@ -35,7 +35,8 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     Raises:
         TrainctlError: The hostfile is missing or wrong, or there are too few hosts (exit code 2).
     """
-    return look(plan, hosts_of(plan), folder, checkpoint_bytes).findings
+    findings = look(plan, hosts_of(plan), folder, checkpoint_bytes).findings
+    return [*findings, *not_forwarded(plan, os.environ)]
 
 
 def render(

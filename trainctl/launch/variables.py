@@ -4,10 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trainctl.errors import Finding, Severity
 from trainctl.launch import program
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.provenance import select
+
+TELLING = (
+    "NCCL_*",
+    "GLOO_*",
+    "UCX_*",
+    "FI_*",
+    "CUDA_*",
+    "HSA_*",
+    "HF_*",
+    "TORCH_*",
+    "TRITON_*",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "PYTHONPATH",
+)
+"""Variables that change how ranks run: set here and not on the hosts, a run differs in silence."""
+
+
+def not_forwarded(plan: RunPlan, shell: Mapping[str, str]) -> list[Finding]:
+    """Variables of this shell that ranks on other hosts would not have, and may need.
+
+    Args:
+        plan: The plan.
+        shell: The user's environment.
+    """
+    launcher = plan.config.launcher
+    taken = {*select(shell, launcher.forward_environment), *launcher.environment}
+    return [
+        Finding(
+            rule="TC193",
+            key="launcher.forward_environment",
+            message=f"{name} is set here, and ranks on other hosts do not get it",
+            hint=f"add {name} to launcher.forward_environment, or set launcher.environment.{name}",
+            severity=Severity.warning,
+        )
+        for name in select(shell, TELLING)
+        if name not in taken
+    ]
 
 
 def rank_variables(
