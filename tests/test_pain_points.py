@@ -2,7 +2,7 @@
 
 Of the twenty of the list, these are about a configuration, and are said before anything starts. The
 others have their tests where the thing itself is: devices that are hidden and tools to compile with
-in `test_hardware.py` and `hardware/`, variables that other hosts do not get in `launch/test_ssh.py`,
+in `test_hardware.py` and `hardware/`, variables that hosts do not get in `launch/test_ssh.py`,
 exits and orphans in `launch/` and `e2e/`, resuming elsewhere and checkpoints that are not whole in
 `train/test_restore.py`, `runs/test_checkpoints.py` and `faults/`, and workers without Hydra in
 `test_imports.py`.

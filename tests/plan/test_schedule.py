@@ -71,7 +71,8 @@ def test_a_decay_starts_at_the_peak_and_ends_exactly_at_the_floor(case):
         return
     assert factors[0] == 1
     assert factors[-1] == schedule.floor_ratio
-    assert factors == sorted(factors, reverse=True)
+    # Up to the last bit, where the floor is next to the peak.
+    assert all(later <= factor + 1e-15 for factor, later in pairwise(factors))
 
 
 @given(schedules((ScheduleKind.linear, ScheduleKind.cosine, ScheduleKind.one_cycle)))
