@@ -218,7 +218,8 @@ def _config(combination: Combination, steps: int, nvme: Path) -> RunConfig:
 def _enlarge(config: RunConfig) -> None:
     model = config.model
     model.num_layers, model.hidden_size = 2, 256
-    model.vocab_size = model.intermediate_size = 2048  # matrices of 2 MiB
+    elements = 2048 if config.precision.compute is DataType.fp32 else 4096
+    model.vocab_size = model.intermediate_size = elements  # matrices of 2 MiB
     config.training.sequence_length = 64
     config.zero_stage.sub_group_size = 1_000_000
     config.zero_stage.max_live_parameters = 10_000_000
