@@ -16,7 +16,7 @@ from trainctl.config.schema import GROUPS, RunConfig
 TARGET = Path(__file__).parents[1] / "docs" / "reference.md"
 INTRODUCTION = """\
 # Configuration reference
-Written by `make docs` from `trainctl/config/schema.py` and `conf/`; do not edit it by hand.
+Written by `make docs` from `trainctl/config/schema/` and `conf/`; do not edit it by hand.
 
 A key is set as `group.key=value` on the command line or in a recipe; an option of a group is chosen
 as `group=option`. A default of `null` means that the value is derived: `trainctl config why KEY`

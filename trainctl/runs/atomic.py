@@ -9,15 +9,24 @@ from typing import Any
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file by `text` (UTF-8): a temporary file, synced, renamed over it.
+    """Replace the file by `text` (UTF-8).
+
+    Raises:
+        OSError: As `write_bytes`.
+    """
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace the file by `data`: a temporary file, synced, renamed over it.
 
     Raises:
         OSError: The folder is missing or not writable, or the disk is full; the old file stays.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+        with temporary.open("wb") as stream:
+            stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)

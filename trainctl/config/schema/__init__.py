@@ -1,0 +1,166 @@
+"""Every configuration key: its type, default, meaning, unit and range. Standard library only.
+
+Each class of this package is one config group (`conf/<group>/`) or section. `option` attaches to a
+field what the reference documentation, the range check and the error messages need. A value of
+``None`` means "derived": `trainctl.plan` computes it and records the reason. Enum members are named
+as users write them in YAML, with the value equal to the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, fields, is_dataclass
+from typing import Any
+
+from trainctl.config.schema.hardware import (
+    Accelerator,
+    HardwareConfig,
+)
+from trainctl.config.schema.launcher import (
+    CpuBinding,
+    KubernetesApi,
+    LauncherConfig,
+    LauncherKind,
+    MpiFlavor,
+)
+from trainctl.config.schema.layout import (
+    ActivationCheckpointingConfig,
+    CheckpointingMode,
+    CompileKind,
+    CrossEntropyKind,
+    DataType,
+    KernelsConfig,
+    OffloadConfig,
+    OffloadDevice,
+    ParallelismConfig,
+    PipelinePartition,
+    PrecisionConfig,
+    ZeroStageConfig,
+)
+from trainctl.config.schema.model import (
+    AttentionKind,
+    ModelConfig,
+    ModelFamily,
+)
+from trainctl.config.schema.optimization import (
+    DecayShape,
+    OnBadLoss,
+    OptimizerConfig,
+    OptimizerKind,
+    ScheduleConfig,
+    ScheduleKind,
+    StabilityConfig,
+)
+from trainctl.config.schema.option import option, section
+from trainctl.config.schema.run import (
+    CheckpointConfig,
+    DataConfig,
+    DataKind,
+    LoggingConfig,
+    TokenizerConfig,
+    TokenizerKind,
+    TrainingConfig,
+)
+
+__all__ = [
+    "GROUPS",
+    "Accelerator",
+    "ActivationCheckpointingConfig",
+    "AttentionKind",
+    "CheckpointConfig",
+    "CheckpointingMode",
+    "CompileKind",
+    "CpuBinding",
+    "CrossEntropyKind",
+    "DataConfig",
+    "DataKind",
+    "DataType",
+    "DecayShape",
+    "HardwareConfig",
+    "KernelsConfig",
+    "KubernetesApi",
+    "LauncherConfig",
+    "LauncherKind",
+    "LoggingConfig",
+    "ModelConfig",
+    "ModelFamily",
+    "MpiFlavor",
+    "OffloadConfig",
+    "OffloadDevice",
+    "OnBadLoss",
+    "OptimizerConfig",
+    "OptimizerKind",
+    "ParallelismConfig",
+    "PipelinePartition",
+    "PrecisionConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "ScheduleKind",
+    "StabilityConfig",
+    "TokenizerConfig",
+    "TokenizerKind",
+    "TrainingConfig",
+    "ZeroStageConfig",
+    "walk",
+]
+
+
+@dataclass
+class RunConfig:
+    """One run, whole: every group and section."""
+
+    model: ModelConfig = section(ModelConfig)
+    optimizer: OptimizerConfig = section(OptimizerConfig)
+    schedule: ScheduleConfig = section(ScheduleConfig)
+    zero_stage: ZeroStageConfig = section(ZeroStageConfig)
+    offload: OffloadConfig = section(OffloadConfig)
+    precision: PrecisionConfig = section(PrecisionConfig)
+    parallelism: ParallelismConfig = section(ParallelismConfig)
+    activation_checkpointing: ActivationCheckpointingConfig = section(ActivationCheckpointingConfig)
+    kernels: KernelsConfig = section(KernelsConfig)
+    data: DataConfig = section(DataConfig)
+    tokenizer: TokenizerConfig = section(TokenizerConfig)
+    training: TrainingConfig = section(TrainingConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    stability: StabilityConfig = section(StabilityConfig)
+    logging: LoggingConfig = section(LoggingConfig)
+    launcher: LauncherConfig = section(LauncherConfig)
+    hardware: HardwareConfig = section(HardwareConfig)
+    recipe: str | None = option(None, "Name of the recipe that this was composed from.")
+    script: str | None = option(
+        None, "Your own program, started on every rank instead of trainctl's trainer."
+    )
+    script_arguments: list[str] = option([], "Its arguments: the words after `--`.")
+    script_config_flag: str | None = option(
+        "--deepspeed_config",
+        "Added to them, with the path of DeepSpeed's JSON, unless it is there; none adds nothing.",
+    )
+    trainer: str | None = option(
+        None, "Your own function that trains in place of trainctl's trainer, as module:function."
+    )
+    deepspeed: dict[str, Any] = option(
+        {}, "Keys of DeepSpeed's own JSON, merged last; must not contradict a derived one."
+    )
+
+    @property
+    def trains_itself(self) -> bool:
+        """Whether trainctl's own trainer trains, and not a script or function of the user's."""
+        return self.script is None and self.trainer is None
+
+
+GROUPS = tuple(
+    item.name
+    for item in fields(RunConfig)
+    if is_dataclass(item.default_factory) and item.name != "training"
+)
+"""The config groups: sections with a folder of options under `conf/`."""
+
+
+def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+    """Every leaf of a config: its dotted key, its field and its value."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            yield from walk(value, f"{prefix}{item.name}.")
+        else:
+            yield f"{prefix}{item.name}", item, value

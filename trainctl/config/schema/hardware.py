@@ -1,0 +1,70 @@
+"""What the machines are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from trainctl.config.schema.option import option
+
+
+class Accelerator(Enum):
+    """Kind of compute device; `auto` is detected."""
+
+    auto = "auto"
+    cuda = "cuda"
+    rocm = "rocm"
+    cpu = "cpu"
+
+
+@dataclass
+class HardwareConfig:
+    """Facts about the machines, declared by an option of `hardware` or detected."""
+
+    name: str = option("auto", "Name shown in plans, such as h100-80g.")
+    driver_names: list[str] = option(
+        [], "Names that the vendor's tool gives to the device: how hardware=auto recognises it."
+    )
+    accelerator: Accelerator = option(Accelerator.auto, "Kind of device; auto detects everything.")
+    nodes: int = option(1, "Machines.", minimum=1)
+    devices_per_node: int | None = option(
+        None, "Devices (on cpu: processes) of a machine; none detects them.", minimum=1
+    )
+    device_memory_bytes: int | None = option(
+        None,
+        "Memory of a device as its driver reports it; none detects it.",
+        unit="bytes",
+        minimum=0,
+    )
+    host_memory_bytes: int | None = option(
+        None,
+        "Memory of a machine; none detects it, or leaves it unchecked when not here.",
+        unit="bytes",
+        minimum=0,
+    )
+    nvme_bytes: int | None = option(
+        None, "Free space of a machine's NVMe; none leaves it unchecked.", unit="bytes", minimum=0
+    )
+    peak_tflops_fp32: float | None = option(
+        None, "Dense fp32 throughput of a device, not TF32.", unit="TFLOP/s", above=0
+    )
+    peak_tflops_bf16: float | None = option(
+        None, "Dense bf16 matrix throughput of a device.", unit="TFLOP/s", above=0
+    )
+    peak_tflops_fp16: float | None = option(
+        None, "Dense fp16 matrix throughput, accumulated in fp32.", unit="TFLOP/s", above=0
+    )
+    peak_tflops_fp8: float | None = option(
+        None, "Dense fp8 matrix throughput, accumulated in fp32.", unit="TFLOP/s", above=0
+    )
+    memory_bandwidth_gb_per_second: float | None = option(
+        None, "Device memory bandwidth.", unit="GB/s", above=0
+    )
+    device_link_gb_per_second: float | None = option(
+        None, "Bandwidth between devices of a node, one direction.", unit="GB/s", above=0
+    )
+    network_gb_per_second: float | None = option(
+        None, "Bandwidth between nodes, per device.", unit="GB/s", above=0
+    )
+    supports_bf16: bool = option(True, "Whether the device computes in bf16.")
+    supports_fp8: bool = option(False, "Whether the device computes in fp8.")

@@ -1,0 +1,74 @@
+"""What is trained: the architecture and its shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from trainctl.config.schema.option import option
+
+
+class ModelFamily(Enum):
+    """Architecture of a decoder; `hf` reads everything from a transformers directory."""
+
+    llama = "llama"
+    mistral = "mistral"
+    qwen3 = "qwen3"
+    gpt2 = "gpt2"
+    hf = "hf"
+
+
+class AttentionKind(Enum):
+    """Attention kernel, named as transformers names them."""
+
+    sdpa = "sdpa"
+    eager = "eager"
+    flash_attention_2 = "flash_attention_2"
+
+
+@dataclass
+class ModelConfig:
+    """The decoder to train: its published shape, so that planning needs no torch."""
+
+    name: str = option("tiny-llama", "Name shown in plans, reports and exports.")
+    family: ModelFamily = option(ModelFamily.llama, "Architecture.")
+    model_type: str | None = option(
+        None, "transformers' name of the architecture; read from config.json for family=hf."
+    )
+    path: str | None = option(
+        None, "Local transformers directory with config.json; required for family=hf."
+    )
+    initial_weights: str | None = option(
+        None, "Directory of safetensors to start from; none initialises from training.seed."
+    )
+    vocab_size: int = option(512, "Rows of the embedding.", unit="tokens", minimum=0)
+    hidden_size: int = option(128, "Width of the residual stream.", minimum=0)
+    intermediate_size: int = option(384, "Width of the feed-forward layer.", minimum=0)
+    num_layers: int = option(4, "Decoder blocks.", minimum=0)
+    num_attention_heads: int = option(4, "Query heads.", minimum=1)
+    num_key_value_heads: int | None = option(
+        None,
+        "Key and value heads (grouped-query attention); none means one for each query head.",
+        minimum=1,
+    )
+    head_dim: int | None = option(
+        None, "Width of a head; none means hidden_size / num_attention_heads.", minimum=1
+    )
+    max_position_embeddings: int = option(
+        2048, "Longest sequence that the model is defined for.", unit="tokens", minimum=1
+    )
+    tie_word_embeddings: bool = option(False, "Output projection shares the embedding's weights.")
+    rope_theta: float = option(10000.0, "Base of the rotary embedding.", above=0)
+    norm_epsilon: float = option(1e-5, "Epsilon of the (RMS or layer) norms.", above=0)
+    initializer_range: float = option(
+        0.02, "Standard deviation of the initial weights.", above=0, maximum=1
+    )
+    sliding_window: int | None = option(
+        None, "Attention window of mistral; none attends to everything.", unit="tokens", minimum=1
+    )
+    attention: AttentionKind = option(AttentionKind.sdpa, "Attention kernel.")
+    mup: bool = option(False, "Maximal-update parametrisation (arXiv:2203.03466).")
+    trust_remote_code: bool = option(False, "Let transformers run Python code found in model.path.")
+    factory: str | None = option(
+        None, "Your own function that makes the model, as module:function; the shape describes it."
+    )

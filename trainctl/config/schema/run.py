@@ -1,0 +1,159 @@
+"""What is read, for how long, and what is kept and shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from trainctl.config.schema.option import option
+
+
+class DataKind(Enum):
+    """Where the text comes from."""
+
+    stdlib = "stdlib"
+    files = "files"
+
+
+@dataclass
+class DataConfig:
+    """The corpus: which files, which of them are held out, and their order."""
+
+    kind: DataKind = option(
+        DataKind.stdlib, "stdlib: source files of this Python's standard library; files: globs."
+    )
+    paths: list[str] = option([], "files: globs of text (any suffix) and JSONL (.jsonl).")
+    held_out_paths: list[str] = option(
+        [], "files: globs of the held-out files; empty holds out a share of `paths`."
+    )
+    held_out_fraction: float = option(
+        0.05, "Share of the files held out for evaluation.", minimum=0, maximum=0.5
+    )
+    text_key: str = option("text", "Key of the text in a JSONL object.")
+    max_bytes: int | None = option(
+        None, "Read no more text than this, in file order; none reads all.", unit="bytes", minimum=1
+    )
+    shuffle: bool = option(True, "Order is a pseudo-random function of (seed, sample counter).")
+    mask_documents: bool = option(
+        False, "Attend, and count positions, only within a document of a packed sample."
+    )
+    factory: str | None = option(
+        None, "Your own function that gives the documents, as module:function, instead of `kind`."
+    )
+
+
+class TokenizerKind(Enum):
+    """How text becomes token ids."""
+
+    byte = "byte"
+    file = "file"
+    hf = "hf"
+
+
+@dataclass
+class TokenizerConfig:
+    """How text becomes token ids."""
+
+    kind: TokenizerKind = option(
+        TokenizerKind.byte,
+        "byte: ids 0 to 255 and one end of document; file: tokenizers JSON; hf: directory.",
+    )
+    path: str | None = option(None, "File or directory; required unless kind is byte.")
+
+
+@dataclass
+class TrainingConfig:
+    """How long, how much at a time, and from which seed."""
+
+    seed: int = option(1234, "Everything random is a function of it.", minimum=0)
+    steps: int | None = option(
+        None,
+        "Optimizer steps of the whole run; none derives it from tokens.",
+        unit="optimizer steps",
+        minimum=0,
+    )
+    tokens: int | None = option(
+        None, "Token budget of the whole run, if steps is none.", unit="tokens", minimum=1
+    )
+    stop_after_steps: int | None = option(
+        None,
+        "End this launch at this step of the run; the schedule is unchanged.",
+        unit="optimizer steps",
+        minimum=1,
+    )
+    time_limit_minutes: float | None = option(
+        None,
+        "Save and end in time before this launch has lasted so long, with the exit code that "
+        "a scheduler requeues (75).",
+        unit="minutes",
+        above=0,
+    )
+    sequence_length: int = option(2048, "Length of a packed sample.", unit="tokens", minimum=2)
+    global_batch_size: int | None = option(
+        None, "Sequences in an optimizer step, over all ranks.", unit="sequences", minimum=1
+    )
+    micro_batch_size: int | None = option(
+        None,
+        "Sequences in one forward pass of one data-parallel rank.",
+        unit="sequences",
+        minimum=1,
+    )
+    gradient_accumulation_steps: int | None = option(
+        None, "Forward and backward passes in an optimizer step.", minimum=1
+    )
+    evaluate_every_steps: int | None = option(
+        None,
+        "Held-out loss at this interval and at the end; none only at the end.",
+        unit="optimizer steps",
+        minimum=1,
+    )
+    evaluation_samples: int = option(
+        64, "Held-out sequences in an evaluation; 0 switches it off.", unit="sequences", minimum=0
+    )
+    sample_tokens: int = option(
+        0, "Length of a text sampled from the model at the end.", unit="tokens", minimum=0
+    )
+    sample_prompt: str = option("def ", "Start of that text.")
+
+
+@dataclass
+class CheckpointConfig:
+    """When state is saved, and how much is kept."""
+
+    every_steps: int | None = option(
+        None,
+        "Save at this interval; none only by time and at the end.",
+        unit="optimizer steps",
+        minimum=1,
+    )
+    every_minutes: float | None = option(
+        None, "Save when this much time has passed since the last.", unit="minutes", above=0
+    )
+    keep: int = option(3, "Complete checkpoints kept, the newest first.", minimum=1)
+    best_of: str | None = option(
+        None, "Also keep the best by this metric of an evaluation ('loss': smaller is better)."
+    )
+    at_end: bool = option(True, "Save when the launch ends in good order.")
+    asynchronous: bool = option(
+        False, "Copy the state to host memory and write it behind the training."
+    )
+    compare_replay: bool = option(
+        True, "After a resume, stop if a step that is done again has another loss than before."
+    )
+
+
+@dataclass
+class LoggingConfig:
+    """What is recorded and shown while training."""
+
+    every_steps: int = option(
+        1,
+        "Progress lines when the output is not a terminal; records are of every step.",
+        unit="optimizer steps",
+        minimum=1,
+    )
+    profile_steps: list[int] = option(
+        [], "First and last step that the profiler records; empty switches it off."
+    )
+    profile_ranks: list[int] = option([0], "Ranks that it records.")
+    deepspeed_level: str = option("warning", "Level of DeepSpeed's own log in the ranks' logs.")

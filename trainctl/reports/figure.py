@@ -1,0 +1,77 @@
+"""Charts as files, by matplotlib: PNG, SVG, or one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import io
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.atomic import write_bytes
+
+SUFFIXES = (".png", ".svg", ".html")
+
+DOTS_PER_INCH = 144
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>{title}</title>
+<style>body {{ margin: 2rem auto; max-width: 75rem; font-family: sans-serif; }}
+svg {{ width: 100%; height: auto; }}</style>
+{svg}
+</html>
+"""
+
+
+def save_figure(figure: Figure, path: Path, *, title: str) -> None:
+    """Write a figure; the suffix of `path` says in which form.
+
+    Args:
+        figure: Made without pyplot, so that nothing global keeps it.
+        path: Of the file: .png, .svg or .html (the chart as SVG in a page of its own).
+        title: Of the page.
+
+    Raises:
+        TrainctlError: The suffix is another one, or the file cannot be written.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise TrainctlError(
+            f"{path}: a chart is written as {', '.join(SUFFIXES)}",
+            hint=f"{path.with_suffix('.png')}",
+            exit_code=ExitCode.bad_input,
+        )
+    data = _png(figure) if suffix == ".png" else _svg(figure)
+    if suffix == ".html":
+        page = PAGE.format(title=html.escape(title), svg=_element(data))
+        data = page.encode()
+    try:
+        write_bytes(path, data)
+    except OSError as error:
+        raise TrainctlError(
+            f"{path} cannot be written: {error.strerror}", exit_code=ExitCode.bad_input
+        ) from error
+
+
+def _png(figure: Figure) -> bytes:
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=DOTS_PER_INCH, bbox_inches="tight")
+    return stream.getvalue()
+
+
+def _svg(figure: Figure) -> bytes:
+    stream = io.BytesIO()
+    # Without a date and with ids that are not random: the same chart is the same file.
+    with rc_context({"svg.hashsalt": "trainctl"}):
+        figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None})
+    return stream.getvalue()
+
+
+def _element(svg: bytes) -> str:
+    """The svg element, without the declarations of a file."""
+    text = svg.decode()
+    return text[text.index("<svg") :]
