@@ -20,7 +20,7 @@ from trainctl.errors import ExitCode
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.resolve import resolve
 from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
-from trainctl.runs.directory import create_run, new_attempt
+from trainctl.runs.directory import create_run, new_attempt, read_plan
 from trainctl.runs.job import Job, write_job
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
@@ -87,7 +87,7 @@ def read_json(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def fail(paths: RunPaths, rank: int, message: str) -> None:
+def fail(paths: RunPaths, rank: int, message: str, **more: Any) -> None:
     with EventWriter(paths.events, 1) as events:
         events.write(
             "failure",
@@ -102,6 +102,7 @@ def fail(paths: RunPaths, rank: int, message: str) -> None:
             hint="",
             log=str(paths.attempt(1).rank_log(rank)),
             log_tail=["ValueError: boom"],
+            **more,
         )
 
 
@@ -148,7 +149,12 @@ def test_status_and_logs_name_the_first_failure(
     out = capsys.readouterr().out
     assert "first failure: rank 3 (node 1, node-b, process 4) ended with exit code 1" in out
     assert "progress: step 7 of 50" in out and "lost the connection" not in out
-    assert run(["runs", "logs"]) == 0
+    cut_off = make_run(paths.root.parent / "z", State.failed)
+    fail(cut_off, 1, "has not heard its launcher", launcher_lost=True)
+    fail(cut_off, 2, "was lost")
+    assert run(["runs", "status", str(cut_off.root)]) == 0
+    assert "first failure: rank 2" in capsys.readouterr().out
+    assert run(["runs", "logs", str(paths.root)]) == 0
     out = capsys.readouterr().out
     first, *rest = out.splitlines()
     assert first.startswith("first failure: rank 3") and rest[0] == "  ValueError: boom"
@@ -160,11 +166,33 @@ def test_status_and_logs_name_the_first_failure(
         "==> rank 3 on node-b",
     ]
     assert "\x1b" not in out
-    assert run(["runs", "logs", "--rank", "2", "--lines", "2"]) == 0
+    assert run(["runs", "logs", str(paths.root), "--rank", "2", "--lines", "2"]) == 0
     out = capsys.readouterr().out
     assert "line of rank 2" in out and "rank 3" not in out
-    assert run(["runs", "logs", "--attempt", "9"]) == ExitCode.run_state
+    assert run(["runs", "logs", str(paths.root), "--attempt", "9"]) == ExitCode.run_state
     assert "attempts: 1 to 1" in capsys.readouterr().err
+
+
+def test_status_names_ranks_that_are_still_slow(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = {"slow": True, "factor": 2.1, "part": "data", "seconds": 0.42, "usual_seconds": 0.2}
+    with EventWriter(paths.events, 1) as events:
+        for rank, state in ((3, slow), (1, slow), (1, {"slow": False})):
+            place = {"rank": rank, "node": rank // 2, "host": HOSTS[rank // 2], "step": 1030}
+            events.write("straggler", **place, **state)
+    assert run(["runs", "status"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "slow: rank 3 (node 1, node-b) takes 2.10 times as long as its peers up to step 1,030, and "
+        "all wait for it; most of it in data: 0.42 s a step instead of 0.2 s\n"
+    ) in out
+    assert "rank 1" not in out
+    assert run(["runs", "status", "--json"]) == 0
+    assert [event["rank"] for event in read_json(capsys)["stragglers"]] == [3]
+    new_attempt(paths, read_plan(paths.attempt(1).plan))
+    assert run(["runs", "status"]) == 0
+    assert "slow" not in capsys.readouterr().out  # the next attempt's ranks are other processes
 
 
 def test_logs_follow_until_the_run_ends(

@@ -96,6 +96,30 @@ def test_another_version_another_code_and_no_trainctl(cluster: Cluster, tmp_path
     assert said.count("TC183") == 2 and "trainctl cannot be started there" in said
 
 
+def test_another_version_of_the_user_s_own_code(cluster: Cluster, tmp_path: Path) -> None:
+    """What the script imports is compared as well as the script; what is not there is named."""
+    n1, n2 = cluster.nodes
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    (tmp_path / "own.py").write_text("import helper\nfrom parts import one, other\n")
+    (tmp_path / "helper.py").write_text("import json\n")
+    (tmp_path / "unrelated.py").write_text("")
+    for name in ("__init__", "one", "other"):
+        (parts / f"{name}.py").write_text("")
+    edited = tmp_path / "edited"
+    edited.write_text("import json  # changed on one host only\n")
+    with (
+        mounted(n1, edited, tmp_path / "helper.py"),
+        mounted(n1, edited, tmp_path / "unrelated.py"),
+        mounted(n2, "tmpfs", parts),
+    ):
+        said = refused(cluster, tmp_path, "script=own.py")
+    assert said.count("TC194") == 2 and "error: 2 problems" in said
+    assert f"n1 has another version of {tmp_path}/helper.py\n" in said
+    lacking = ", ".join(f"{parts}/{name}.py" for name in ("__init__", "one", "other"))
+    assert f"n2 does not have {lacking}\n" in said
+
+
 def test_a_taken_port_and_an_interface_that_does_not_reach(
     cluster: Cluster, tmp_path: Path
 ) -> None:

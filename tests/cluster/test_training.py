@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,6 +75,54 @@ def test_two_hosts_train_as_one_does_and_carry_hostile_values(
         assert there[step] == pytest.approx(here[step], rel=1e-5), step
 
 
+def test_a_program_of_the_user_s_trains_on_two_hosts_and_its_failure_is_told(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Words of its own arrive as they are typed; those of a shell execute nothing."""
+    shutil.copy(REPOSITORY / "docs/examples/deepspeed_script.py", tmp_path / "own.py")
+    own = ("launch", "script=own.py", "recipe=tiny", *over_ssh(cluster))
+    said = cluster.trainctl(*own, "--run-dir", "run", "--", "--steps", "3", cwd=tmp_path)
+    cluster.assert_clean()
+    assert "step 3 of 3: loss" in said
+    attempt = RunPaths(tmp_path / "run").attempt(1)
+    assert sorted(path.name for path in attempt.logs.glob("rank-*")) == [
+        f"rank-{rank}.log" for rank in range(4)
+    ]
+    assert "Traceback" not in attempt.rank_log(3).read_text()
+
+    hostile = "$(touch PWNED); touch PWNED"
+    words = ("--run-dir", "failing", "--", "--steps", hostile)
+    said = cluster.trainctl(*own, *words, cwd=tmp_path, code=6)
+    cluster.assert_clean()
+    failures = events(tmp_path / "failing", "failure")
+    assert failures[0]["exit_code"] == 2 and failures[0]["host"] in ("n1", "n2")
+    assert f"argument --steps: invalid int value: '{hostile}'" in said
+    assert not list(tmp_path.rglob("PWNED")) and not list(cluster.folder.rglob("PWNED"))
+
+
+def test_a_detached_run_is_listed_followed_and_stopped_by_its_folder(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.trainctl(
+        "launch", *TINY, *over_ssh(cluster), "training.steps=100000", "--detach",
+        "--run-dir", tmp_path / "run",
+        cwd=tmp_path,
+    )  # fmt: skip
+    run = tmp_path / "run"
+    deadline = time.monotonic() + 120
+    while not events(run, "step"):
+        assert time.monotonic() < deadline, (run / "attempts/1/logs/launcher.log").read_text()
+        time.sleep(0.2)
+    (row,) = json.loads(cluster.trainctl("runs", "ls", ".", "--json", cwd=tmp_path))["runs"]
+    assert (row["state"], row["launcher"], row["nodes"], row["ranks"]) == ("running", "ssh", 2, 4)
+    logs = cluster.trainctl("runs", "logs", "run", cwd=tmp_path)
+    assert "==> rank 0 on n1" in logs and "==> rank 3 on n2" in logs
+    said = cluster.trainctl("runs", "stop", "run", cwd=tmp_path)
+    assert "stopped, saved and stopped after step" in said
+    assert events(run, "checkpoint")
+    cluster.assert_clean()
+
+
 def test_a_node_that_is_cut_off_is_left_behind_and_its_samples_are_not(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -137,6 +186,7 @@ class Launch:
             },
         )
         plan = replace(plan, hardware=replace(plan.hardware, nodes=2, devices_per_node=2))
+        plan.config.training.steps = plan.total_steps  # without it there is no plan for fewer nodes
         self.run = create_run(plan.config, root=folder, folder=folder)
         write_json(self.run.root / "plan_for_tests.json", to_plain(plan))
         driver = REPOSITORY / "tests/launch/driver.py"
@@ -264,6 +314,51 @@ def test_a_lost_node_without_the_others_leave_to_go_on_is_waited_for(
     finally:
         n2.set_link("up")
     cluster.assert_clean()
+
+
+def test_the_first_node_is_not_special_when_it_is_lost(
+    cluster: Cluster, launch: Callable[..., Launch]
+) -> None:
+    """The rendezvous goes with it: the other's ranks end too, and the run goes on there alone."""
+    running = launch("forever,gloo,child", max_restarts=1, min_nodes=1, preflight_seconds=15.0)
+    n1, _ = cluster.nodes
+    try:
+        running.wait_for_step()
+        n1.set_link("down")
+        wait(running.process, lambda: [e for e in running.events("step") if e["attempt"] == 2])
+        cut_off = time.monotonic()
+        while n1.processes():  # it does not train on alone
+            assert time.monotonic() - cut_off < 40, n1.processes()
+            time.sleep(0.1)
+        (failure,) = [e for e in running.events("failure") if e["cause"] == "lost_node"]
+        assert failure["node"] == 0 and "node 0 (n1): was lost" in failure["message"]
+        (restart,) = running.events("restart")
+        assert restart["nodes"] == 1 and "node 0 (n1): was lost" in restart["cause"]
+        assert [event["ranks"] for event in running.events("launch")] == [4, 2]
+        command = json.loads((running.run.root / "attempts/2/command.json").read_text())
+        assert [node["host"] for node in command["nodes"]] == ["n2"]
+        os.kill(inner(running.process), signal.SIGINT)
+        assert running.end()[0] == 130
+    finally:
+        n1.set_link("up")
+    cluster.assert_clean()
+
+
+def test_a_lost_first_node_ends_a_launch_that_may_not_restart(
+    cluster: Cluster, launch: Callable[..., Launch]
+) -> None:
+    running = launch("forever,gloo,child")
+    n1, n2 = cluster.nodes
+    try:
+        running.wait_for_step()
+        n1.set_link("down")
+        code, talk = running.end()
+        assert code == 6, talk
+        assert "node 0 (n1): was lost" in talk
+        assert not n2.processes()
+        cluster.assert_clean(20.0)  # the link is still down
+    finally:
+        n1.set_link("up")
 
 
 def carries(pid: int, run: RunPaths) -> bool:

@@ -37,6 +37,14 @@ def test_words_are_the_script_s_whatever_they_look_like(folder: Path) -> None:
     assert made("script=train.py", "script_arguments=[a]", words=[]).config.script_arguments == []
 
 
+def test_a_function_may_be_in_folders_that_are_no_packages(folder: Path) -> None:
+    (folder / "plain" / "deeper").mkdir(parents=True)
+    (folder / "plain" / "deeper" / "mine.py").write_text("def train(plan, rank): ...\n")
+    assert findings("trainer=plain.deeper.mine:train") == []
+    ((rule, _, message),) = findings("trainer=plain.deeper.other:train")
+    assert rule == "TC117" and "no module plain.deeper.other" in message
+
+
 def test_a_script_must_be_there_and_startable(folder: Path) -> None:
     assert findings("script=train.py")[0][:2] == ("TC116", "script")
     (folder / "train.py").write_text("")

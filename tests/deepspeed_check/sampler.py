@@ -22,6 +22,7 @@ Case = dict[str, Any]
 
 Z = "zero_optimization."
 CPU = {"device": "cpu", "pin_memory": False}
+ZENFLOW = {"select_strategy": "step", "select_interval": 0, "update_interval": 1}
 SPLIT = {
     "autotp_size": 2,
     "partition_config": {
@@ -202,7 +203,7 @@ BREAKS: list[tuple[str, Json]] = [
         },
     ),
     ("TC246", {"checkpoint.writer": {"type": "python"}}),
-    ("TC247", {f"{Z}stage": 2, f"{Z}offload_optimizer": CPU, f"{Z}zenflow": {}}),
+    ("TC247", {f"{Z}stage": 3, f"{Z}offload_optimizer": CPU, f"{Z}zenflow": ZENFLOW}),
     (
         "TC248",
         {
@@ -212,6 +213,7 @@ BREAKS: list[tuple[str, Json]] = [
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         },
     ),
+    ("TC249", {f"{Z}stage": 2, f"{Z}offload_optimizer": CPU, f"{Z}zenflow": ZENFLOW}),
     ("TC250", {"optimizer.type": "AdamZ"}),
     ("TC250", {"optimizer.type": "sgd"}),
     ("TC251", {"optimizer.params.weight_decays": 0.1}),

@@ -33,6 +33,7 @@ BY_ID = {rule.identifier: rule for rule in RULES}
 NOT_RUN = {
     "TC209": "transformers or accelerate fill values in, not DeepSpeed",
     "TC218": "needs a model of transformers' with attention heads",
+    "TC249": "needs CPUAdam, which is compiled first (tests/train/test_zenflow.py)",
     "TC289": "needs an NVMe drive and a compiled library",
 }
 """Rules that no tiny model on two CPU processes can break; each has a test of its own."""

@@ -16,13 +16,16 @@ from trainctl.runs.layout import RunPaths
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 PAGE = EXAMPLES.parent / "your-own-script.md"
 
+HOSTILE = "$(touch pwned) `touch pwned` 'q\" ;touch pwned"
 SCRIPT = """
 import json, os, pathlib, signal, subprocess, sys, time
 
 rank = os.environ["RANK"]
 names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TRAINCTL_PLAN"
 names += " TRAINCTL_DEEPSPEED_CONFIG TRAINCTL_RUN_DIR TRAINCTL_ATTEMPT DS_ACCELERATOR"
-facts = {"argv": sys.argv[1:], "cwd": os.getcwd(), "env": {n: os.environ[n] for n in names.split()}}
+names += " OWN NCCL_OWN"
+env = {name: os.environ.get(name) for name in names.split()}
+facts = {"argv": sys.argv[1:], "cwd": os.getcwd(), "env": env}
 pathlib.Path(os.environ["TRAINCTL_RUN_DIR"], f"facts-{rank}.json").write_text(json.dumps(facts))
 print(f"rank {rank} says hello", flush=True)
 if "--wait" in sys.argv:
@@ -44,13 +47,17 @@ def facts(run, rank):
 
 
 def test_a_script_is_started_again_as_it_was(tmp_path):
-    work, run = tmp_path / "work", tmp_path / "run"
+    """Values that a shell would execute arrive as they are: words, variables, names of folders."""
+    work, run = tmp_path / f"work {HOSTILE}", tmp_path / f"run {HOSTILE}"
     work.mkdir()
     (work / "own.py").write_text(SCRIPT)
-    words = ["--lr", "${x} 'y'", "--code", "0"]
+    words = ["--lr", "${x} 'y'", HOSTILE, "-oProxyCommand=touch pwned", "--code", "0"]
     said = trainctl(
-        "launch", "script=own.py", "recipe=tiny", "--run-dir", str(run), "--", *words, cwd=work
-    )
+        "launch", "script=own.py", "recipe=tiny", f"launcher.environment.OWN={json.dumps(HOSTILE)}",
+        "--run-dir", str(run), "--", *words,
+        cwd=work, NCCL_OWN=f"{HOSTILE}\ntouch pwned",
+    )  # fmt: skip
+    assert not list(tmp_path.rglob("pwned"))
     assert "rank 0 says hello" in said and "rank 1 says hello" not in said
     attempt = RunPaths(run).attempt(1)
     for rank in (0, 1):
@@ -58,6 +65,7 @@ def test_a_script_is_started_again_as_it_was(tmp_path):
         assert found["argv"] == [*words, "--deepspeed_config", str(attempt.deepspeed)]
         assert found["cwd"] == str(work)
         env = found["env"]
+        assert (env["OWN"], env["NCCL_OWN"]) == (HOSTILE, f"{HOSTILE}\ntouch pwned")
         assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "2")
         assert env["MASTER_ADDR"] and int(env["MASTER_PORT"]) > 0
         assert env["TRAINCTL_DEEPSPEED_CONFIG"] == str(attempt.deepspeed)

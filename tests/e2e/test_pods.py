@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,10 +17,12 @@ from commands import TINY, curve, events, live_processes
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.resolve import resolve
+from trainctl.runs.command import read_command
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.status import State, read_status
 
+HOSTILE = "$(touch pwned) `touch pwned` 'q\" ;touch pwned"
 OVERRIDES = (
     *TINY,
     "hardware=2x1xcpu",
@@ -59,8 +62,11 @@ def start_pods(run: RunPaths, restart: int) -> list[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 def test_pods_train_save_when_one_is_evicted_and_go_on(tmp_path: Path) -> None:
-    config = compose(OVERRIDES).config
-    run = create_run(config, run_dir=tmp_path / "r")
+    """With a folder and a variable that a shell would execute."""
+    config = compose(
+        [*OVERRIDES, f"launcher.environment={{HOSTILE: {json.dumps(HOSTILE)}}}"]
+    ).config
+    run = create_run(config, run_dir=tmp_path / HOSTILE)
     plan = resolve(config, resolve_hardware(config.hardware)).plan
     assert plan is not None
     new_attempt(run, plan)
@@ -83,6 +89,9 @@ def test_pods_train_save_when_one_is_evicted_and_go_on(tmp_path: Path) -> None:
         status = read_status(run)
         assert status is not None and (status.state, status.exit_code) == (State.stopped, 75)
         assert not live_processes(run.root)
+    assert not list(tmp_path.rglob("pwned")) and not Path("pwned").exists()
+    for node in read_command(run.attempt(2)).nodes:
+        assert node.environment["HOSTILE"] == HOSTILE
     assert [event["attempt"] for event in events(run.root, "launch")] == [1, 2]
     saved = events(run.root, "end")[0]["step"]
     assert events(run.root, "start")[1]["resumed_from"].endswith(f"step-{saved:08}")

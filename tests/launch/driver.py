@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trainctl.errors import TrainctlError
 from trainctl.launch.choose import launcher
+from trainctl.launch.order import Launch
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
 from trainctl.runs.lock import hold
 
@@ -17,13 +18,14 @@ def main() -> int:
     try:
         with hold(run):
             print(json.dumps({"event": "locked", "after": last_attempt(run)}), flush=True)
-            outcome = launcher(plan.config).run_launch(
-                run,
-                new_attempt(run, plan),
-                plan,
-                lambda event: print(json.dumps(event), flush=True),
+            launch = Launch(
+                run=run,
+                attempt=new_attempt(run, plan),
+                plan=plan,
+                on_event=lambda event: print(json.dumps(event), flush=True),
                 rank_command=(sys.executable, str(stand_in), sys.argv[2]),
             )
+            outcome = launcher(plan.config).run_launch(launch)
     except TrainctlError as error:
         print(f"{error.message}\n{error.hint}", file=sys.stderr)
         return int(error.exit_code)

@@ -15,6 +15,7 @@ from trainctl.cli.main import run as command
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.launch import kubernetes
+from trainctl.launch.order import Start
 from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
@@ -44,7 +45,8 @@ def make_plan(*overrides: str) -> RunPlan:
 
 
 def manifest(plan: RunPlan, run: RunPaths = RUN) -> Any:
-    rendered = kubernetes.render(plan, run, run.attempt(1), environment={}, cores=8)
+    start = Start(plan=plan, run=run, attempt=run.attempt(1), environment={}, cores=8)
+    rendered = kubernetes.render(start)
     return yaml.safe_load(rendered.files[kubernetes.MANIFEST])
 
 

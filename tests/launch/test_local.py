@@ -14,6 +14,7 @@ from supervised import make_plan
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.local import render, require_space
+from trainctl.launch.order import Start
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, read_command, write_command
 from trainctl.runs.layout import RunPaths
@@ -21,7 +22,8 @@ from trainctl.runs.layout import RunPaths
 
 def rendered(tmp_path: Path, plan: RunPlan, **shell: str) -> AttemptCommand:
     run = RunPaths(tmp_path)
-    return render(plan, run, run.attempt(3), environment=shell, cores=8).command
+    start = Start(plan=plan, run=run, attempt=run.attempt(3), environment=shell, cores=8)
+    return render(start).command
 
 
 def test_the_agent_and_the_ranks_that_it_starts(tmp_path: Path) -> None:
@@ -82,7 +84,8 @@ def test_the_recorded_command_has_no_secrets(tmp_path: Path) -> None:
     attempt = run.attempt(1)
     attempt.root.mkdir(parents=True)
     plan = make_plan(environment={"API_TOKEN": "hush", "PLAIN": "shown"})
-    command = render(plan, run, attempt, environment={}, cores=2).command
+    start = Start(plan=plan, run=run, attempt=attempt, environment={}, cores=2)
+    command = render(start).command
     write_command(attempt, command)
     assert "hush" not in attempt.command.read_text()
     assert json.loads(attempt.command.read_text())["nodes"][0]["environment"]["PLAIN"] == "shown"

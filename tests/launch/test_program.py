@@ -14,6 +14,7 @@ from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch import program
 from trainctl.launch.local import render
+from trainctl.launch.order import Start
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import create_run
 from trainctl.runs.layout import RunPaths
@@ -62,7 +63,8 @@ def test_the_command_of_a_rank(config: dict[str, Any], command: tuple[str, ...])
 
 def test_a_program_of_the_user_s_gets_the_plan_by_its_environment() -> None:
     def environment(made: RunPlan) -> dict[str, str]:
-        command = render(made, RUN, ATTEMPT, environment={}, cores=2).command
+        start = Start(plan=made, run=RUN, attempt=ATTEMPT, environment={}, cores=2)
+        command = render(start).command
         assert command.is_users is not made.config.trains_itself
         assert command.prepare is made.config.trains_itself
         return command.nodes[0].environment

@@ -11,6 +11,7 @@ import pytest
 from supervised import make_plan
 
 from trainctl.launch import restarts
+from trainctl.launch.order import Launch
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.restarts import run_with_restarts
 from trainctl.launch.stop import Stop, TimeLimit
@@ -43,7 +44,8 @@ def play(
 
     stop = Stop(run, stop_grace_seconds=0, limit=TimeLimit(None))
     first = new_attempt(run, plan)
-    outcome = run_with_restarts(run, first, plan, records.append, stop, run_one)
+    launch = Launch(run=run, attempt=first, plan=plan, on_event=records.append)
+    outcome = run_with_restarts(launch, stop, run_one)
     return outcome, numbers, records
 
 

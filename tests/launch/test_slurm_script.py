@@ -9,7 +9,8 @@ import pytest
 
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
-from trainctl.launch import slurm
+from trainctl.launch import slurm, slurm_script
+from trainctl.launch.order import Start
 from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
@@ -26,7 +27,8 @@ def make_plan(*overrides: str) -> RunPlan:
 
 
 def render(plan: RunPlan, run: RunPaths, **environment: str) -> slurm.Rendered:
-    return slurm.render(plan, run, run.attempt(1), environment=environment, cores=8)
+    start = Start(plan=plan, run=run, attempt=run.attempt(1), environment=environment, cores=8)
+    return slurm.render(start)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_the_script_says_what_the_job_needs() -> None:
 def test_a_hostile_folder_is_one_word_to_the_shell(tmp_path: Path) -> None:
     for text in (
         render(make_plan(), HOSTILE).files["job.sh"],
-        slurm.array_script(make_plan(), HOSTILE.root, count=3, parallel=2),
+        slurm_script.array_script(make_plan(), HOSTILE.root, count=3, parallel=2),
     ):
         # The same script with a command in place of the launcher that prints its words.
         last = text.splitlines()[-1].replace("exec ", "exec printf '%s\\n' ", 1)
@@ -101,7 +103,7 @@ def test_a_hostile_folder_is_one_word_to_the_shell(tmp_path: Path) -> None:
 
 
 def test_an_array_has_a_log_for_each_task() -> None:
-    text = slurm.array_script(make_plan(), Path("/sweeps/s"), count=4, parallel=2)
+    text = slurm_script.array_script(make_plan(), Path("/sweeps/s"), count=4, parallel=2)
     assert "#SBATCH --array=0-3%2\n" in text
     assert "#SBATCH --output=/sweeps/s/%a/attempts/1/logs/launcher.log\n" in text
 

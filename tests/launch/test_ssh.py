@@ -18,6 +18,7 @@ from trainctl.config.hosts import Host
 from trainctl.config.schema import Accelerator, LauncherConfig, LauncherKind
 from trainctl.errors import Severity
 from trainctl.hardware import resolve_hardware
+from trainctl.launch.order import Start
 from trainctl.launch.preflight import problems
 from trainctl.launch.remote import shell_line, ssh
 from trainctl.launch.shrink import shrink
@@ -55,7 +56,8 @@ def test_an_agent_for_each_host_and_what_it_is_told(tmp_path: Path) -> None:
         environment={"SECRET_TOKEN": HOSTILE}, interfaces={"me@n2": "ib0"}, ssh_config="/s/config"
     )
     shell = {"NCCL_DEBUG": "INFO", "OTHER": "x"}
-    rendered = render(plan, run, run.attempt(2), environment=shell, cores=1, site=make_site())
+    start = Start(plan=plan, run=run, attempt=run.attempt(2), environment=shell, cores=1)
+    rendered = render(start, site=make_site())
     command = rendered.command
     assert (command.address, command.port, command.ranks_per_node) == ("10.0.0.1", 29500, 2)
     first, second = command.nodes
@@ -82,7 +84,8 @@ def test_an_agent_for_each_host_and_what_it_is_told(tmp_path: Path) -> None:
 
 def test_a_dry_run_asks_no_host(tmp_path: Path) -> None:
     run = RunPaths(tmp_path)
-    rendered = render(two_nodes(), run, run.attempt(1), environment={}, cores=4)
+    start = Start(plan=two_nodes(), run=run, attempt=run.attempt(1), environment={}, cores=4)
+    rendered = render(start)
     assert [argv[-2] for argv in rendered.commands] == ["n1", "me@n2"]
     assert rendered.command.address == "n1"
 
@@ -129,9 +132,11 @@ def test_ssh_never_asks_and_keeps_its_own_connection() -> None:
 
 # --------------------------------------------------------------------------- preflight
 
+OWN = {f"/code/{number}.py": "0123" for number in range(7)}
 FACTS: dict[str, Any] = {
     "packages": {"trainctl": "1", "torch": "2"},
     "code": "abc",
+    "files": OWN,
     "devices": [{"name": "H100", "memory_bytes": 80 << 30}] * 8,
     "cores": 8,
     "host_memory_bytes": 64 << 30,
@@ -146,7 +151,7 @@ FACTS: dict[str, Any] = {
 def found(plan: RunPlan, checkpoint_bytes: int | None = None, **report: Any) -> list[Any]:
     facts = FACTS | report.pop("facts", {})
     reports = [Report(host=report.pop("host", Host("n1")), facts=facts, **report)]
-    return problems(plan, reports, FACTS["packages"], "abc", checkpoint_bytes)
+    return problems(plan, reports, FACTS["packages"], "abc", OWN, checkpoint_bytes)
 
 
 def gpus(**hardware: Any) -> RunPlan:
@@ -165,6 +170,8 @@ def test_a_fit_host_has_no_problem() -> None:
     [
         ("TC184", two_nodes(), {"facts": {"packages": {"trainctl": "1"}}}, "torch none, and"),
         ("TC185", two_nodes(), {"facts": {"code": "x"}}, "another code of trainctl"),
+        ("TC194", two_nodes(), {"facts": {"files": OWN | {"/code/3.py": "x"}}}, "of /code/3.py"),
+        ("TC194", two_nodes(), {"facts": {"files": dict.fromkeys(OWN, "")}}, " and 2 more files"),
         ("TC186", gpus(), {"facts": {"devices": FACTS["devices"][:7]}}, "shows 7 devices"),
         ("TC186", gpus(), {"host": Host("n1", devices=(0, 9))}, "shows 8 devices"),
         ("TC186", gpus(device_memory_bytes=141 << 30), {}, "H100 with 80.0 GiB"),
@@ -204,7 +211,7 @@ def test_few_cores_are_a_warning() -> None:
 )
 def test_why_a_host_gave_no_answer(said: str, code: int | None, rule: str) -> None:
     report = Report(host=Host("n1"), return_code=code, said=said)
-    (problem,) = problems(two_nodes(), [report], {}, "", None)
+    (problem,) = problems(two_nodes(), [report], {}, "", {}, None)
     assert problem.rule == rule and said.strip() in problem.message
 
 
@@ -260,7 +267,8 @@ def test_what_was_rendered_is_written(tmp_path: Path) -> None:
     attempt = run.attempt(1)
     attempt.root.mkdir(parents=True)
     plan = two_nodes(environment={"API_TOKEN": "hush"})
-    render(plan, run, attempt, environment=os.environ, cores=1, site=make_site()).write(attempt)
+    start = Start(plan=plan, run=run, attempt=attempt, environment=os.environ, cores=1)
+    render(start, site=make_site()).write(attempt)
     record = json.loads(attempt.command.read_text())
     assert record["nodes"][0]["environment"]["API_TOKEN"] == "redacted"
     lines = (attempt.root / "commands.txt").read_text().splitlines()

@@ -14,9 +14,11 @@ from commands import TINY, curve, events, finish, live_processes, start, trainct
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.launch import mpi
+from trainctl.launch.order import Start
 from trainctl.plan.resolve import resolve
 from trainctl.runs.layout import RunPaths
 
+EXAMPLE = Path(__file__).parents[2] / "docs/examples/deepspeed_script.py"
 HOSTILE = "$(touch pwned) `touch pwned` 'q\" ;touch pwned"
 TWO_NODES = (*TINY, "hardware=2x1xcpu", "launcher=mpi", "training.evaluation_samples=0")
 
@@ -66,6 +68,25 @@ def test_mpirun_trains_on_two_nodes(flavor: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
+def test_a_program_of_the_user_s_trains_on_two_nodes_and_its_failure_is_told(
+    tmp_path: Path,
+) -> None:
+    """Words of its own arrive as they are typed; those of a shell execute nothing."""
+    overrides = prepare("openmpi", tmp_path)
+    shutil.copy(EXAMPLE, tmp_path / "own.py")
+    own = ("launch", "script=own.py", "recipe=tiny", "hardware=2x1xcpu", "launcher=mpi", *overrides)
+    said = trainctl(*own, "--run-dir", "run", "--", "--steps", "3", cwd=tmp_path)
+    assert "step 3 of 3: loss" in said
+    words = ("--run-dir", "failing", "--", "--steps", HOSTILE)
+    trainctl(*own, *words, cwd=tmp_path, code=6)
+    failure = events(tmp_path / "failing", "failure")[0]
+    assert failure["exit_code"] == 2
+    assert f"invalid int value: {HOSTILE!r}" in failure["log_tail"][-1]
+    assert not live_processes(tmp_path / "run") and not live_processes(tmp_path / "failing")
+    assert not list(tmp_path.rglob("pwned"))
+
+
+@pytest.mark.cluster
 def test_stopping_mpirun_leaves_nothing(tmp_path: Path) -> None:
     overrides = prepare("openmpi", tmp_path)
     endless = ("launch", *TWO_NODES, *overrides, "training.steps=1000000")
@@ -95,9 +116,8 @@ def test_command_lines() -> None:
         config = compose([*overrides, "launcher.environment={SECRET: '$(id)'}"]).config
         plan = resolve(config, resolve_hardware(config.hardware)).plan
         assert plan is not None
-        rendered = mpi.render(
-            plan, run, run.attempt(1), environment={}, cores=2, hosts=["node-a", "node-b"]
-        )
+        start = Start(plan=plan, run=run, attempt=run.attempt(1), environment={}, cores=2)
+        rendered = mpi.render(start, hosts=["node-a", "node-b"])
         (argv,) = rendered.commands
         assert " ".join(argv).startswith(expected)
         assert "$(id)" not in " ".join(argv)
@@ -112,12 +132,14 @@ def test_hostfiles_of_both() -> None:
 
 
 def test_a_hostfile_is_checked(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("-oProxyCommand=x slots=1\n")
+    names = "-oProxyCommand=x slots=1\n$(touch${IFS}pwned)\n`id` slots=2\na;b\nx;y@node-a\n"
+    names += "me@node-a slots=1\n[fe80::1]\nnode.example.org:4\n"
+    (tmp_path / "hosts").write_text(names)
     config = compose(
         [*TWO_NODES, f"launcher.mpi_hostfile={tmp_path / 'hosts'}", "launcher.mpi_program=sh"]
     ).config
     plan = resolve(config, resolve_hardware(config.hardware)).plan
     assert plan is not None
-    assert [finding.rule for finding in mpi.check(plan, tmp_path, None)] == ["TC160", "TC163"]
+    assert [finding.rule for finding in mpi.check(plan, tmp_path, None)] == ["TC160"] * 5
     (tmp_path / "hosts").unlink()
     assert "there is no file" in mpi.check(plan, tmp_path, None)[0].message

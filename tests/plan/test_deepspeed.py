@@ -30,7 +30,14 @@ CASES = {
     "stage-3-unclipped": ({"zero_stage__stage": 3, "optimizer__gradient_clipping": 0.0}, gpus(8)),
     "stage-3-nvme": ({"zero_stage__stage": 3, **NVME}, gpus(2)),
     "stage-2-offload-zenflow": (
-        {"zero_stage__stage": 2, "offload__optimizer": "cpu", "offload__zenflow": True},
+        {
+            "zero_stage__stage": 2,
+            "offload__optimizer": "cpu",
+            "offload__zenflow": True,
+            "offload__zenflow_update_interval": 4,
+            "offload__zenflow_select_interval": 16,
+            "optimizer__gradient_clipping": 0.0,
+        },
         gpus(2),
     ),
     "low-memory": (

@@ -27,7 +27,21 @@ def test_a_warning_about_what_is_passed_through_is_shown():
 
 
 def test_an_error_in_what_trainctl_writes_names_the_key_that_it_comes_from():
-    config = config_with(zero_stage__stage=2, offload__optimizer="cpu", offload__zenflow=True)
-    (finding,) = resolve(config, cpus(2)).findings
-    assert (finding.rule, finding.key) == ("TC247", "offload.zenflow")
-    assert resolve(config, gpus(2)).findings == ()
+    changes = {"zero_stage__stage": 3, "offload__optimizer": "cpu", "offload__zenflow": True}
+    config = config_with(script="train.py", **changes)
+    (finding,) = [each for each in resolve(config, cpus(2)).findings if each.is_error]
+    assert (finding.rule, finding.key) == ("TC247", "offload.zenflow_topk_ratio")
+    assert [each for each in resolve(config, gpus(2)).findings if each.is_error] == []
+
+
+def test_what_the_trainer_puts_right_is_an_error_for_another_program():
+    changes = {
+        "zero_stage__stage": 2,
+        "offload__optimizer": "cpu",
+        "offload__zenflow": True,
+        "optimizer__gradient_clipping": 0.0,
+    }
+    assert resolve(config_with(**changes), gpus(2)).findings == ()
+    findings = resolve(config_with(script="train.py", **changes), gpus(2)).findings
+    (finding,) = [each for each in findings if each.is_error]
+    assert finding.rule == "TC249" and "scrambles" in finding.message

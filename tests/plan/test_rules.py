@@ -12,6 +12,12 @@ from trainctl.plan.rules import RULES
 
 FP8 = {"precision__compute": "fp8"}
 OFFLOAD = {"zero_stage__stage": 3, "offload__optimizer": "cpu"}
+ZENFLOW = {
+    "zero_stage__stage": 2,
+    "offload__optimizer": "cpu",
+    "offload__zenflow": True,
+    "optimizer__gradient_clipping": 0.0,
+}
 NVME = {"zero_stage__stage": 3, "offload__optimizer": "nvme"}
 PARTITIONED = {
     "activation_checkpointing__mode": "full",
@@ -242,6 +248,62 @@ ERRORS = [
         "offload.ratio=1",
     ),
     ("TC035", {"offload__zenflow": True}, gpus(), "it is none", "offload.optimizer=cpu"),
+    ("TC035", {**ZENFLOW, "zero_stage__stage": 3}, gpus(), "transposed", "zero_stage=2"),
+    ("TC035", {**ZENFLOW, "zero_stage__stage": 0}, gpus(), "needs ZeRO stage 1", "zero_stage=2"),
+    (
+        "TC035",
+        {**ZENFLOW, "training__gradient_accumulation_steps": 2},
+        gpus(),
+        "of each micro-batch",
+        "gradient_accumulation_steps=1",
+    ),
+    (
+        "TC035",
+        {**ZENFLOW, "optimizer__gradient_clipping": 1.0},
+        gpus(),
+        "unclipped",
+        "optimizer.gradient_clipping=0",
+    ),
+    (
+        "TC035",
+        {**ZENFLOW, "offload__zenflow_overlap_step": True},
+        gpus(),
+        "to no checkpoint",
+        "offload.zenflow_overlap_step=false",
+    ),
+    ("TC035", {**ZENFLOW, "optimizer__kind": "lion"}, gpus(), "not lion", "optimizer=adamw"),
+    ("TC035", {**ZENFLOW, **DEEPCOMPILE}, gpus(), "compiles away", "kernels.compile=none"),
+    (
+        "TC035",
+        {**ZENFLOW, "zero_stage__reduce_scatter": False},
+        gpus(),
+        "finds its columns",
+        "zero_stage.reduce_scatter=true",
+    ),
+    (
+        "TC035",
+        {**ZENFLOW, "zero_stage__contiguous_gradients": False},
+        gpus(),
+        "finds its columns",
+        "zero_stage.contiguous_gradients=true",
+    ),
+    *(
+        ("TC035", {**ZENFLOW, f"parallelism__{axis}": 2}, gpus(), "ranks only", f"{axis}=1")
+        for axis in ("tensor", "pipeline", "sequence")
+    ),
+    ("TC035", {**ZENFLOW, "precision__compute": "fp16"}, gpus(), "loss scale", "precision=bf16"),
+    ("TC035", {**ZENFLOW, "precision__autocast": True}, gpus(), "two formats", "precision=bf16"),
+    *(
+        ("TC035", {**ZENFLOW, f"precision__{name}": "bf16"}, gpus(), "in fp32 only", "=fp32")
+        for name in ("master_weights", "optimizer_states")
+    ),
+    (
+        "TC035",
+        {**ZENFLOW, "precision__communication": "fp32"},
+        gpus(),
+        "in the weights' format",
+        "precision.communication=null",
+    ),
     ("TC035", {"offload__super_offload": True}, gpus(), "none and 1", "zero_stage=3"),
     ("TC035", {**OFFLOAD, "offload__super_offload": True}, cpus(), "for CUDA", "=false"),
     (

@@ -35,6 +35,7 @@ from trainctl.plan.techniques import not_yet
         {"zero_stage__quantized_weights": True, "zero_stage__quantized_gradients": True},
         {"offload__optimizer": "cpu", "offload__ratio": 0.5},
         {"offload__super_offload": True},
+        {"offload__optimizer": "cpu", "offload__zenflow": True},
         {"checkpoint__best_of": "loss", "checkpoint__asynchronous": True},
         {"logging__profile_steps": [2, 3]},
         {"offload__optimizer": "cpu"},
@@ -55,7 +56,6 @@ def test_what_can_be_trained_today_is_not_refused(changes):
     [
         ({"optimizer__kind": "lion"}, "optimizer.kind=lion"),
         ({"schedule__kind": "wsd"}, "schedule.kind=wsd"),
-        ({"offload__zenflow": True}, "offload.zenflow=true"),
         ({"parallelism__expert": 2}, "parallelism.expert=2"),
         ({"stability__on_bad_loss": "rewind"}, "stability.on_bad_loss=rewind"),
         ({"stability__spike_factor": 2.0}, "stability.spike_factor=2.0"),

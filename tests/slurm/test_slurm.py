@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import sys
 import time
@@ -27,6 +28,7 @@ TWO_NODES = (
     "launcher.slurm_cpus_per_node=1",
     "training.evaluation_samples=0",
 )
+EXAMPLE = Path(__file__).parents[2] / "docs/examples/deepspeed_script.py"
 ENDLESS = "training.steps=1000000"
 HOSTILE = "a $(touch pwned) `touch pwned` 'q\" %j;#"
 
@@ -37,9 +39,10 @@ def trainctl(cluster: Cluster, *arguments: str, cwd: Path, code: int = 0) -> str
     return out + err
 
 
-def launch(cluster: Cluster, run: Path, *overrides: str) -> str:
-    """Launch a run into a folder; the job's id."""
-    trainctl(cluster, "launch", *overrides, "--run-dir", str(run), cwd=run.parent)
+def launch(cluster: Cluster, run: Path, *overrides: str, words: tuple[str, ...] = ()) -> str:
+    """Launch a run into a folder, a program of the user's with words of its own; the job's id."""
+    own = ("--", *words) if words else ()
+    trainctl(cluster, "launch", *overrides, "--run-dir", str(run), *own, cwd=run.parent)
     job = read_job(RunPaths(run).attempt(1))
     assert job is not None
     return job.id
@@ -143,6 +146,40 @@ def test_failures_are_the_jobs_exit_code_inside_an_allocation_too(
         assert "Address already in use" in talk
     short = ("salloc", "-N1", "-c1", "--immediate=30", "sh", "-c", f"cd {tmp_path} && {command}")
     assert "has 1 nodes, and the plan is for 2" in cluster.run(*short, code=4)
+
+
+def test_a_program_of_the_user_s_trains_fails_and_is_cancelled(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Words of its own arrive as they are typed; those of a shell execute nothing."""
+    shutil.copy(EXAMPLE, tmp_path / "own.py")
+    own = ("script=own.py", "recipe=tiny", *TWO_NODES[-4:-1])
+
+    def run_own(name: str, *words: str) -> str:
+        return launch(cluster, tmp_path / name, *own, words=words)
+
+    job = run_own("run", "--steps", "3")
+    assert cluster.wait_for(job, "COMPLETED", "FAILED") == "COMPLETED 0:0"
+    log = RunPaths(tmp_path / "run").attempt(1).rank_log(0)
+    assert "step 3 of 3: loss" in log.read_text()
+    assert "--signal" not in (tmp_path / "run" / "attempts" / "1" / "job.sh").read_text()
+
+    job = run_own("failing", "--steps", HOSTILE)
+    assert cluster.wait_for(job, "COMPLETED", "FAILED") == "FAILED 6:0"
+    failure = events(tmp_path / "failing", "failure")[0]
+    assert failure["exit_code"] == 2
+    assert f"invalid int value: {HOSTILE!r}" in failure["log_tail"][-1]
+    assert not list(tmp_path.rglob("pwned"))
+
+    # It reads no requests, so nobody waits for it to save.
+    job = run_own("endless", "--steps", "1000000")
+    log = RunPaths(tmp_path / "endless").attempt(1).rank_log(0)
+    wait_until(lambda: log.is_file() and "step 2 " in log.read_text(), "step", tmp_path / "endless")
+    cluster.run("scancel", job)
+    ended = RunPaths(tmp_path / "endless")
+    wait_until(lambda: read_status(ended).state.is_final, "end", ended.root, 30)
+    assert (read_status(ended).state, read_status(ended).exit_code) == (State.stopped, 143)
+    assert not live_processes(ended.root)
 
 
 def test_a_sweep_is_an_array(cluster: Cluster, tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from rank_processes import Case
 
 from trainctl.runs.records import EventWriter
+from trainctl.train import zenflow
 from trainctl.train.process import Process
 from trainctl.train.session import Session, assemble
 from trainctl.train.trainer import Trainer
@@ -45,6 +47,12 @@ def die_with_swapped_files(cases: list[Case], process: Process) -> list[str]:
     assert session.state.is_swapped
     process.barrier()
     return sorted(str(path) for path in Path(cases[0].plan.config.offload.nvme_path).rglob("*.swp"))
+
+
+def assemble_with_zenflow_as_it_is(cases: list[Case], process: Process) -> None:
+    """Assemble without what the trainer puts right in DeepSpeed's ZenFlow."""
+    zenflow._cut_out_weights = ZenFlowZeroOptimizer._update_model_bit16_weights
+    assemble(cases[0].plan, cases[0].run, process).engine.close()
 
 
 def fp8_layers(cases: list[Case], process: Process) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 from trainctl.train import stopwatch
-from trainctl.train.stopwatch import Stopwatch
+from trainctl.train.stopwatch import Stopwatch, busy_seconds
 
 
 def test_parts_add_up_until_they_are_taken() -> None:
@@ -33,6 +36,32 @@ def test_a_part_that_fails_is_counted() -> None:
     with pytest.raises(ValueError), times.part("forward"):
         raise ValueError
     assert "forward" in times.take()
+
+
+def test_waiting_for_a_processor_is_busy_and_sleep_is_not() -> None:
+    """A rank whose processor something else uses is slow for its peers."""
+    mine = os.sched_getaffinity(0)
+    one = min(mine)
+    greedy = f"import os\nos.sched_setaffinity(0, {{{one}}})\nprint(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", greedy], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline()
+            os.sched_setaffinity(0, {one})
+            began = busy_seconds(), time.thread_time(), time.perf_counter()
+            while time.perf_counter() < began[2] + 0.5:
+                pass
+            busy, computed = busy_seconds() - began[0], time.thread_time() - began[1]
+            elapsed = time.perf_counter() - began[2]
+        finally:
+            os.sched_setaffinity(0, mine)
+            other.kill()
+    assert computed < 0.8 * elapsed
+    assert busy == pytest.approx(elapsed, rel=0.1)
+    times = Stopwatch(torch.device("cpu"))
+    with times.part("backward"):
+        time.sleep(0.3)
+    assert times.take()["backward"] >= 0.3 and times.take_busy()["backward"] < 0.2
+    assert times.take_busy() == {}
 
 
 class Device:

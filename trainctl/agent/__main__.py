@@ -273,9 +273,12 @@ class Agent:
             cause=Cause.killed.value,
             message=message,
             hint="continue with `trainctl resume`",
+            launcher_lost=True,
         )
         status = read_status(self._run)
-        if status is not None and status.attempt == self._attempt.number:
+        # A launcher that only this node has lost may have written how it ended.
+        is_open = status is not None and not status.state.is_final
+        if status is not None and is_open and status.attempt == self._attempt.number:
             write_status(self._run, status.changed(State.failed, message=message))
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from trainctl.cli.console import printable, put, rich_console
 from trainctl.runs.records import number
+from trainctl.runs.stragglers import account
 
 Event = Mapping[str, Any]
 
@@ -153,6 +154,8 @@ def event_lines(event: Event) -> list[str]:
             ]
             speed = event["all_reduce_gb_per_second"]
             return [f"benchmark: all-reduce of all ranks {speed:.3g} GB/s", *slow]
+        case "straggler":
+            return [f"{'slow: ' if event['slow'] else ''}{account(event)}"]
         case "waiting":
             missing = ", ".join(event["missing"]) or "their preflight"
             return [f"waiting for nodes: {event['there']} of {event['of']} answer, not {missing}"]

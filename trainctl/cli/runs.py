@@ -58,17 +58,23 @@ def status(run: Run = None, as_json: Json = False) -> None:
     from trainctl.runs.checkpoints import newest_checkpoint
     from trainctl.runs.failures import sentence
     from trainctl.runs.listing import summarise
+    from trainctl.runs.records import read_events
+    from trainctl.runs.stragglers import account, still_slow
 
     paths = open_or_newest(run)
     summary = summarise(paths)
     failure = _first_failure(paths, summary.attempt)
+    slow = still_slow(read_events(paths.events), summary.attempt)
     checkpoint, _ = newest_checkpoint(paths)
     if as_json:
         saved = checkpoint.step if checkpoint else None
-        print_json({"schema": 1, **summary.to_json(), "failure": failure, "checkpoint": saved})
+        found = {"failure": failure, "checkpoint": saved, "stragglers": slow}
+        print_json({"schema": 1, **summary.to_json(), **found})
         return
     for line in _status_lines(summary):
         put(line)
+    for event in slow:
+        put(f"slow: {account(event)}", style="warning")
     if failure:
         put(f"first failure: {sentence(failure)}", style="error")
         put(f"its log: {failure['log']}")
@@ -251,12 +257,13 @@ def _status_lines(summary: RunSummary) -> list[str]:
 def _first_failure(run: RunPaths, attempt: int) -> Event | None:
     from trainctl.runs.records import read_events
 
-    failures = (
+    failures = [
         event
         for event in read_events(run.events)
         if event["event"] == "failure" and event["attempt"] == attempt
-    )
-    return next(failures, None)
+    ]
+    # What an agent says that has lost its launcher counts if nobody else says anything.
+    return min(failures, key=lambda event: "launcher_lost" in event, default=None)
 
 
 def _show_failure(failure: Event) -> None:

@@ -183,6 +183,7 @@ def _run_attempt(
     from trainctl.cli.follow import Follower
     from trainctl.cli.progress import Progress
     from trainctl.launch.choose import has_scheduler, launcher
+    from trainctl.launch.order import Launch
     from trainctl.runs.directory import new_attempt
     from trainctl.runs.lock import hold
 
@@ -201,8 +202,15 @@ def _run_attempt(
             shown = Follower(run)
         with shown as on_event:
             outcome = launcher(made.config).run_launch(
-                run, attempt, made, on_event, checkpoint_bytes=checkpoint_bytes
+                Launch(
+                    run=run,
+                    attempt=attempt,
+                    plan=made,
+                    on_event=on_event,
+                    checkpoint_bytes=checkpoint_bytes,
+                )
             )
+    _show_stragglers(run)
     if outcome.exit_code:
         _show_failure(run, outcome)
         raise typer.Exit(outcome.exit_code)
@@ -210,6 +218,16 @@ def _run_attempt(
         say(outcome.message)
     if not as_json:
         put(f"run directory: {run.root}")
+
+
+def _show_stragglers(run: RunPaths) -> None:
+    """Who held up the others to the end: said when it began, maybe days ago."""
+    from trainctl.runs.directory import last_attempt
+    from trainctl.runs.records import read_events
+    from trainctl.runs.stragglers import account, still_slow
+
+    for event in still_slow(read_events(run.events), last_attempt(run)):
+        say(f"slow: {account(event)}", style="warning")
 
 
 def _detach(
@@ -251,11 +269,12 @@ def _show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool
     from trainctl.cli.plan_view import show_commands
     from trainctl.config.codec import to_plain
     from trainctl.launch.choose import launcher
+    from trainctl.launch.order import Start, cores
     from trainctl.runs.directory import last_attempt
 
     attempt = run.attempt(last_attempt(run) + 1)
-    cores = len(os.sched_getaffinity(0))
-    rendered = launcher(made.config).render(made, run, attempt, environment=os.environ, cores=cores)
+    start = Start(plan=made, run=run, attempt=attempt, environment=os.environ, cores=cores())
+    rendered = launcher(made.config).render(start)
     if not as_json:
         show_commands(rendered.commands)
         for name, text in rendered.files.items():

@@ -155,11 +155,11 @@ def _make(
 
 def _submit(folder: Path, plan: RunPlan, started: Started, parallel: int | None) -> None:
     from trainctl.cli.console import say
-    from trainctl.launch import slurm
+    from trainctl.launch import slurm, slurm_script
     from trainctl.runs.atomic import write_text
 
-    script = slurm.array_script(plan, folder, count=len(started), parallel=parallel)
-    write_text(folder / slurm.SCRIPT, script)
+    script = slurm_script.array_script(plan, folder, count=len(started), parallel=parallel)
+    write_text(folder / slurm_script.SCRIPT, script)
     job = slurm.submit_array(folder, started)
     say(f"array {job} of {len(started)} runs is submitted; `trainctl sweep {folder}` shows them")
 

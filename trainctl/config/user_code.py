@@ -33,6 +33,7 @@ TRAINERS_OWN = (
     "launcher.heartbeat_seconds",
     "launcher.slow_phase_seconds",
     "launcher.stop_grace_seconds",
+    "launcher.straggler_factor",
     "logging.profile_steps",
     "model.factory",
     "model.initial_weights",
@@ -182,7 +183,8 @@ def find_module(module: str, folder: Path) -> Path | str | None:
         name = ".".join(parts[:length])
         if length == 1 and name in sys.builtin_module_names:
             return None
-        spec = PathFinder.find_spec(name, where)
+        # By the last part: for a dotted name the packages that it is in would have to be imported.
+        spec = PathFinder.find_spec(parts[length - 1], where)
         if spec is None:
             return name
         where = list(spec.submodule_search_locations or [])

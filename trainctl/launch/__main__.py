@@ -18,6 +18,7 @@ from trainctl.config.schema import LauncherKind
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch import slurm
 from trainctl.launch.choose import launcher
+from trainctl.launch.order import Launch
 from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
@@ -64,7 +65,8 @@ def _launch(run: RunPaths, number: int) -> tuple[int, RunPlan]:
         _settle(run, State.finished, 0, "")
         return 0, plan
     try:
-        outcome = launcher(plan.config).run_launch(run, attempt, plan, lambda _: None)
+        launch = Launch(run=run, attempt=attempt, plan=plan, on_event=lambda _: None)
+        outcome = launcher(plan.config).run_launch(launch)
     except TrainctlError as error:
         _settle(run, State.failed, int(error.exit_code), error.message)
         raise

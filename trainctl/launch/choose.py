@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
 from trainctl.config.schema import LauncherKind, RunConfig
 from trainctl.errors import Finding
+from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.rendered import Rendered
 from trainctl.plan.types import RunPlan
-from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.records import Event
 
 
 class Launcher(Protocol):
@@ -23,28 +21,10 @@ class Launcher(Protocol):
     def check(self, plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
         """What is wrong with the machines, before a run is made in or below the folder."""
 
-    def render(
-        self,
-        plan: RunPlan,
-        run: RunPaths,
-        attempt: AttemptPaths,
-        *,
-        environment: Mapping[str, str],
-        cores: int,
-        rank_command: Sequence[str] | None = None,
-    ) -> Rendered:
+    def render(self, start: Start) -> Rendered:
         """What would be started. Pure."""
 
-    def run_launch(
-        self,
-        run: RunPaths,
-        attempt: AttemptPaths,
-        plan: RunPlan,
-        on_event: Callable[[Event], None],
-        *,
-        rank_command: Sequence[str] | None = None,
-        checkpoint_bytes: int | None = None,
-    ) -> Outcome:
+    def run_launch(self, launch: Launch) -> Outcome:
         """Start it and see it to its end."""
 
 

@@ -16,13 +16,13 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainctl.config.schema import Accelerator, KubernetesApi
 from trainctl.errors import Finding, TrainctlError
 from trainctl.launch import program
+from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.rendered import Rendered
 from trainctl.launch.schedulers import run_tool
@@ -34,7 +34,6 @@ from trainctl.runs.job import Job, write_job
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
-from trainctl.runs.records import Event
 from trainctl.runs.status import State, Status, write_status
 
 MANIFEST = "manifest.yaml"
@@ -95,57 +94,27 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return findings
 
 
-def render(
-    plan: RunPlan,
-    run: RunPaths,
-    attempt: AttemptPaths,
-    *,
-    environment: Mapping[str, str],
-    cores: int,
-    rank_command: Sequence[str] | None = None,
-    folder: Path | None = None,
-) -> Rendered:
-    """The manifest and the command that applies it. Pure.
-
-    Args: As those of `trainctl.launch.local.render`.
-    """
-    launcher = plan.config.launcher
-    name = job_name(run)
-    commands = {KubernetesApi.jobset: _job_set, KubernetesApi.trainjob: _train_job}
-    manifest = commands[launcher.kubernetes_api](plan, run, attempt, name)
+def render(start: Start) -> Rendered:
+    """The manifest and the command that applies it. Pure."""
+    plan, run, attempt = start.plan, start.run, start.attempt
+    kinds = {KubernetesApi.jobset: _job_set, KubernetesApi.trainjob: _train_job}
+    manifest = kinds[plan.config.launcher.kubernetes_api](plan, run, attempt, job_name(run))
     text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
     return Rendered(
-        command=pod_command(
-            plan,
-            run,
-            attempt,
-            environment=environment,
-            cores=cores,
-            rank_command=rank_command,
-            folder=folder,
-        ),
+        command=pod_command(start),
         commands=((*_kubectl(plan), "create", "--filename", str(attempt.root / MANIFEST)),),
         files={MANIFEST: text},
     )
 
 
-def pod_command(
-    plan: RunPlan,
-    run: RunPaths,
-    attempt: AttemptPaths,
-    *,
-    environment: Mapping[str, str],
-    cores: int,
-    rank_command: Sequence[str] | None = None,
-    folder: Path | None = None,
-) -> AttemptCommand:
+def pod_command(start: Start) -> AttemptCommand:
     """What the pods of an attempt start; the agents read it from the run directory."""
+    plan, run, attempt = start.plan, start.run, start.attempt
     launcher, nodes = plan.config.launcher, plan.hardware.nodes
-    ranks = plan.mesh.world_size // nodes
     python = launcher.kubernetes_python
     name = job_name(run)
     number = ("--attempt", str(attempt.number))
-    variables = rank_variables(plan, attempt, environment, threads=max(1, cores // ranks))
+    variables = rank_variables(plan, attempt, start.environment, threads=start.threads)
     if plan.config.trains_itself and launcher.stop_grace_seconds > 0:
         variables[SIGTERM_SAVES_VARIABLE] = "1"
     return AttemptCommand(
@@ -158,10 +127,8 @@ def pod_command(
             )
             for node in range(nodes)
         ),
-        ranks_per_node=ranks,
-        **program.of_ranks(
-            plan.config, run, attempt, rank_command=rank_command, folder=folder, python=python
-        ),
+        ranks_per_node=start.ranks_per_node,
+        **program.of_ranks(start, python=python),
         port=launcher.port or _PORT,
         address=pod_host(name, 0) if nodes > 1 else None,
     )
@@ -312,31 +279,14 @@ def _train_job(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -
     }
 
 
-def run_launch(
-    run: RunPaths,
-    attempt: AttemptPaths,
-    plan: RunPlan,
-    on_event: Callable[[Event], None],
-    *,
-    rank_command: Sequence[str] | None = None,
-    checkpoint_bytes: int | None = None,
-) -> Outcome:
+def run_launch(launch: Launch) -> Outcome:
     """Write the manifest, apply it and return; the pods do the rest.
-
-    Args: As those of `trainctl.launch.local.run_launch`.
 
     Raises:
         TrainctlError: kubectl is missing or refuses the manifest (exit code 4).
     """
-    rendered = render(
-        plan,
-        run,
-        attempt,
-        environment=os.environ,
-        cores=os.cpu_count() or 1,
-        rank_command=rank_command,
-        folder=program.folder(plan.config, run),
-    )
+    run, attempt, plan = launch.run, launch.attempt, launch.plan
+    rendered = render(launch.start(attempt, plan))
     now = time.time()
     with hold(run):
         rendered.write(attempt)

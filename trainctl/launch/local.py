@@ -2,60 +2,38 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.hardware.health import preflight
 from trainctl.launch import program
 from trainctl.launch.agents import OneProcess
+from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.processes import start_agent
 from trainctl.launch.rendered import Rendered
 from trainctl.launch.restarts import run_with_restarts
-from trainctl.launch.stop import Stop, TimeLimit
+from trainctl.launch.stop import Stop
 from trainctl.launch.supervise import Attempt, supervise
 from trainctl.launch.variables import rank_variables
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.directory import run_id
-from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import RunTag, sweep
-from trainctl.runs.records import read_events
 
 _LEFTOVER_GRACE_SECONDS = 1.0
 
 
-def render(
-    plan: RunPlan,
-    run: RunPaths,
-    attempt: AttemptPaths,
-    *,
-    environment: Mapping[str, str],
-    cores: int,
-    folder: Path | None = None,
-    rank_command: Sequence[str] | None = None,
-) -> Rendered:
-    """What `run_launch` starts for an attempt. Pure: reads and starts nothing.
-
-    Args:
-        plan: The plan.
-        run: The run.
-        attempt: The attempt.
-        environment: Of the user's shell; of it `launcher.forward_environment` is taken.
-        cores: Processors of this machine, shared among the ranks.
-        folder: Where agents and ranks run; None is the current folder.
-        rank_command: Another command line for the ranks, which then needs no corpus prepared.
-    """
-    ranks = plan.mesh.world_size
+def render(start: Start) -> Rendered:
+    """What `run_launch` starts for an attempt. Pure: reads and starts nothing."""
+    plan, run, attempt = start.plan, start.run, start.attempt
     agent = ("-m", "trainctl.agent", str(run.root), "--attempt", str(attempt.number), "--node", "0")
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     node = NodeCommand(
@@ -65,15 +43,15 @@ def render(
         environment=rank_variables(
             plan,
             attempt,
-            environment,
-            threads=max(1, cores // ranks),
+            start.environment,
+            threads=start.threads,
             network={"GLOO_SOCKET_IFNAME": "lo"} if on_cpu else None,
         ),
     )
     command = AttemptCommand(
         nodes=(node,),
-        ranks_per_node=ranks,
-        **program.of_ranks(plan.config, run, attempt, rank_command=rank_command, folder=folder),
+        ranks_per_node=start.ranks_per_node,
+        **program.of_ranks(start),
         port=plan.config.launcher.port,
     )
     return Rendered(command=command, commands=(node.argv,))
@@ -84,57 +62,27 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return preflight(plan.config, plan.hardware)
 
 
-def run_launch(
-    run: RunPaths,
-    attempt: AttemptPaths,
-    plan: RunPlan,
-    on_event: Callable[[dict[str, Any]], None],
-    *,
-    rank_command: Sequence[str] | None = None,
-    checkpoint_bytes: int | None = None,
-) -> Outcome:
+def run_launch(launch: Launch) -> Outcome:
     """Start an attempt on this machine and see it, and those that replace it when it fails, to
     the end. Call it in the main thread.
 
     SIGINT, SIGTERM and SIGHUP stop every rank, a second one without grace; see `Stop` for when
     SIGTERM saves first. When this returns or raises, no process of the run is left.
 
-    Args:
-        run: The run; its lock is taken unless this process holds it.
-        attempt: The first attempt, as `new_attempt` made it.
-        plan: Its plan.
-        on_event: Called with each record of this launch soon after it is written.
-        rank_command: Another command line for the ranks, which then needs no corpus prepared.
-        checkpoint_bytes: Size of a checkpoint, if known: that much space must be free.
-
     Raises:
         TrainctlError: The run is in use (5), or its disk has no space for a checkpoint (4).
     """
-    if checkpoint_bytes is not None:
-        require_space(run.root, checkpoint_bytes)
-    launcher = plan.config.launcher
-    cores = len(os.sched_getaffinity(0))
-
+    run, plan, launcher = launch.run, launch.plan, launch.plan.config.launcher
+    if launch.checkpoint_bytes is not None:
+        require_space(run.root, launch.checkpoint_bytes)
     with hold(run) as lock:
         identity = run_id(run)
         # Only after the launcher and the agent of an earlier attempt were killed at one blow.
         sweep(RunTag(identity, run.root), grace_seconds=_LEFTOVER_GRACE_SECONDS)
-        # A program of the user's reads no requests: a signal is passed to it, and no more.
-        reads_requests = plan.config.trains_itself
-        minutes = plan.config.training.time_limit_minutes if reads_requests else None
-        limit = TimeLimit(minutes, read_events(run.events))
-        folder = program.folder(plan.config, run)
 
         def run_one(attempt: AttemptPaths, plan: RunPlan, stop: Stop) -> Outcome:
-            rendered = render(
-                plan,
-                run,
-                attempt,
-                environment=os.environ,
-                cores=cores,
-                folder=folder,
-                rank_command=rank_command,
-            )
+            begun = launch.start(attempt, plan)
+            rendered = render(begun)
             rendered.write(attempt)
             (node,) = rendered.command.nodes
             tag = RunTag(identity, run.root, attempt.number)
@@ -147,21 +95,20 @@ def run_launch(
                     environment=node.environment,
                     log=log,
                     lock=lock,
-                    folder=folder,
+                    folder=begun.folder,
                 )
                 return OneProcess(process, log, "the agent", node=0)
 
             return supervise(
                 Attempt(run, attempt, tag, ranks=plan.mesh.world_size),
                 start,
-                on_event,
+                launch.on_event,
                 stop,
                 grace_seconds=launcher.grace_seconds,
             )
 
-        stop_grace_seconds = launcher.stop_grace_seconds if reads_requests else 0.0
-        with Stop(run, stop_grace_seconds=stop_grace_seconds, limit=limit) as stop:
-            return run_with_restarts(run, attempt, plan, on_event, stop, run_one)
+        with Stop.of_launch(run, plan) as stop:
+            return run_with_restarts(launch, stop, run_one)
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from trainctl.config.hosts import HOST_NAME_HINT, is_host_name
 from trainctl.config.schema import MpiFlavor
 from trainctl.errors import ExitCode, Finding
 from trainctl.launch import program
 from trainctl.launch.agents import OneProcess
 from trainctl.launch.local import require_space
+from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.processes import start_tied
 from trainctl.launch.rendered import Rendered
-from trainctl.launch.step import cores as own_cores
 from trainctl.launch.step import run_steps
 from trainctl.launch.variables import rank_variables
-from trainctl.launch.words import check_words
+from trainctl.launch.words import UNSAFE_WORD
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
-from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.processes import RunTag
-from trainctl.runs.records import Event
 
 NO_PROGRAM, FEW_HOSTS = "TC162", "TC163"
 
@@ -54,8 +54,17 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
                 *findings,
                 Finding(rule=FEW_HOSTS, key="launcher.mpi_hostfile", message=message),
             ]
-        names = hosts_in(path.read_text(encoding="utf-8", errors="replace"))
-        findings += check_words((f"{path}", name) for name in names)
+        names = _named(path.read_text(encoding="utf-8", errors="replace"))
+        findings += [
+            Finding(
+                rule=UNSAFE_WORD,
+                key="launcher.mpi_hostfile",
+                message=f"{path}: {name!r} is not a host name",
+                hint=HOST_NAME_HINT,
+            )
+            for name in names
+            if not is_host_name(name.strip("[]"))
+        ]
         if len(names) < nodes:
             findings.append(
                 Finding(
@@ -70,47 +79,35 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
 
 def hosts_in(text: str) -> list[str]:
     """The hosts of a hostfile: `HOST slots=N` of Open MPI, `HOST:N` of MPICH."""
+    return [name.rpartition("@")[2] for name in _named(text)]
+
+
+def _named(text: str) -> list[str]:
+    """The same, each with its user if the file has one."""
     lines = (line.partition("#")[0].split() for line in text.splitlines())
-    names = [words[0].rpartition("@")[2] for words in lines if words]
+    names = [words[0] for words in lines if words]
     return [name.partition(":")[0] if name.count(":") == 1 else name for name in names]
 
 
-def render(
-    plan: RunPlan,
-    run: RunPaths,
-    attempt: AttemptPaths,
-    *,
-    environment: Mapping[str, str],
-    cores: int,
-    rank_command: Sequence[str] | None = None,
-    folder: Path | None = None,
-    hosts: Sequence[str] = (),
-) -> Rendered:
+def render(start: Start, *, hosts: Sequence[str] = ()) -> Rendered:
     """What `run_launch` starts. Pure.
 
     Args:
-        plan: The plan.
-        run: The run.
-        attempt: The attempt.
-        environment: Of the user's shell; of it `launcher.forward_environment` is taken.
-        cores: Processors of this machine, taken for those of each.
-        rank_command: Another command line for the ranks, which then needs no corpus prepared.
-        folder: Where agents and ranks run; None is where they are started.
+        start: What the attempt is started from.
         hosts: Of the hostfile; where a scheduler knows them, this machine is the first.
     """
-    nodes = plan.hardware.nodes
-    ranks = plan.mesh.world_size // nodes
-    variables = rank_variables(plan, attempt, environment, threads=max(1, cores // ranks))
-    number = ("--attempt", str(attempt.number))
-    argv = (sys.executable, "-m", "trainctl.agent", str(run.root), *number)
+    plan, nodes = start.plan, start.plan.hardware.nodes
+    variables = rank_variables(plan, start.attempt, start.environment, threads=start.threads)
+    number = ("--attempt", str(start.attempt.number))
+    argv = (sys.executable, "-m", "trainctl.agent", str(start.run.root), *number)
     names = (*hosts[:nodes], *[""] * (nodes - len(hosts))) if hosts else ("",) * nodes
     command = AttemptCommand(
         nodes=tuple(
             NodeCommand(node=node, host=names[node], argv=argv, environment=variables)
             for node in range(nodes)
         ),
-        ranks_per_node=ranks,
-        **program.of_ranks(plan.config, run, attempt, rank_command=rank_command, folder=folder),
+        ranks_per_node=start.ranks_per_node,
+        **program.of_ranks(start),
         port=plan.config.launcher.port,
         address=(names[0] or socket.gethostname()) if nodes > 1 else None,
     )
@@ -136,43 +133,17 @@ def _mpirun(plan: RunPlan, variables: Mapping[str, str]) -> list[str]:
     return [*argv, *launcher.mpi_options]
 
 
-def run_launch(
-    run: RunPaths,
-    attempt: AttemptPaths,
-    plan: RunPlan,
-    on_event: Callable[[Event], None],
-    *,
-    rank_command: Sequence[str] | None = None,
-    checkpoint_bytes: int | None = None,
-) -> Outcome:
+def run_launch(launch: Launch) -> Outcome:
     """Start mpirun and see the attempt, and those that replace it when it fails, to the end.
-
-    Args: As those of `trainctl.launch.local.run_launch`.
 
     Raises:
         TrainctlError: The run is in use (5), or its disk has no space for a checkpoint (4).
     """
-    if checkpoint_bytes is not None:
-        require_space(run.root, checkpoint_bytes)
-    hostfile = plan.config.launcher.mpi_hostfile
+    if launch.checkpoint_bytes is not None:
+        require_space(launch.run.root, launch.checkpoint_bytes)
+    hostfile = launch.plan.config.launcher.mpi_hostfile
     hosts = hosts_in(Path(hostfile).read_text(encoding="utf-8")) if hostfile is not None else []
-    return run_steps(
-        run,
-        attempt,
-        plan,
-        on_event,
-        render=lambda attempt, plan: render(
-            plan,
-            run,
-            attempt,
-            environment=os.environ,
-            cores=own_cores(),
-            rank_command=rank_command,
-            folder=program.folder(plan.config, run),
-            hosts=hosts,
-        ),
-        start=_start,
-    ).outcome
+    return run_steps(launch, render=partial(render, hosts=hosts), start=_start).outcome
 
 
 def _start(rendered: Rendered, attempt: AttemptPaths, tag: RunTag, lock: int) -> OneProcess:

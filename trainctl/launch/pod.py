@@ -16,9 +16,10 @@ from pathlib import Path
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch import kubernetes
 from trainctl.launch.agents import OneProcess
+from trainctl.launch.order import Launch
 from trainctl.launch.processes import start_agent
 from trainctl.launch.rendered import Rendered
-from trainctl.launch.step import cores, run_steps
+from trainctl.launch.step import run_steps
 from trainctl.runs.atomic import write_json
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.command import NodeCommand, read_command
@@ -78,16 +79,8 @@ def _launch(run: RunPaths, attempt: AttemptPaths) -> int:
         return OneProcess(process, log, "the agent", node=0)
 
     outcome = run_steps(
-        run,
-        attempt,
-        plan,
-        lambda _: None,
-        render=lambda attempt, plan: Rendered(
-            command=kubernetes.pod_command(
-                plan, run, attempt, environment=os.environ, cores=cores()
-            ),
-            commands=(),
-        ),
+        Launch(run=run, attempt=attempt, plan=plan, on_event=lambda _: None, in_users_folder=False),
+        render=lambda start: Rendered(command=kubernetes.pod_command(start), commands=()),
         start=start,
         restarts_itself=False,
     ).outcome

@@ -16,6 +16,8 @@ CLOCK_SECONDS = 5.0
 """Records of several nodes are put in order by their times."""
 
 _HOSTS = "launcher.hosts"
+_FILES = 5
+"""So many files of the user's are named."""
 
 _SILENCE = (
     (
@@ -46,6 +48,7 @@ def problems(
     reports: Sequence[Report],
     here: Mapping[str, str],
     code: str,
+    own: Mapping[str, str],
     checkpoint_bytes: int | None,
 ) -> list[Finding]:
     """Every problem of every host.
@@ -55,12 +58,14 @@ def problems(
         reports: Of its hosts, in the order of the nodes.
         here: Versions of packages on this machine, which planned.
         code: Digest of trainctl's source on this machine.
+        own: Checksums of the files of the user's code on this machine.
         checkpoint_bytes: Space that a checkpoint takes, if known.
     """
     answered = [report for report in reports if report.facts is not None]
     return [
         *(_no_answer(report, plan) for report in reports if report.facts is None),
         *(finding for report in answered for finding in _versions(report, here, code)),
+        *(finding for report in answered for finding in _own_code(report, own)),
         *(finding for report in answered for finding in _devices(report, plan)),
         *(finding for report in answered for finding in _network(report, plan)),
         *(finding for report in answered for finding in _storage(report, checkpoint_bytes)),
@@ -111,6 +116,22 @@ def _versions(report: Report, here: Mapping[str, str], code: str) -> Iterator[Fi
             f"({code}), under the same version",
             "copy the changed files there, or share one environment",
         )
+
+
+def _own_code(report: Report, own: Mapping[str, str]) -> Iterator[Finding]:
+    assert report.facts is not None
+    host, there = report.host.name, report.facts["files"]
+    lacking = [file for file in own if not there[file]]
+    other = [file for file, digest in own.items() if there[file] not in ("", digest)]
+    for files, what in ((lacking, "does not have"), (other, "has another version of")):
+        if files:
+            more = f" and {len(files) - _FILES} more files" if len(files) > _FILES else ""
+            yield _problem(
+                "TC194",
+                _HOSTS,
+                f"{host} {what} {', '.join(files[:_FILES])}{more}",
+                "copy your code there, to the same path, or keep it on storage that all share",
+            )
 
 
 def _devices(report: Report, plan: RunPlan) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ from typing import Any
 
 from trainctl.hardware.detect import host_memory_limit, visible_devices
 from trainctl.runs.network import addresses_of, interface_of, interface_towards, source_towards
+from trainctl.runs.provenance import file_digest
 
 PACKAGES = ("trainctl", "torch", "deepspeed", "transformers")
 """Whose versions must be the same on all hosts."""
@@ -68,7 +69,7 @@ class Probe:
             self._listener.close()
 
     def _facts(
-        self, interface: str | None, port: int | None, folder: str, mark: str
+        self, interface: str | None, port: int | None, folder: str, mark: str, files: Sequence[str]
     ) -> dict[str, Any]:
         """What this host is.
 
@@ -77,6 +78,7 @@ class Probe:
             port: Of the rendezvous, on the first host; 0 takes a free one, None is another host.
             folder: Of the run, on storage that is to be shared.
             mark: Name of the file to write there.
+            files: Of the user's code.
         """
         name = interface or _interface()
         self._address = next(iter(addresses_of(name)), None) if name else None
@@ -84,6 +86,7 @@ class Probe:
             "host": socket.gethostname(),
             "packages": {package: _version(package) for package in PACKAGES},
             "code": code_digest(),
+            "files": {file: file_digest(Path(file)) for file in files},
             "devices": [
                 {"name": device.name, "memory_bytes": device.memory_bytes}
                 for device in visible_devices()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.config.user_code import functions, has_own_config
@@ -13,6 +12,9 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import read_record
 from trainctl.runs.layout import AttemptPaths, RunPaths
+
+if TYPE_CHECKING:
+    from trainctl.launch.order import Start
 
 CONFIG_VARIABLE = "TRAINCTL_DEEPSPEED_CONFIG"
 PLAN_VARIABLE = "TRAINCTL_PLAN"
@@ -36,30 +38,20 @@ def _config_arguments(config: RunConfig, attempt: AttemptPaths) -> tuple[str, ..
     return (flag, str(attempt.deepspeed))
 
 
-def of_ranks(
-    config: RunConfig,
-    run: RunPaths,
-    attempt: AttemptPaths,
-    *,
-    rank_command: Sequence[str] | None,
-    folder: Path | None,
-    python: str = sys.executable,
-) -> dict[str, Any]:
+def of_ranks(start: Start, *, python: str = sys.executable) -> dict[str, Any]:
     """The fields of an `AttemptCommand` that say what the ranks execute, and where.
 
     Args:
-        config: Of the run.
-        run: The run.
-        attempt: The attempt.
-        rank_command: Another command line for the ranks, which then needs no corpus prepared.
-        folder: Where agents and ranks run; None is where they are started.
+        start: What the attempt is started from.
         python: The Python of the ranks' machines.
     """
+    config = start.plan.config
+    own = start.rank_command or command(config, start.run, start.attempt, python=python)
     return {
-        "rank_command": tuple(rank_command or command(config, run, attempt, python=python)),
-        "prepare": rank_command is None and config.trains_itself,
+        "rank_command": tuple(own),
+        "prepare": start.rank_command is None and config.trains_itself,
         "is_users": not config.trains_itself,
-        "folder": None if folder is None else str(folder),
+        "folder": None if start.folder is None else str(start.folder),
     }
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from trainctl.config.hosts import Host
 from trainctl.errors import TrainctlError
+from trainctl.launch import program
+from trainctl.launch.order import Launch
 from trainctl.launch.shrink import shrink
 from trainctl.launch.site import Look, Site, look
 from trainctl.launch.stop import Stop
@@ -21,11 +22,9 @@ class Regroup:
     """Finds where a run goes on: on all nodes if they are there, on fewer if that is allowed.
 
     Args:
-        plan: For all nodes.
+        launch: With the plan for all nodes.
         hosts: All of them.
         site: As they answered before the start.
-        folder: Of the run.
-        checkpoint_bytes: Space that a checkpoint takes, if known.
         on_wait: Told how many hosts are there, and which are missing, when waiting for them begins
             and when they change.
 
@@ -35,18 +34,15 @@ class Regroup:
 
     def __init__(
         self,
-        plan: RunPlan,
+        launch: Launch,
         hosts: tuple[Host, ...],
         site: Site,
-        folder: Path,
-        checkpoint_bytes: int | None,
         on_wait: Callable[[int, list[str]], None],
     ) -> None:
         self.site = site
-        self._whole = plan
+        self._launch = launch
+        self._whole = launch.plan
         self._hosts = hosts
-        self._folder = folder
-        self._checkpoint_bytes = checkpoint_bytes
         self._on_wait = on_wait
 
     def plan_again(self, _: RunPlan, stop: Stop) -> RunPlan:
@@ -90,7 +86,9 @@ class Regroup:
         return None
 
     def _look(self, plan: RunPlan, hosts: Sequence[Host]) -> Look:
-        return look(plan, hosts, self._folder, self._checkpoint_bytes)
+        launch = self._launch
+        code_folder = program.folder(plan.config, launch.run)
+        return look(plan, hosts, launch.run.root, launch.checkpoint_bytes, code_folder)
 
 
 def _in_vain(seen: Look, missing: Sequence[str], nodes: int) -> str:

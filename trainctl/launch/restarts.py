@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from trainctl.errors import TrainctlError
+from trainctl.launch.order import Launch
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.stop import Stop
 from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import new_attempt
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.records import Event, EventWriter
+from trainctl.runs.records import EventWriter
 from trainctl.runs.status import read_status, write_status
 
 FRUITLESS_RESTARTS = 3
@@ -20,10 +21,7 @@ FRUITLESS_RESTARTS = 3
 
 
 def run_with_restarts(
-    run: RunPaths,
-    attempt: AttemptPaths,
-    plan: RunPlan,
-    on_event: Callable[[Event], None],
+    launch: Launch,
     stop: Stop,
     run_one: Callable[[AttemptPaths, RunPlan, Stop], Outcome],
     plan_again: Callable[[RunPlan, Stop], RunPlan] | None = None,
@@ -34,15 +32,14 @@ def run_with_restarts(
     program of the user's saves is not known here, so it is started as often as it may be.
 
     Args:
-        run: The run; its lock is held.
-        attempt: The first attempt.
-        plan: Of the first, and of all where `plan_again` is None.
-        on_event: Called with a record of each restart.
+        launch: Whose run's lock is held; its plan is that of all attempts where `plan_again` is
+            None.
         stop: Whether the launch is to end.
         run_one: Sees an attempt to its end.
         plan_again: Gives the plan of the next attempt from the one before, for the nodes that are
             there then; may wait for them, and raises TrainctlError where it waits in vain.
     """
+    run, attempt, plan = launch.run, launch.attempt, launch.plan
     most = plan.config.launcher.max_restarts
     restarts = fruitless = 0
     saved = _saved_step(run)
@@ -66,7 +63,7 @@ def run_with_restarts(
                 return _give_up(run, outcome, error.message)
         restarts, fruitless = restarts + 1, fruitless + 1
         with EventWriter(run.events, attempt.number) as events:
-            on_event(
+            launch.on_event(
                 events.write(
                     "restart",
                     number=restarts,

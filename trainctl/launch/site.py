@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainctl.config.hosts import Host, chosen_hosts
+from trainctl.config.own_files import own_files
 from trainctl.errors import Finding
 from trainctl.launch.preflight import problems
 from trainctl.launch.probe import PACKAGES, code_digest
 from trainctl.launch.survey import Report, survey
 from trainctl.plan.types import RunPlan
-from trainctl.runs.provenance import package_versions
+from trainctl.runs.provenance import file_digest, package_versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,13 @@ def hosts_of(plan: RunPlan) -> tuple[Host, ...]:
     return chosen_hosts(plan.config.launcher, hardware.nodes, hardware.devices_per_node)
 
 
-def look(plan: RunPlan, hosts: Sequence[Host], folder: Path, checkpoint_bytes: int | None) -> Look:
+def look(
+    plan: RunPlan,
+    hosts: Sequence[Host],
+    folder: Path,
+    checkpoint_bytes: int | None,
+    code_folder: Path | None = None,
+) -> Look:
     """Ask the hosts, all at once.
 
     Args:
@@ -67,14 +74,17 @@ def look(plan: RunPlan, hosts: Sequence[Host], folder: Path, checkpoint_bytes: i
         hosts: Whom.
         folder: Of the run, or where one will be made: the part of the path that exists is used.
         checkpoint_bytes: Space that a checkpoint takes, if known.
+        code_folder: Where ranks run and find code of the user's; None is the current folder.
     """
     folder = folder.absolute()
     while not folder.is_dir():
         folder = folder.parent
-    reports = survey(hosts, plan.config.launcher, folder)
+    files = own_files(plan.config, code_folder or Path.cwd())
+    own = {str(file): file_digest(file) for file in files}
+    reports = survey(hosts, plan.config.launcher, folder, list(own))
     installed = package_versions()
     here = {package: installed.get(package, "") for package in PACKAGES}
-    findings = problems(plan, reports, here, code_digest(), checkpoint_bytes)
+    findings = problems(plan, reports, here, code_digest(), own, checkpoint_bytes)
     is_wrong = any(finding.is_error for finding in findings)
     return Look(
         site=None if is_wrong else _site(reports),

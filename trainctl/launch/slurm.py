@@ -10,28 +10,28 @@ process alone; `scancel` to both. The first two save and are requeued, the last 
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import shlex
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.launch import program
 from trainctl.launch.agents import OneProcess
 from trainctl.launch.local import require_space
+from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.processes import start_tied
 from trainctl.launch.rendered import Rendered
 from trainctl.launch.schedulers import run_tool
-from trainctl.launch.step import cores, run_steps
+from trainctl.launch.slurm_script import SCRIPT, job_script
+from trainctl.launch.step import run_steps
 from trainctl.launch.variables import rank_variables
 from trainctl.launch.words import check_options, check_path, check_words
 from trainctl.plan.types import RunPlan
@@ -40,16 +40,10 @@ from trainctl.runs.job import Job, write_job
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE, RunTag
-from trainctl.runs.records import Event
 from trainctl.runs.status import State, Status, read_status, write_status
 
-SCRIPT = "job.sh"
-ARRAY_TASK = "ARRAY-TASK"
-"""Stands for the number of a task in the name of a log."""
 JOB_VARIABLE = "SLURM_JOB_ID"
 
-_SIGNAL_MARGIN_SECONDS = 15
-"""Between the end of `launcher.stop_grace_seconds` and the job's time limit."""
 _PORTS = range(20_000, 30_000)
 """Of the rendezvous where `launcher.port` is null: below the ports that a kernel hands out."""
 
@@ -76,36 +70,20 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     ]
 
 
-def render(
-    plan: RunPlan,
-    run: RunPaths,
-    attempt: AttemptPaths,
-    *,
-    environment: Mapping[str, str],
-    cores: int,
-    rank_command: Sequence[str] | None = None,
-    folder: Path | None = None,
-    address: str | None = None,
-) -> Rendered:
+def render(start: Start, *, address: str | None = None) -> Rendered:
     """What `run_launch` starts: a job from outside, a step inside an allocation. Pure.
 
     Args:
-        plan: The plan.
-        run: The run.
-        attempt: The attempt.
-        environment: Of the user's shell, or of the job.
-        cores: Processors of this machine; those of the job's nodes are taken where known.
-        rank_command: Another command line for the ranks, which then needs no corpus prepared.
-        folder: Where agents and ranks run; None is where they are started.
+        start: What the attempt is started from; cores of the job's nodes are taken where known.
         address: Of the first node; None is its name.
     """
+    plan, run, attempt, environment = start.plan, start.run, start.attempt, start.environment
     nodes = plan.hardware.nodes
-    ranks = plan.mesh.world_size // nodes
     job = environment.get(JOB_VARIABLE)
     hosts = node_names(environment.get("SLURM_JOB_NODELIST", ""))[:nodes]
     own = environment.get("SLURM_CPUS_ON_NODE", "")
-    threads = max(1, (int(own) if own.isdecimal() else cores) // ranks)
-    variables = rank_variables(plan, attempt, environment, threads=threads)
+    known = replace(start, cores=int(own)) if own.isdecimal() else start
+    variables = rank_variables(plan, attempt, environment, threads=known.threads)
     if plan.config.trains_itself and plan.config.launcher.stop_grace_seconds > 0:
         variables[SIGTERM_SAVES_VARIABLE] = "1"
     agent = (sys.executable, "-m", "trainctl.agent", str(run.root))
@@ -120,8 +98,8 @@ def render(
             )
             for node in range(nodes)
         ),
-        ranks_per_node=ranks,
-        **program.of_ranks(plan.config, run, attempt, rank_command=rank_command, folder=folder),
+        ranks_per_node=start.ranks_per_node,
+        **program.of_ranks(start),
         port=plan.config.launcher.port or _port(job),
         address=address or (hosts[0] if hosts else None),
     )
@@ -132,45 +110,6 @@ def render(
     return Rendered(
         command=command, commands=(("sbatch", "--parsable", str(script)),), files={SCRIPT: text}
     )
-
-
-def job_script(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> str:
-    """The script of a run's job, for a person to read and for sbatch to take."""
-    launch = (sys.executable, "-m", "trainctl.launch", str(run.root))
-    lines = [
-        "#!/bin/bash",
-        *directives(plan, run.root.name, attempt.launcher_log),
-        "",
-        f"# Attempt {attempt.number} of {shlex.quote(str(run.root))}, or, after a requeue, the",
-        "# next one: this starts one agent on each node, saves and requeues when Slurm wants it.",
-        *modules(plan),
-        f"exec {shlex.join((*launch, '--attempt', str(attempt.number)))}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def array_script(plan: RunPlan, folder: Path, *, count: int, parallel: int | None) -> str:
-    """The script of a sweep: an array whose task K runs the run `folder/K`.
-
-    Args:
-        plan: What every task asks for.
-        folder: Of the sweep.
-        count: How many runs it has.
-        parallel: How many of them run at a time; None leaves it to the cluster.
-    """
-    limit = f"%{parallel}" if parallel is not None else ""
-    log = RunPaths(folder / ARRAY_TASK).attempt(1).launcher_log
-    run = f'{shlex.quote(str(folder))}/"$SLURM_ARRAY_TASK_ID"'
-    launch = f"{shlex.quote(sys.executable)} -m trainctl.launch {run} --attempt 1"
-    lines = [
-        "#!/bin/bash",
-        *directives(plan, folder.name, log, array=f"0-{count - 1}{limit}"),
-        "",
-        "# Task K trains the run K of this folder; see sweep.json for its values.",
-        *modules(plan),
-        f"exec {launch}",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def submit_array(folder: Path, attempts: Sequence[tuple[RunPaths, AttemptPaths]]) -> str:
@@ -192,65 +131,6 @@ def submit_array(folder: Path, attempts: Sequence[tuple[RunPaths, AttemptPaths]]
         record = Job(kind="slurm", id=f"{job}_{index}", submitted=now, host=socket.gethostname())
         write_job(attempt, record)
     return job
-
-
-def directives(plan: RunPlan, name: str, log: Path, *, array: str = "") -> Iterator[str]:
-    """The `#SBATCH` lines.
-
-    Args:
-        plan: What to ask for.
-        name: Name of the run.
-        log: Output of the job; in an array `ARRAY_TASK` in it stands for the task's number.
-        array: Indices of an array's tasks, such as `0-3%2`.
-    """
-    launcher, hardware = plan.config.launcher, plan.hardware
-    options: list[tuple[str, object]] = [
-        ("job-name", "trainctl-" + re.sub(r"[^A-Za-z0-9._-]+", "-", name)),
-        ("nodes", hardware.nodes),
-        ("ntasks-per-node", 1),
-    ]
-    if launcher.slurm_gres is not None:
-        options.append(("gres", launcher.slurm_gres))
-    elif hardware.accelerator is not Accelerator.cpu:
-        options.append(("gpus-per-node", hardware.devices_per_node))
-    if launcher.slurm_cpus_per_node is not None:
-        options.append(("cpus-per-task", launcher.slurm_cpus_per_node))
-    options += [
-        ("partition", launcher.slurm_partition),
-        ("account", launcher.slurm_account),
-        ("qos", launcher.slurm_qos),
-        ("constraint", launcher.slurm_constraint),
-        ("time", launcher.slurm_time_minutes),
-        ("dependency", launcher.slurm_dependency),
-        ("array", array or None),
-    ]
-    pattern = str(log).replace("%", "%%")
-    options.append(("output", pattern.replace(ARRAY_TASK, "%a") if array else pattern))
-    for option, value in options:
-        if value is not None:
-            yield f"#SBATCH --{option}={_quoted(str(value))}"
-    if launcher.slurm_cpus_per_node is None:
-        yield "#SBATCH --exclusive"
-    yield "#SBATCH --open-mode=append"
-    yield f"#SBATCH --{'requeue' if launcher.slurm_requeue else 'no-requeue'}"
-    if launcher.stop_grace_seconds > 0:
-        lead = math.ceil(launcher.stop_grace_seconds) + _SIGNAL_MARGIN_SECONDS
-        yield f"#SBATCH --signal=B:TERM@{lead}"
-    yield from (f"#SBATCH {option}" for option in launcher.slurm_options)
-
-
-def modules(plan: RunPlan) -> Iterator[str]:
-    """Lines that load the modules. After them the launcher takes the shell's place: Slurm signals
-    the process that it started."""
-    for module in plan.config.launcher.slurm_modules:
-        yield f"module load {shlex.quote(module)} || exit {int(ExitCode.environment)}"
-
-
-def _quoted(value: str) -> str:
-    """A value as sbatch reads it from a script: it knows quotes and backslashes, and no more."""
-    if re.fullmatch(r"[A-Za-z0-9_.,:;+@%/=&|*()\[\]?!~^-]+", value):
-        return value
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _srun(
@@ -311,27 +191,18 @@ def _port(job: str | None) -> int:
     return _PORTS[int(digits or "0") % len(_PORTS)]
 
 
-def run_launch(
-    run: RunPaths,
-    attempt: AttemptPaths,
-    plan: RunPlan,
-    on_event: Callable[[Event], None],
-    *,
-    rank_command: Sequence[str] | None = None,
-    checkpoint_bytes: int | None = None,
-) -> Outcome:
+def run_launch(launch: Launch) -> Outcome:
     """Submit the attempt, or, inside a job, run it and those that replace it to their end.
-
-    Args: As those of `trainctl.launch.local.run_launch`.
 
     Raises:
         TrainctlError: The run is in use (5), Slurm refuses the job or the allocation has too few
             nodes (4), or its disk has no space for a checkpoint (4).
     """
-    if checkpoint_bytes is not None:
-        require_space(run.root, checkpoint_bytes)
+    run, plan = launch.run, launch.plan
+    if launch.checkpoint_bytes is not None:
+        require_space(run.root, launch.checkpoint_bytes)
     if JOB_VARIABLE not in os.environ:
-        return _submit(run, attempt, plan, rank_command)
+        return _submit(launch)
     names = node_names(os.environ.get("SLURM_JOB_NODELIST", ""))
     if len(names) < plan.hardware.nodes:
         raise TrainctlError(
@@ -341,23 +212,7 @@ def run_launch(
             exit_code=ExitCode.environment,
         )
     address = _address(names[0]) if plan.hardware.nodes > 1 else None
-    ended = run_steps(
-        run,
-        attempt,
-        plan,
-        on_event,
-        render=lambda attempt, plan: render(
-            plan,
-            run,
-            attempt,
-            environment=os.environ,
-            cores=cores(),
-            rank_command=rank_command,
-            folder=program.folder(plan.config, run),
-            address=address,
-        ),
-        start=_start,
-    )
+    ended = run_steps(launch, render=partial(render, address=address), start=_start)
     outcome = ended.outcome
     if outcome.exit_code == ExitCode.requeue and ended.is_cancelled:
         outcome = replace(outcome, exit_code=int(ExitCode.terminated))
@@ -397,21 +252,11 @@ def requeue(run: RunPaths) -> None:
     run_tool(("scontrol", "requeue", job))
 
 
-def _submit(
-    run: RunPaths, attempt: AttemptPaths, plan: RunPlan, rank_command: Sequence[str] | None
-) -> Outcome:
-    rendered = render(
-        plan,
-        run,
-        attempt,
-        environment=os.environ,
-        cores=cores(),
-        rank_command=rank_command,
-        folder=program.folder(plan.config, run),
-    )
-    with hold(run):
-        rendered.write(attempt)
-        return submit(run, attempt, rendered.commands[0])
+def _submit(launch: Launch) -> Outcome:
+    rendered = render(launch.start(launch.attempt, launch.plan))
+    with hold(launch.run):
+        rendered.write(launch.attempt)
+        return submit(launch.run, launch.attempt, rendered.commands[0])
 
 
 def submit(run: RunPaths, attempt: AttemptPaths, command: Sequence[str]) -> Outcome:

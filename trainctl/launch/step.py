@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainctl.launch.agents import OneProcess
+from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.rendered import Rendered
 from trainctl.launch.restarts import run_with_restarts
-from trainctl.launch.stop import Stop, TimeLimit
+from trainctl.launch.stop import Stop
 from trainctl.launch.supervise import Attempt, supervise
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import run_id
-from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import RunTag
-from trainctl.runs.records import Event, read_events
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,51 +33,39 @@ class Ended:
 
 
 def run_steps(
-    run: RunPaths,
-    attempt: AttemptPaths,
-    plan: RunPlan,
-    on_event: Callable[[Event], None],
+    launch: Launch,
     *,
-    render: Callable[[AttemptPaths, RunPlan], Rendered],
+    render: Callable[[Start], Rendered],
     start: Callable[[Rendered, AttemptPaths, RunTag, int], OneProcess],
     restarts_itself: bool = True,
 ) -> Ended:
     """Run the attempt, and those that replace it when it fails, to the end. In the main thread.
 
     Args:
-        run: The run; its lock is taken unless this process holds it.
-        attempt: The first attempt.
-        plan: Its plan.
-        on_event: Called with each record of this launch.
+        launch: The launch.
         render: What an attempt starts.
         start: Starts the program, with the attempt's tag and the run's lock.
         restarts_itself: Whether a failed attempt is replaced here; else only the first is run.
     """
-    launcher = plan.config.launcher
+    run, plan, launcher = launch.run, launch.plan, launch.plan.config.launcher
     with hold(run) as lock:
         identity = run_id(run)
-        limit = TimeLimit(plan.config.training.time_limit_minutes, read_events(run.events))
 
         def run_one(attempt: AttemptPaths, plan: RunPlan, stop: Stop) -> Outcome:
-            rendered = render(attempt, plan)
+            rendered = render(launch.start(attempt, plan))
             rendered.write(attempt)
             tag = RunTag(identity, run.root, attempt.number)
             return supervise(
                 Attempt(run, attempt, tag, ranks=plan.mesh.world_size),
                 lambda: start(rendered, attempt, tag, lock),
-                on_event,
+                launch.on_event,
                 stop,
                 grace_seconds=launcher.grace_seconds,
             )
 
-        with Stop(run, stop_grace_seconds=launcher.stop_grace_seconds, limit=limit) as stop:
+        with Stop.of_launch(run, plan) as stop:
             if restarts_itself:
-                outcome = run_with_restarts(run, attempt, plan, on_event, stop, run_one)
+                outcome = run_with_restarts(launch, stop, run_one)
             else:
-                outcome = run_one(attempt, plan, stop)
+                outcome = run_one(launch.attempt, plan, stop)
         return Ended(outcome, stop.is_cancelled)
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -11,11 +11,12 @@ from typing import Any, Self
 import psutil
 
 from trainctl.launch.agents import Agents
+from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import last_attempt
 from trainctl.runs.failures import signal_name
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import RunTag, sweep
-from trainctl.runs.records import Event
+from trainctl.runs.records import Event, read_events
 from trainctl.runs.requests import (
     Request,
     file_request,
@@ -58,6 +59,21 @@ class Stop:
         self._agents: Agents | None = None
         self._tag: RunTag | None = None
         self._previous: dict[signal.Signals, Any] = {}
+
+    @classmethod
+    def of_launch(cls, run: RunPaths, plan: RunPlan) -> Self:
+        """With the grace and the time limit of a plan.
+
+        A program of the user's reads no requests: a signal is passed to it, and no more.
+        """
+        if not plan.config.trains_itself:
+            return cls(run, stop_grace_seconds=0.0, limit=TimeLimit(None))
+        minutes = plan.config.training.time_limit_minutes
+        return cls(
+            run,
+            stop_grace_seconds=plan.config.launcher.stop_grace_seconds,
+            limit=TimeLimit(minutes, read_events(run.events)),
+        )
 
     @property
     def is_wanted(self) -> bool:

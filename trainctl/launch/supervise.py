@@ -136,7 +136,12 @@ class _Records:
 
 
 def _is_behind(event: Event, first: Event) -> bool:
-    """Whether a failure explains the one that was recorded first, by another node's agent."""
+    """Whether a failure explains the one that was recorded first, by another node's agent.
+
+    An agent that has lost this launcher cannot know that it is there, and that the node is lost.
+    """
+    if event.get("launcher_lost") or first.get("launcher_lost"):
+        return not event.get("launcher_lost")
     return event["node"] != first["node"] and (
         Cause(first["cause"]).is_consequence and not Cause(event["cause"]).is_consequence
     )

@@ -47,13 +47,16 @@ class Report:
     said: str = ""
 
 
-def survey(hosts: Sequence[Host], launcher: LauncherConfig, folder: Path) -> tuple[Report, ...]:
+def survey(
+    hosts: Sequence[Host], launcher: LauncherConfig, folder: Path, files: Sequence[str] = ()
+) -> tuple[Report, ...]:
     """Ask every host, in parallel, within `launcher.preflight_seconds`.
 
     Args:
         hosts: Whom; the first has the rendezvous.
         launcher: How they are reached, their interfaces, the port.
         folder: On the storage that they are to share with each other and with this machine.
+        files: Of the user's code, whose checksums are wanted.
     """
     deadline = time.monotonic() + launcher.preflight_seconds
     token = secrets.token_hex(4)
@@ -62,7 +65,7 @@ def survey(hosts: Sequence[Host], launcher: LauncherConfig, folder: Path) -> tup
     own.write_text("")
     try:
         with _Probes(hosts, launcher) as probes:
-            facts = probes.ask(_fact_questions(hosts, launcher, folder, marks), deadline)
+            facts = probes.ask(_fact_questions(hosts, launcher, folder, marks, files), deadline)
             asked = [node for node in sorted(facts) if _can_be_asked(facts[node])]
             seen = {marks[node]: hosts[node].name for node in asked} | {own.name: "this machine"}
             addresses = [[facts[node]["address"], facts[node]["listens"]] for node in asked]
@@ -93,7 +96,11 @@ def survey(hosts: Sequence[Host], launcher: LauncherConfig, folder: Path) -> tup
 
 
 def _fact_questions(
-    hosts: Sequence[Host], launcher: LauncherConfig, folder: Path, marks: Sequence[str]
+    hosts: Sequence[Host],
+    launcher: LauncherConfig,
+    folder: Path,
+    marks: Sequence[str],
+    files: Sequence[str],
 ) -> dict[int, dict[str, Any]]:
     return {
         node: {
@@ -102,6 +109,7 @@ def _fact_questions(
                 "port": (launcher.port or 0) if node == 0 else None,
                 "folder": str(folder),
                 "mark": marks[node],
+                "files": list(files),
             }
         }
         for node, host in enumerate(hosts)

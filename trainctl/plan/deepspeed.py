@@ -261,8 +261,7 @@ def _offload(zero: ZeroStageConfig, offload: OffloadConfig) -> Iterator[Derived]
         if offload.super_offload:
             yield _set(f"{prefix}.super_offload", True, "offload.super_offload")
         if offload.zenflow:
-            why = "offload.zenflow: DeepSpeed's default share"
-            yield _set("zero_optimization.zenflow.topk_ratio", 0.1, why)
+            yield from _zenflow(offload)
     if offload.parameters is not OffloadDevice.none:
         prefix = "zero_optimization.offload_param"
         yield _set(f"{prefix}.device", offload.parameters.value, "offload.parameters")
@@ -275,6 +274,23 @@ def _offload(zero: ZeroStageConfig, offload: OffloadConfig) -> Iterator[Derived]
         defaults = {"block_size": 1_048_576, "queue_depth": 8, "intra_op_parallelism": 1}
         for name, value in (*defaults.items(), ("single_submit", False), ("overlap_events", True)):
             yield _set(f"aio.{name}", value, "DeepSpeed's default, for NVMe")
+
+
+def _zenflow(offload: OffloadConfig) -> Iterator[Derived]:
+    prefix = "zero_optimization.zenflow"
+    yield _set(f"{prefix}.topk_ratio", offload.zenflow_topk_ratio, "offload.zenflow_topk_ratio")
+    why = "offload.zenflow: intervals are steps"
+    yield _set(f"{prefix}.select_strategy", "step", why)
+    select = 0 if offload.zenflow_select_interval is None else offload.zenflow_select_interval
+    why = "offload.zenflow_select_interval; 0 chooses once"
+    yield _set(f"{prefix}.select_interval", select, why)
+    update = offload.zenflow_update_interval
+    why = "offload.zenflow_update_interval"
+    yield _set(f"{prefix}.update_interval", "auto" if update is None else update, why)
+    warmup = offload.zenflow_warmup_steps
+    yield _set(f"{prefix}.full_warm_up_rounds", warmup, "offload.zenflow_warmup_steps")
+    overlap = offload.zenflow_overlap_step
+    yield _set(f"{prefix}.overlap_step", overlap, "offload.zenflow_overlap_step")
 
 
 def _parallelism(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:

@@ -41,6 +41,7 @@ def check_own_json(
         devices_per_node=hardware.devices_per_node,
         accelerator=hardware.accelerator,
         pipeline_stages=mesh.pipeline,
+        own_trainer=config.trains_itself,
     )
     users = [key for key, _ in flatten(config.deepspeed)]
     for finding in check(json, around):

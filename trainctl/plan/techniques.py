@@ -46,9 +46,7 @@ def _model_and_optimizer(config: RunConfig) -> Iterator[tuple[str, object, str]]
 
 
 def _layout(config: RunConfig) -> Iterator[tuple[str, object, str]]:
-    offload, parallelism = config.offload, config.parallelism
-    if offload.zenflow:
-        yield "offload.zenflow", "true", "ZenFlow"
+    parallelism = config.parallelism
     for axis in ("expert",):
         size = getattr(parallelism, axis)
         if size > 1:

@@ -10,6 +10,7 @@ from trainctl.plan.deepspeed_rules import Case
 from trainctl.plan.deepspeed_rules.values import is_number
 
 ZERO = "zero_optimization"
+ZENFLOW = f"{ZERO}.zenflow"
 ZERO_FIELDS = {
     "overlap_comm": "overlap_comm",
     "contiguous_gradients": "contiguous_gradients",
@@ -222,9 +223,8 @@ def _offload(case: Case, wanted: Wanted) -> None:
             wanted.take(f"{block}.nvme_path", "offload.nvme_path", case.get(f"{block}.nvme_path"))
         if case.get(f"{block}.super_offload"):
             wanted.take(f"{block}.super_offload", "offload.super_offload", True)
-        zenflow = f"{ZERO}.zenflow"
-        if case.has(zenflow) and case.get(zenflow) is not None:
-            wanted.settings["offload.zenflow"] = True
+        if case.has(ZENFLOW) and case.get(ZENFLOW) is not None:
+            _zenflow(case, wanted)
     block = f"{ZERO}.offload_param"
     if parameters != "none":
         wanted.taken |= {f"{block}.device"}
@@ -234,6 +234,25 @@ def _offload(case: Case, wanted: Wanted) -> None:
         for name in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"):
             if parameters == "nvme" and (states == "none" or name != "nvme_path"):
                 wanted.take(f"{block}.{name}", f"offload.{name}", case.get(f"{block}.{name}"))
+
+
+def _zenflow(case: Case, wanted: Wanted) -> None:
+    wanted.settings["offload.zenflow"] = True
+    names = {
+        "topk_ratio": "topk_ratio",
+        "update_interval": "update_interval",
+        "full_warm_up_rounds": "warmup_steps",
+        "overlap_step": "overlap_step",
+    }
+    if case.get(f"{ZENFLOW}.select_strategy") == "step":
+        wanted.taken.add(f"{ZENFLOW}.select_strategy")
+        names["select_interval"] = "select_interval"
+    for name, ours in names.items():
+        key = f"{ZENFLOW}.{name}"
+        value = case.get(key)
+        if name.endswith("_interval") and (not is_number(value) or value < 1):
+            value = None  # "auto", and 0 for once
+        wanted.take(key, f"offload.zenflow_{ours}", value)
 
 
 def _precision(case: Case, wanted: Wanted) -> None:

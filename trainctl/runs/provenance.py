@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import os
 import platform
 import re
@@ -102,6 +103,14 @@ def machine() -> dict[str, Any]:
         "executable": sys.executable,
         "cpus": len(os.sched_getaffinity(0)),
     }
+
+
+def file_digest(path: Path) -> str:
+    """Checksum of a file's content; empty if it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError:
+        return ""
 
 
 def git_state(folder: Path) -> tuple[dict[str, Any] | None, str]:

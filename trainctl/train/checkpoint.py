@@ -93,10 +93,11 @@ class Checkpoint:
         end = fragment.start + fragment.numel
         shard = fragment.shard or Shard.whole(torch.Size(self.manifest["shapes"][fragment.name]))
         for name in (MASTER, *names):
-            target = state.tensor(fragment.tensor, name)
-            target[fragment.offset : fragment.offset + fragment.numel].copy_(
-                read_shard(partial(self._read, fragment.name, name), shard, fragment.start, end)
+            target = fragment.of(state.tensor(fragment.tensor, name))
+            values = read_shard(
+                partial(self._read, fragment.name, name), shard, fragment.start, end
             )
+            target.copy_(values.view(target.shape))
 
     def close(self) -> None:
         """Close the files: what was read of a mapped file stays in memory until then."""

@@ -92,6 +92,11 @@ class Engine:
     def stage(self) -> int:
         return self._plan.config.zero_stage.stage
 
+    @property
+    def has_zenflow(self) -> bool:
+        """Whether the optimizer is ZenFlow's, whose tensors hold matrices transposed."""
+        return self._plan.config.offload.zenflow
+
     def accumulate(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:
         """Forward and backward over a step's micro-batches, leaving the mean gradient.
 
@@ -117,17 +122,20 @@ class Engine:
                     self.deepspeed.step()  # not at the boundary: only counts the micro-step
         return self._mean_loss(float(total), num_labels), num_labels
 
-    def update(self, learning_rate_factor: float) -> float:
+    def set_learning_rate(self, factor: float) -> None:
+        """For the next step, before its gradients: a factor of each group's peak learning rate."""
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+    def update(self) -> float | None:
         """Clip, step the optimizer, clear the gradients; the global gradient norm before clipping.
 
-        Args:
-            learning_rate_factor: Of each group's peak learning rate, for this update.
+        Returns:
+            The norm; none where a technique has none at this step.
 
         Raises:
             TrainctlError: fp16 gradients overflow at the smallest loss scale; on all ranks.
         """
-        for group in self.deepspeed.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * learning_rate_factor
         with self.times.part("optimizer"):
             # Without ZeRO and in fp32 DeepSpeed hands the update to torch and keeps no norm.
             norm = self._own_gradient_norm() if self._is_plain else None
@@ -141,6 +149,9 @@ class Engine:
     def was_skipped(self) -> bool:
         """Whether the last update was not made, because the gradients were not finite."""
         return not self.deepspeed.was_step_applied()
+
+    def resume_at(self, step: int) -> None:
+        """Go on after `step` steps, the optimizer's state being that of a checkpoint."""
 
     def score(self, batch: MicroBatch) -> tuple[float, int]:
         """The summed loss over a batch's labels and their number, of those that this rank counts.

@@ -55,6 +55,7 @@ class Part:
 
 def part_of(state: OptimizerState) -> Part:
     """This rank's part of a checkpoint of the optimizer as it stands."""
+    state.settle()
     fragments = [fragment for fragment in state.fragments if fragment.owned]
     indices = sorted({fragment.tensor for fragment in fragments})
     states = state.state_names()
@@ -63,7 +64,7 @@ def part_of(state: OptimizerState) -> Part:
         for index in indices:
             with state.resident(index):
                 for name in (MASTER, *states):
-                    yield state.tensor(index, name)
+                    yield state.saved(index, name)
 
     return Part(
         states=states,

@@ -36,6 +36,7 @@ from trainctl.train.swap import with_own_swap_folder
 from trainctl.train.tensor_parallel import shard_model
 from trainctl.train.tokenizer import Tokenizer, load_tokenizer
 from trainctl.train.weights import SafetensorsWeights, SeedWeights, WeightSource
+from trainctl.train.zenflow import ZenFlowEngine
 
 
 @dataclass(slots=True)
@@ -95,11 +96,11 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     else:
         pieces = build.materialise(model, source, process.device, pieces)
     apply_kernels(model, config.kernels)
-    kind = PipelineEngine if mesh.pipeline.size > 1 else Engine
-    engine = kind(plan, process, mesh, model, pieces)
+    engine = _engine_kind(plan)(plan, process, mesh, model, pieces)
     state = OptimizerState(engine)
     if checkpoint is not None:
         checkpoint.load_into(state)
+        engine.resume_at(progress.step)
         if engine.loss_scale is not None:
             engine.loss_scale.restore(checkpoint.manifest.get("loss_scale", {}))
     return Session(
@@ -138,6 +139,12 @@ def place(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:
         sharded = plan.config.parallelism.sequence_sharded_norms
         pieces = shard_model(model, pieces, mesh.tensor, sequence_sharded_norms=sharded)
     return pieces
+
+
+def _engine_kind(plan: RunPlan) -> type[Engine]:
+    if plan.mesh.pipeline > 1:
+        return PipelineEngine
+    return ZenFlowEngine if plan.config.offload.zenflow else Engine
 
 
 def _newest(run: RunPaths, process: Process, corpus: Corpus) -> Checkpoint | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class Fragment:
         offset: First element in that tensor, flattened.
         owned: Whether this rank is the one that saves it.
         shard: The part of the parameter that this rank has; None means all of it.
+        columns: If not 0, the range is a block of that many columns of a matrix, and lies
+            transposed in the optimizer's tensor.
     """
 
     name: str
@@ -47,6 +49,12 @@ class Fragment:
     offset: int
     owned: bool
     shard: Shard | None = None
+    columns: int = 0
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its elements in one of the optimizer's tensors: a view, of any shape, in their order."""
+        values = tensor[self.offset : self.offset + self.numel]
+        return values.view(self.columns, -1).t() if self.columns else values
 
 
 class OptimizerState:
@@ -73,7 +81,11 @@ class OptimizerState:
             masters = "fp32_groups_flat_partition" if is_bf16 else "single_partition_of_fp32_groups"
             models = wrapper.bf16_groups if is_bf16 else wrapper.bit16_groups
             self.tensors = list(getattr(wrapper, masters))
-            self.fragments = list(_fragments_of_stages_1_and_2(engine, models))
+            fragments = _fragments_of_stages_1_and_2(engine, models)
+            if engine.has_zenflow:
+                shapes = {piece.name: piece.shape for piece in engine.pieces.values()}
+                fragments = (part for f in fragments for part in _of_transposed(f, shapes[f.name]))
+            self.fragments = list(fragments)
         else:
             pairs = _pairs_of_stage_0(engine)
             self.tensors = [master for _, master in pairs]
@@ -91,6 +103,23 @@ class OptimizerState:
                 for index, (p, _) in enumerate(pairs)
             ]
         self.is_swapped = any(self._is_on_nvme(index) for index in range(len(self.tensors)))
+
+    def settle(self) -> None:
+        """Bring the master weights up to date, before they are saved."""
+        if self._engine.has_zenflow:
+            self._engine.deepspeed.optimizer.sync_fp32_param_from_gpu()
+
+    def saved(self, index: int, state: str) -> torch.Tensor:
+        """What a checkpoint holds of an optimizer's tensor, or of one of its states; flat."""
+        tensor = self.tensor(index, state)
+        turned = [f for f in self.fragments if f.tensor == index and f.columns]
+        if not turned:
+            return tensor
+        copy = tensor.clone()
+        for fragment in turned:
+            end = fragment.offset + fragment.numel
+            copy[fragment.offset : end] = fragment.of(tensor).reshape(-1)
+        return copy
 
     def state_names(self) -> list[str]:
         """Names of the optimizer's tensor states, such as exp_avg; empty before the first step."""
@@ -241,6 +270,28 @@ def _fragments_of_stages_1_and_2(
                 inside, place = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
                 piece = engine.pieces[parameter]
                 yield _fragment(piece, inside.start, inside.numel, index, place.start)
+
+
+def _of_transposed(fragment: Fragment, shape: torch.Size) -> Iterator[Fragment]:
+    """A range of a transposed matrix: the end of a column, whole columns, the start of one."""
+    if len(shape) < 2:
+        yield fragment
+        return
+    rows, columns = shape
+    position, end = fragment.start, fragment.start + fragment.numel
+    while position < end:
+        column, row = divmod(position, rows)
+        whole = (end - position) // rows if row == 0 else 0
+        numel = whole * rows or min(rows - row, end - position)
+        yield replace(
+            fragment,
+            start=row,
+            numel=numel,
+            offset=fragment.offset + position - fragment.start,
+            shard=Shard(columns, column, column + max(1, whole)),
+            columns=whole,
+        )
+        position += numel
 
 
 def _fragments_of_stage_3(engine: Engine) -> Iterator[Fragment]:

@@ -4,7 +4,8 @@ Two clocks. What the loop does itself (making batches, saving, evaluating) is ti
 What it only starts on a device (forward, backward, optimizer) is timed by the device: an event
 before and one after, in the order of its work. Events are read once the device has passed them,
 never waited for; so the end of a step's update may be counted with the next step, and nothing is
-lost or counted twice. On a CPU both clocks are the host's.
+lost or counted twice. On a CPU both clocks are the host's, and a third one tells how much of a part
+the rank was busy with itself: a rank that waits for its peers in a collective sleeps.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
+
+_ACCOUNT = Path("/proc/thread-self/schedstat")
+"""Nanoseconds on a processor, nanoseconds of waiting for one, and how often it had one."""
 
 
 class Stopwatch:
@@ -29,6 +34,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type != "cpu"
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._busy: defaultdict[str, float] = defaultdict(float)
         self._open: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._idle: list[torch.cuda.Event] = []
 
@@ -36,8 +42,12 @@ class Stopwatch:
     def part(self, name: str) -> Iterator[None]:
         """Time what is started on the device within it."""
         if not self._on_device:
-            with self.host_part(name):
-                yield
+            started = busy_seconds()
+            try:
+                with self.host_part(name):
+                    yield
+            finally:
+                self._busy[name] += busy_seconds() - started
             return
         begin, end = self._event(), self._event()
         begin.record()
@@ -66,5 +76,26 @@ class Stopwatch:
         self._seconds.clear()
         return seconds
 
+    def take_busy(self) -> dict[str, float]:
+        """Of the device's parts on a CPU: seconds since the last call without those slept through.
+
+        Empty on other devices, whose clock counts waiting as work.
+        """
+        seconds = dict(self._busy)
+        self._busy.clear()
+        return seconds
+
     def _event(self) -> torch.cuda.Event:
         return self._idle.pop() if self._idle else torch.cuda.Event(enable_timing=True)
+
+
+def busy_seconds() -> float:
+    """Seconds in which this thread ran, or was ready to and waited for a processor.
+
+    A rank that shares its processor with something else is as slow for its peers as one that
+    computes more. Where the kernel keeps no account of the waiting, it is left out.
+    """
+    waited = 0.0
+    with suppress(OSError, IndexError):
+        waited = int(_ACCOUNT.read_bytes().split()[1]) / 1e9
+    return time.thread_time() + waited

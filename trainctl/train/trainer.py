@@ -16,6 +16,7 @@ from trainctl.train.evaluation import evaluate, inference, sample_text
 from trainctl.train.profiler import Profiler
 from trainctl.train.saver import Saver
 from trainctl.train.session import Session, seed_step
+from trainctl.train.stragglers import Stragglers
 from trainctl.train.throughput import Throughput, memory_record, peak_bytes
 
 STEADY_AFTER_STEPS = 2
@@ -45,6 +46,7 @@ class Trainer:
         self._heartbeat = heartbeat
         self._times = session.engine.times
         self._throughput = Throughput(session.plan)
+        self._stragglers = Stragglers(session.plan, session.process)
         self._recorded_at = time.monotonic()
         self._profiler = Profiler(
             session.plan.config.logging,
@@ -82,6 +84,8 @@ class Trainer:
                 self._finish_saving()
                 raise
             self._beat(Phase.step)
+            parts = self._seconds()
+            self._stragglers.add(seconds, parts, self._times.take_busy())
             self._record(
                 "step",
                 step=progress.step,
@@ -91,7 +95,7 @@ class Trainer:
                 **self._precision_record(),
                 tokens=progress.tokens,
                 **self._throughput.of_step(seconds),
-                seconds=self._seconds(),
+                seconds=parts,
                 peak_bytes=peak_bytes(session.process.device),
                 samples=[progress.samples - plan.batch.global_batch_size, progress.samples],
             )
@@ -116,13 +120,20 @@ class Trainer:
         reason = "complete" if complete else "stop_after_steps" if done else "stop_requested"
         self._record("end", step=progress.step, reason=reason)
 
-    def _step(self) -> tuple[float, float, float]:
+    def _step(self) -> tuple[float, float | None, float]:
         """One optimizer step: the loss, the gradient norm, and the learning rate's factor."""
         session = self._session
         plan, progress = session.plan, session.progress
         seed_step(plan.config.training.seed, progress.step, session.mesh.replicas.index)
         with self._times.host_part("data"):
             batches = session.training.step(progress.samples)
+        factor = learning_rate_factor(
+            plan.config.schedule,
+            progress.step,
+            total_steps=plan.total_steps,
+            warmup_steps=plan.warmup_steps,
+        )
+        session.engine.set_learning_rate(factor)
         loss, _ = session.engine.accumulate(batches)
         if not math.isfinite(loss):  # summed over the ranks: all of them see it, before the update
             first, end = progress.samples, progress.samples + plan.batch.global_batch_size
@@ -140,13 +151,7 @@ class Trainer:
                 expected=expected.loss,
                 expected_attempt=expected.attempt,
             )
-        factor = learning_rate_factor(
-            plan.config.schedule,
-            progress.step,
-            total_steps=plan.total_steps,
-            warmup_steps=plan.warmup_steps,
-        )
-        grad_norm = session.engine.update(factor)
+        grad_norm = session.engine.update()
         progress.step += 1
         progress.samples += plan.batch.global_batch_size
         progress.tokens += plan.batch.tokens_per_step
@@ -176,7 +181,10 @@ class Trainer:
             )
 
     def _decide(self, last: bool) -> tuple[bool, bool]:
-        """Whether to save and whether to stop now: the same on all ranks, by one all-reduce."""
+        """Whether to save and whether to stop now: the same on all ranks, by one all-reduce.
+
+        It also carries the ranks' own times, at the end of a window of steps.
+        """
         session = self._session
         config, step = session.plan.config.checkpoint, session.progress.step
         minutes = (time.monotonic() - self._saved_at) / 60
@@ -188,9 +196,14 @@ class Trainer:
             or (config.every_minutes is not None and minutes >= config.every_minutes)
             or self._metrics.get(config.best_of or "", math.inf) < self._best
         )
-        save, stop, failed = session.process.sum(
-            float(due), float(Request.stop in asked), float(self._saver.has_failed)
+        save, stop, failed, *window = session.process.sum(
+            float(due),
+            float(Request.stop in asked),
+            float(self._saver.has_failed),
+            *self._stragglers.window(),
         )
+        for straggler in self._stragglers.judge(window, step):
+            self._record("straggler", **straggler)
         if failed:
             self._saver.wait()  # raises
         self._record_saved()

@@ -90,6 +90,11 @@ class LauncherConfig:
     min_bandwidth_gb_per_second: float | None = option(
         None, "Refuse to train below this bandwidth of an all-reduce.", unit="GB/s", above=0
     )
+    straggler_factor: float | None = option(
+        1.3,
+        "Name a rank whose own work takes so many times as long as its peers'; none names nobody.",
+        above=1,
+    )
     port: int | None = option(
         None, "Rendezvous port; none takes a free one.", minimum=1, maximum=65535
     )

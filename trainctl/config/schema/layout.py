@@ -84,7 +84,37 @@ class OffloadConfig:
     max_in_cpu: int = option(
         1_000_000_000, "Parameters kept in host memory beside NVMe.", unit="elements", minimum=0
     )
-    zenflow: bool = option(False, "Update important gradients on the device (ZenFlow).")
+    zenflow: bool = option(
+        False,
+        "Update the columns with the largest gradients on the device at each step, and the rest in "
+        "host memory once in a while (ZenFlow, arXiv:2505.12242).",
+    )
+    zenflow_topk_ratio: float = option(
+        0.1, "zenflow: share of a matrix's columns updated on the device; below 1.", above=0
+    )
+    zenflow_update_interval: int | None = option(
+        None,
+        "zenflow: steps between updates in host memory; none decides by the gradients.",
+        unit="optimizer steps",
+        minimum=1,
+    )
+    zenflow_select_interval: int | None = option(
+        None,
+        "zenflow: steps between choices of the columns, at least the update interval; none "
+        "chooses once.",
+        unit="optimizer steps",
+        minimum=1,
+    )
+    zenflow_warmup_steps: int = option(
+        0,
+        "zenflow: first steps, in which everything is updated in host memory.",
+        unit="optimizer steps",
+        minimum=0,
+    )
+    zenflow_overlap_step: bool = option(
+        False,
+        "zenflow: update in host memory by another process, while steps go on; for scripts.",
+    )
     super_offload: bool = option(False, "SuperOffload, for tightly coupled CPU and GPU.")
 
 

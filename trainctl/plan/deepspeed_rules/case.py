@@ -60,6 +60,7 @@ class Surroundings:
         pipeline_stages: Stages of the script's PipelineModule; 1 is none.
         has_optimizer: Whether the script passes an optimizer of its own.
         fills_auto: Whether transformers or accelerate fill in "auto" on the way.
+        own_trainer: Whether trainctl's trainer reads it, which puts some of DeepSpeed right.
         model: Shape of the model.
     """
 
@@ -70,6 +71,7 @@ class Surroundings:
     pipeline_stages: int = 1
     has_optimizer: bool | None = None
     fills_auto: bool = False
+    own_trainer: bool = False
     model: ModelConfig | None = None
 
 

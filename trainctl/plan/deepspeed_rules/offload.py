@@ -188,11 +188,20 @@ def zenflow_has_its_stage(case: Case) -> Iterator[Problem]:
         yield Problem(ZENFLOW, "zenflow does nothing at ZeRO stage 0, or fails", "leave it out")
 
 
-@rule("TC247", file="runtime/zenflow", meets=Meets.later, fix="Leave zenflow out on the CPU.")
-def zenflow_is_for_gpus(case: Case) -> Iterator[Problem]:
-    """ZenFlow updates the important gradients on a GPU."""
-    if _has_zenflow(case) and case.stage and case.on_cpu:
-        yield Problem(ZENFLOW, "zenflow is for GPUs, and the device is a CPU", "leave it out")
+@rule(
+    "TC247",
+    file="runtime/zenflow/engine_stage3.py",
+    meets=Meets.later,
+    fix="On the CPU use stage 1 or 2, or leave zenflow out.",
+)
+def zenflow_is_for_gpus_at_stage_3(case: Case) -> Iterator[Problem]:
+    """At stage 3 ZenFlow makes its tensors on a CUDA device, whatever the device is."""
+    if _has_zenflow(case) and case.stage == 3 and case.on_cpu:
+        yield Problem(
+            ZENFLOW,
+            "at ZeRO stage 3 zenflow is for CUDA, and the device is a CPU",
+            "zero_optimization.stage=2, or leave it out",
+        )
 
 
 @rule(
@@ -211,6 +220,27 @@ def zenflow_takes_the_parameters(case: Case) -> Iterator[Problem]:
             )
 
 
+@rule(
+    "TC249",
+    file="runtime/zero/stage_1_and_2.py",
+    meets=Meets.silent,
+    fix="Leave zenflow out, or train with trainctl's own trainer, which puts it right.",
+)
+def zenflow_keeps_the_weights(case: Case) -> Iterator[Problem]:
+    """ZenFlow at stages 1 and 2 takes transposed weights for the weights, from the first step on.
+
+    Its flat buffer holds every matrix transposed, and `_update_model_bit16_weights` cuts the
+    model's weights out of it as if it did not.
+    """
+    if _has_zenflow(case) and case.stage in (1, 2) and not case.around.own_trainer:
+        yield Problem(
+            ZENFLOW,
+            f"zenflow at ZeRO stage {case.stage} scrambles the weights of every matrix "
+            "(DeepSpeed 0.19.8)",
+            "leave it out",
+        )
+
+
 RULES = (
     offload_has_its_stage,
     a_part_is_offloaded_at_stage_3,
@@ -221,8 +251,9 @@ RULES = (
     super_offload_has_its_stage,
     zenflow_has_what_it_needs,
     zenflow_has_its_stage,
-    zenflow_is_for_gpus,
+    zenflow_is_for_gpus_at_stage_3,
     zenflow_takes_the_parameters,
+    zenflow_keeps_the_weights,
 )
 
 
@@ -246,7 +277,7 @@ def _zenflow_intervals(case: Case) -> Iterator[Problem]:
             f"{key}={shown(select)}, and select_strategy={strategy} needs a number",
             "such as 4",
         )
-    elif strategy == "step" and is_number(update) and select < update:
+    elif strategy == "step" and is_number(update) and select != 0 and select < update:
         yield Problem(
             key,
             f"{key}={select} is smaller than update_interval={update}",

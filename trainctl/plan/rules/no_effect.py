@@ -159,6 +159,17 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "offload.parameters=nvme",
     ),
     (
+        (
+            "offload.zenflow_topk_ratio",
+            "offload.zenflow_update_interval",
+            "offload.zenflow_select_interval",
+            "offload.zenflow_warmup_steps",
+            "offload.zenflow_overlap_step",
+        ),
+        lambda c: c.offload.zenflow,
+        "offload.zenflow=true",
+    ),
+    (
         ("precision.emulate_fp8",),
         lambda c: c.precision.compute is DataType.fp8,
         "precision.compute=fp8",

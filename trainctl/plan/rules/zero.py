@@ -15,6 +15,7 @@ from trainctl.config.schema import (
 from trainctl.errors import Finding
 from trainctl.plan.precision import formats
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_divisors
+from trainctl.plan.rules.zenflow import zenflow_findings
 
 
 def pipeline_partitions_no_gradients(draft: Draft) -> Iterator[Finding]:
@@ -111,7 +112,7 @@ def offloaded_optimizer_has_a_cpu_kernel(draft: Draft) -> Iterator[Finding]:
 
 
 def offload_variants_have_their_base(draft: Draft) -> Iterator[Finding]:
-    """ZenFlow and SuperOffload are kinds of optimizer offload."""
+    """ZenFlow and SuperOffload are kinds of optimizer offload, and go with a part of the rest."""
     offload, stage = draft.config.offload, draft.config.zero_stage.stage
     if offload.zenflow and offload.optimizer is not OffloadDevice.cpu:
         yield error(
@@ -119,6 +120,7 @@ def offload_variants_have_their_base(draft: Draft) -> Iterator[Finding]:
             f"offload.zenflow needs offload.optimizer=cpu, and it is {offload.optimizer.value}",
             "offload.optimizer=cpu",
         )
+    yield from zenflow_findings(draft)
     if not offload.super_offload:
         return
     if offload.optimizer is not OffloadDevice.cpu or stage != 3:

@@ -1,0 +1,89 @@
+"""Ranks that train with something that holds one of them up, or all; run in forked ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from rank_processes import Case
+
+from trainctl.runs.records import EventWriter
+from trainctl.train import stopwatch, stragglers
+from trainctl.train.data import MicroBatch
+from trainctl.train.process import Process
+from trainctl.train.session import Session, assemble
+from trainctl.train.trainer import Trainer
+
+SECONDS = 0.2
+"""Lost in each step: many times what a step of the tiny model takes."""
+
+
+def train(cases: list[Case], process: Process) -> None:
+    """Train each case; the name of its folder says what is slow, and on which ranks."""
+    stragglers.WINDOW_STEPS, stragglers.WINDOWS = 2, 2
+    # Waiting for a processor is tested by itself: what else this machine does is not of interest.
+    stopwatch._ACCOUNT = Path("/nowhere")
+    for case in cases:
+        session = assemble(case.plan, case.run, process)
+        what, who = case.run.root.name.split("-")[:2]
+        if who in ("all", str(process.rank)):
+            _SLOW[what](session)
+        events = EventWriter(case.run.events, case.attempt) if process.is_first else None
+        Trainer(session, events).train()
+        process.barrier()
+        session.engine.close()
+
+
+def _data(session: Session) -> None:
+    data = session.training
+
+    def step(first_sample: int) -> list[MicroBatch]:
+        time.sleep(SECONDS)
+        return list(data.step(first_sample))
+
+    session.training = SimpleNamespace(  # type: ignore[assignment]
+        step=step, data_rank=data.data_rank, data_size=data.data_size
+    )
+
+
+def _stall(session: Session) -> None:
+    """The forward pass stands still, as on a device that is throttled or a process swapped out."""
+    _before_forward(session, time.sleep)
+
+
+def _forward(session: Session) -> None:
+    """The forward pass computes more than those of others."""
+    _before_forward(session, _compute)
+
+
+def _backward(session: Session) -> None:
+    def hook(module: object, inputs: object, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: _compute(_each(session)))
+
+    _embedding(session).register_forward_hook(hook)
+
+
+def _before_forward(session: Session, lose: Callable[[float], None]) -> None:
+    _embedding(session).register_forward_pre_hook(lambda *_: lose(_each(session)))
+
+
+def _embedding(session: Session) -> torch.nn.Module:
+    modules = session.engine.deepspeed.module.modules()
+    return next(module for module in modules if isinstance(module, torch.nn.Embedding))
+
+
+def _each(session: Session) -> float:
+    return SECONDS / session.plan.batch.gradient_accumulation_steps
+
+
+def _compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+_SLOW = {"data": _data, "stall": _stall, "forward": _forward, "backward": _backward}

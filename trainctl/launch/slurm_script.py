@@ -1,0 +1,121 @@
+"""The scripts that `sbatch` takes: for a person to read, inert whatever values hold."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainctl.config.schema import Accelerator
+from trainctl.errors import ExitCode
+from trainctl.plan.types import RunPlan
+from trainctl.runs.layout import AttemptPaths, RunPaths
+
+SCRIPT = "job.sh"
+ARRAY_TASK = "ARRAY-TASK"
+"""Stands for the number of a task in the name of a log."""
+
+_SIGNAL_MARGIN_SECONDS = 15
+"""Between the end of `launcher.stop_grace_seconds` and the job's time limit."""
+
+
+def job_script(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> str:
+    """The script of a run's job, for a person to read and for sbatch to take."""
+    launch = (sys.executable, "-m", "trainctl.launch", str(run.root))
+    lines = [
+        "#!/bin/bash",
+        *_directives(plan, run.root.name, attempt.launcher_log),
+        "",
+        f"# Attempt {attempt.number} of {shlex.quote(str(run.root))}, or, after a requeue, the",
+        "# next one: this starts one agent on each node, saves and requeues when Slurm wants it.",
+        *_modules(plan),
+        f"exec {shlex.join((*launch, '--attempt', str(attempt.number)))}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def array_script(plan: RunPlan, folder: Path, *, count: int, parallel: int | None) -> str:
+    """The script of a sweep: an array whose task K runs the run `folder/K`.
+
+    Args:
+        plan: What every task asks for.
+        folder: Of the sweep.
+        count: How many runs it has.
+        parallel: How many of them run at a time; None leaves it to the cluster.
+    """
+    limit = f"%{parallel}" if parallel is not None else ""
+    log = RunPaths(folder / ARRAY_TASK).attempt(1).launcher_log
+    run = f'{shlex.quote(str(folder))}/"$SLURM_ARRAY_TASK_ID"'
+    launch = f"{shlex.quote(sys.executable)} -m trainctl.launch {run} --attempt 1"
+    lines = [
+        "#!/bin/bash",
+        *_directives(plan, folder.name, log, array=f"0-{count - 1}{limit}"),
+        "",
+        "# Task K trains the run K of this folder; see sweep.json for its values.",
+        *_modules(plan),
+        f"exec {launch}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _directives(plan: RunPlan, name: str, log: Path, *, array: str = "") -> Iterator[str]:
+    """The `#SBATCH` lines.
+
+    Args:
+        plan: What to ask for.
+        name: Name of the run.
+        log: Output of the job; in an array `ARRAY_TASK` in it stands for the task's number.
+        array: Indices of an array's tasks, such as `0-3%2`.
+    """
+    launcher, hardware = plan.config.launcher, plan.hardware
+    options: list[tuple[str, object]] = [
+        ("job-name", "trainctl-" + re.sub(r"[^A-Za-z0-9._-]+", "-", name)),
+        ("nodes", hardware.nodes),
+        ("ntasks-per-node", 1),
+    ]
+    if launcher.slurm_gres is not None:
+        options.append(("gres", launcher.slurm_gres))
+    elif hardware.accelerator is not Accelerator.cpu:
+        options.append(("gpus-per-node", hardware.devices_per_node))
+    if launcher.slurm_cpus_per_node is not None:
+        options.append(("cpus-per-task", launcher.slurm_cpus_per_node))
+    options += [
+        ("partition", launcher.slurm_partition),
+        ("account", launcher.slurm_account),
+        ("qos", launcher.slurm_qos),
+        ("constraint", launcher.slurm_constraint),
+        ("time", launcher.slurm_time_minutes),
+        ("dependency", launcher.slurm_dependency),
+        ("array", array or None),
+    ]
+    pattern = str(log).replace("%", "%%")
+    options.append(("output", pattern.replace(ARRAY_TASK, "%a") if array else pattern))
+    for option, value in options:
+        if value is not None:
+            yield f"#SBATCH --{option}={_quoted(str(value))}"
+    if launcher.slurm_cpus_per_node is None:
+        yield "#SBATCH --exclusive"
+    yield "#SBATCH --open-mode=append"
+    yield f"#SBATCH --{'requeue' if launcher.slurm_requeue else 'no-requeue'}"
+    # A program of the user's has Slurm's own SIGTERM, and KillWait to save in.
+    if plan.config.trains_itself and launcher.stop_grace_seconds > 0:
+        lead = math.ceil(launcher.stop_grace_seconds) + _SIGNAL_MARGIN_SECONDS
+        yield f"#SBATCH --signal=B:TERM@{lead}"
+    yield from (f"#SBATCH {option}" for option in launcher.slurm_options)
+
+
+def _modules(plan: RunPlan) -> Iterator[str]:
+    """Lines that load the modules. After them the launcher takes the shell's place: Slurm signals
+    the process that it started."""
+    for module in plan.config.launcher.slurm_modules:
+        yield f"module load {shlex.quote(module)} || exit {int(ExitCode.environment)}"
+
+
+def _quoted(value: str) -> str:
+    """A value as sbatch reads it from a script: it knows quotes and backslashes, and no more."""
+    if re.fullmatch(r"[A-Za-z0-9_.,:;+@%/=&|*()\[\]?!~^-]+", value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,199 @@
+"""Finding ranks that the others wait for, while a run goes on.
+
+All ranks end a step together, so the length of a step names nobody. What tells is the time that a
+rank needs for its own work, without what it waits for others:
+
+- `data`: the host's clock; there is nothing to wait for in it.
+- `forward`, where no collective is part of it (ZeRO below 3, no tensor or sequence parallelism):
+  the clock of the device.
+- On a CPU `forward` elsewhere, `backward` and `optimizer`: the time that the main thread was busy,
+  as it sleeps in a collective.
+
+On a device a collective is a kernel, which is as busy while it waits as while it moves data. So
+there `backward` and `optimizer` name nobody, nor does `forward` with collectives in it.
+
+Ranks of one pipeline stage do the same work and are compared with each other.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainctl.plan.types import RunPlan
+from trainctl.train.process import Process
+
+PARTS = ("data", "forward", "backward", "optimizer")
+WINDOW_STEPS = 10
+"""Steps whose mean is compared: a pause of one step is nobody's fault."""
+WINDOWS = 3
+"""Windows in a row that it takes to be called slow, and not slow again."""
+LEAST_SHARE = 0.05
+"""Of the step's length that a rank has to be behind its peers by: less than that is not felt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slowness:
+    """How far a rank is behind the usual one of its pipeline stage.
+
+    Attributes:
+        rank: In the world.
+        factor: Its own time over theirs.
+        part: Where it loses most.
+        seconds: Of that part in a step, its own.
+        usual_seconds: The same of its peers.
+    """
+
+    rank: int
+    factor: float
+    part: str
+    seconds: float
+    usual_seconds: float
+
+
+def behind(
+    own: Sequence[Sequence[float]], *, stages: int, factor: float, step_seconds: float
+) -> list[Slowness]:
+    """The ranks whose own time is more than `factor` times that of their peers.
+
+    The usual time is the lower median of the stage: of two ranks that of the faster one. Where all
+    are slow, nobody is; a rank without peers is compared with none.
+
+    Args:
+        own: Seconds of each of `PARTS` in a step, by rank; the ranks of a stage follow each other.
+        stages: Pipeline stages.
+        factor: From when on a rank is called slow.
+        step_seconds: Length of a step.
+    """
+    size = len(own) // stages
+    found = []
+    for first in range(0, len(own), size):
+        ranks = range(first, first + size)
+        stage = [own[rank] for rank in ranks]
+        usual = statistics.median_low(sum(parts) for parts in stage)
+        of_parts = [statistics.median_low(part) for part in zip(*stage, strict=True)]
+        for rank in ranks:
+            total = sum(own[rank])
+            if total > factor * usual and total - usual > LEAST_SHARE * step_seconds:
+                lost = [mine - theirs for mine, theirs in zip(own[rank], of_parts, strict=True)]
+                worst = lost.index(max(lost))
+                found.append(
+                    Slowness(
+                        rank=rank,
+                        factor=total / usual if usual > 0 else float("inf"),
+                        part=PARTS[worst],
+                        seconds=own[rank][worst],
+                        usual_seconds=of_parts[worst],
+                    )
+                )
+    return found
+
+
+class Stragglers:
+    """Collects this rank's own times, and on the first rank finds who is slow and who was.
+
+    No collective is added: what the ranks have to tell each other goes with the sums that they
+    form after every step.
+
+    Args:
+        plan: The plan; `launcher.straggler_factor` may switch it off.
+        process: This rank. All ranks make theirs at the same point.
+    """
+
+    def __init__(self, plan: RunPlan, process: Process) -> None:
+        self._factor = plan.config.launcher.straggler_factor
+        mesh, stage = plan.mesh, plan.config.zero_stage.stage
+        self._stages = mesh.pipeline
+        # A stage of a single rank has nobody to be compared with.
+        self._is_on = self._factor is not None and process.world_size > mesh.pipeline
+        self._forward_is_own = stage < 3 and mesh.tensor == mesh.sequence == 1
+        self._rank, self._world_size = process.rank, process.world_size
+        self._hosts = process.gather(socket.gethostname()) if self._is_on else []
+        self._ranks_per_node = max(1, process.world_size // plan.hardware.nodes)
+        self._own: defaultdict[str, float] = defaultdict(float)
+        self._steps = 0
+        self._step_seconds = 0.0
+        self._in_a_row: defaultdict[int, int] = defaultdict(int)
+        self._named: set[int] = set()
+
+    def add(
+        self, step_seconds: float, seconds: Mapping[str, float], busy: Mapping[str, float]
+    ) -> None:
+        """Take in a step.
+
+        Args:
+            step_seconds: Its length.
+            seconds: Of its parts.
+            busy: Of these on a CPU, without sleep.
+        """
+        self._steps += 1
+        self._step_seconds += step_seconds
+        own = {**busy, "data": seconds.get("data", 0.0)}
+        if self._forward_is_own:
+            own["forward"] = seconds.get("forward", 0.0)
+        for part in PARTS:
+            self._own[part] += own.get(part, 0.0)
+
+    def window(self) -> list[float]:
+        """After the last step of a window: what to sum over the ranks, each having its own place.
+
+        Otherwise nothing; the same length on all ranks.
+        """
+        if not self._is_on or self._steps < WINDOW_STEPS:
+            return []
+        values = [0.0] * (self._world_size * len(PARTS))
+        place = self._rank * len(PARTS)
+        values[place : place + len(PARTS)] = [self._own[part] / self._steps for part in PARTS]
+        return values
+
+    def judge(self, sums: Sequence[float], step: int) -> list[dict[str, Any]]:
+        """Close a window; on the first rank the records of who became slow, and who caught up.
+
+        Args:
+            sums: Those of `window`; empty within one.
+            step: Optimizer steps done.
+        """
+        if not sums:
+            return []
+        assert self._factor is not None
+        step_seconds = self._step_seconds / self._steps
+        self._own.clear()
+        self._steps, self._step_seconds = 0, 0.0
+        if self._rank != 0:
+            return []
+        places = range(0, len(sums), len(PARTS))
+        own = [sums[place : place + len(PARTS)] for place in places]
+        slow = {
+            found.rank: found
+            for found in behind(
+                own, stages=self._stages, factor=self._factor, step_seconds=step_seconds
+            )
+        }
+        return [
+            {"slow": rank in slow, "step": step, **self._place(rank), **self._account(slow, rank)}
+            for rank in range(self._world_size)
+            if self._changes(rank, is_slow=rank in slow)
+        ]
+
+    def _changes(self, rank: int, *, is_slow: bool) -> bool:
+        """Whether a rank has now been slow, or no longer slow, for long enough to be named."""
+        if is_slow == (rank in self._named):
+            self._in_a_row.pop(rank, None)
+            return False
+        self._in_a_row[rank] += 1
+        if self._in_a_row[rank] < WINDOWS:
+            return False
+        del self._in_a_row[rank]
+        self._named ^= {rank}
+        return True
+
+    def _place(self, rank: int) -> dict[str, Any]:
+        return {"rank": rank, "node": rank // self._ranks_per_node, "host": self._hosts[rank]}
+
+    @staticmethod
+    def _account(slow: Mapping[int, Slowness], rank: int) -> dict[str, Any]:
+        return asdict(slow[rank]) if rank in slow else {}

@@ -1,0 +1,116 @@
+"""ZenFlow (arXiv:2505.12242): a share of the columns is updated on the device, the rest rarely.
+
+At each step AdamW on the device updates the columns whose gradients were largest when they were
+chosen, and all vectors, during the backward pass. The gradients of everything else add up in host
+memory, where CPUAdam makes one update of them in an interval.
+
+Four things DeepSpeed 0.19.8 does wrong without a word, and are put right here:
+
+- Its flat buffers hold matrices transposed, but the model's weights are cut out of them as if they
+  did not: every matrix is scrambled (zero/stage_1_and_2.py, `_update_model_bit16_weights`).
+- The optimizer on the device has one weight decay for all groups (zenflow_stage_1_and_2.py).
+- It makes its update with the learning rate of the step before (engine.py, `step`).
+- Each choice of columns rounds all master weights to the weights' format
+  (`sync_fp32_param_from_gpu`), where only those of the updated columns are out of date.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
+from transformers.modeling_utils import PreTrainedModel
+
+from trainctl.plan.types import RunPlan
+from trainctl.train.engine import Engine
+from trainctl.train.mesh import ProcessMesh
+from trainctl.train.process import Process
+from trainctl.train.shards import Pieces
+
+
+class ZenFlowEngine(Engine):
+    """An engine whose optimizer is ZenFlow's: data-parallel, one micro-batch a step."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        process: Process,
+        mesh: ProcessMesh,
+        model: PreTrainedModel,
+        pieces: Pieces,
+    ) -> None:
+        ZenFlowZeroOptimizer._update_model_bit16_weights = _cut_out_weights
+        ZenFlowZeroOptimizer.sync_fp32_param_from_gpu = _settle_masters
+        matrix = min((p for p in pieces if p.dim() == 2), key=torch.numel)
+        before = matrix.detach().clone()
+        super().__init__(plan, process, mesh, model, pieces)
+        assert torch.equal(matrix, before), "ZenFlow changed the weights that it was given"
+        self._zenflow = self.deepspeed.optimizer
+        groups = (self._zenflow.selective_optimizer.param_groups, self._zenflow.param_groups)
+        for on_device, group in zip(*groups, strict=True):
+            on_device["weight_decay"] = group["weight_decay"]
+        self._steps_since_update = 0
+        self._was_skipped = False
+
+    def set_learning_rate(self, factor: float) -> None:
+        super().set_learning_rate(factor)
+        self._zenflow._sync_selective_optimizer_lr()
+
+    def update(self) -> float | None:
+        """Update in host memory, if it is time for that; the columns on the device have been.
+
+        Returns:
+            The norm of the mean gradient of the steps that this update is for; none between
+            updates, when nobody computes it.
+        """
+        self._steps_since_update += 1
+        is_time = self.deepspeed.is_gradient_accumulation_boundary()
+        with self.times.part("optimizer"):
+            self._step()
+        self._was_skipped = is_time and not self.deepspeed.was_step_applied()
+        if not is_time:
+            return None
+        steps, self._steps_since_update = self._steps_since_update, 0
+        return float(self.deepspeed.get_global_grad_norm()) / steps
+
+    @property
+    def was_skipped(self) -> bool:
+        return self._was_skipped
+
+    def resume_at(self, step: int) -> None:
+        """Go on after `step` steps: what the columns had of moments is gone, so choose anew.
+
+        DeepSpeed chooses at the end of the warm-up.
+        """
+        self.deepspeed.micro_steps = step
+        self._zenflow.micro_step = step - 1
+        for counted in (self.deepspeed, self._zenflow):
+            counted.full_warm_up_rounds = max(step, counted.full_warm_up_rounds)
+
+
+def _cut_out_weights(optimizer: Any, group: int) -> None:
+    """The model's weights as views of a group's flat buffer, which holds matrices transposed."""
+    flat = optimizer.bit16_groups_flat[group]
+    places = zip(
+        optimizer.round_robin_bit16_groups[group],
+        optimizer.round_robin_bit16_meta[group],
+        optimizer.round_robin_bit16_offsets[group],
+        strict=True,
+    )
+    for parameter, meta, offset in places:
+        values = flat.narrow(0, offset, meta.numel()).view(meta.shape[::-1])
+        parameter.data = values.t() if meta.dim() == 2 else values
+
+
+def _settle_masters(optimizer: Any) -> None:
+    """Bring the master weights of what was updated on the device up to date; keep the others.
+
+    These are the ones that do not round to the model's weights.
+    """
+    for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
+        rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
+        weights = optimizer.parallel_partitioned_bit16_groups[group][rank].to(master.device)
+        is_current = master.data.to(weights.dtype) == weights
+        master.data.copy_(torch.where(is_current, master.data, weights.to(master.dtype)))
