@@ -24,6 +24,7 @@ format: $(VENV)/.installed-dev  ## Rewrite the sources in the project's format
 docs: $(VENV)/.installed-run  ## Write docs/reference.md and docs/rules.md anew
 	$(BIN)/python scripts/generate_reference.py
 	$(BIN)/python scripts/generate_rules.py
+	$(BIN)/python scripts/generate_optimizers.py
 
 help:  ## Show this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

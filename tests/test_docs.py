@@ -14,7 +14,9 @@ from trainctl.errors import ExitCode
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("script", ["generate_reference.py", "generate_rules.py"])
+@pytest.mark.parametrize(
+    "script", ["generate_reference.py", "generate_rules.py", "generate_optimizers.py"]
+)
 def test_a_written_page_is_up_to_date(script: str) -> None:
     command = [sys.executable, ROOT / "scripts" / script, "--check"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -129,12 +129,19 @@ PLANNED = ["recipe=7b-zero3", "hardware=8xh100-80g"]
         ["validate", "--deepspeed", DEEPSPEED_JSON, "--world-size", "2"],
         ["config", "import", DEEPSPEED_JSON, "--world-size", "2"],
         ["recipes"],
+        ["schedule", "show", *PLANNED],
         ["launch", "recipe=tiny", "--dry-run"],
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )
 def test_planning_loads_no_torch(arguments: list[str]) -> None:
     assert not _loaded(arguments) & set(HEAVY)
+
+
+def test_what_draws_is_loaded_only_to_draw() -> None:
+    drawing = {"matplotlib", "plotext"}
+    assert not _loaded(["schedule", "show", *PLANNED, "--json"]) & drawing
+    assert _loaded(["schedule", "show", *PLANNED]) & drawing == {"plotext"}
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,9 @@ def test_what_does_not_fit_is_refused_with_what_would(
 def test_what_cannot_be_trained_yet_is_refused(
     started: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["launch", *SMALL, "schedule=wsd"]) == ExitCode.bad_input
+    assert run(["launch", *SMALL, "model.trust_remote_code=true"]) == ExitCode.bad_input
     error = capsys.readouterr().err
-    assert "schedule.kind=wsd: training with the wsd schedule is not there yet" in error
+    assert "model.trust_remote_code=true: training with" in error and "not there yet" in error
     assert started == []
 
 

@@ -139,3 +139,33 @@ def test_a_sample_cannot_steer_the_terminal() -> None:
 
 def test_a_loss_that_is_no_number_is_shown() -> None:
     assert "loss nan" in step_line(step(1, loss="NaN"), stop_step=2, seconds_left=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "step 7: loss 21.5311 above 8.2 on rank 1 (samples 96 to 104): skip_batch"),
+        (
+            {"kind": "loss_not_finite", "value": "NaN", "limit": None, "ranks": [0, 1]},
+            "step 7: loss nan on rank 0, 1 (samples 96 to 104): skip_batch",
+        ),
+        (
+            {"kind": "norm_spike", "ranks": [], "policy": "rewind", "to_step": 4},
+            "step 7: gradient norm 21.5311 above 8.2 (samples 96 to 104): rewind to step 4",
+        ),
+    ],
+)
+def test_an_intervention_is_one_line(changes: dict[str, Any], line: str) -> None:
+    event = {
+        "event": "intervention",
+        "step": 7,
+        "kind": "loss_spike",
+        "value": 21.5311,
+        "limit": 8.2,
+        "policy": "skip_batch",
+        "samples": [96, 104],
+        "ranks": [1],
+        "suspects": [98, 99],
+        "in_a_row": 0,
+    }
+    assert event_lines(event | changes) == [line]

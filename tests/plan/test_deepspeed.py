@@ -79,8 +79,9 @@ def plan_of(name):
 
 
 def optimizer_plan(kind):
-    hardware = gpus(2)
-    return resolve(config_with(optimizer__kind=kind.value, zero_stage__stage=1), hardware).plan
+    """Of a program of the user's: trainctl's own trainer makes some of them itself."""
+    config = config_with(optimizer__kind=kind.value, zero_stage__stage=1, script="train.py")
+    return resolve(config, gpus(2)).plan
 
 
 def recipe_plan(name):

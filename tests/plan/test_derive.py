@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from plan_cases import config_with, gpus
 
 from trainctl.config.schema import ParallelismConfig, ScheduleConfig, TrainingConfig
+from trainctl.plan.batches import Batches
 from trainctl.plan.derive import (
     derive_batch,
     derive_mesh,
@@ -109,13 +110,15 @@ def test_the_data_axis_takes_what_is_left(tensor, pipeline, sequence, data):
 def test_a_token_budget_is_met_by_the_fewest_steps(tokens, global_batch, length):
     training = TrainingConfig(tokens=tokens, global_batch_size=global_batch, sequence_length=length)
     batch, _ = derive_batch(training, 1)
-    steps, _ = derive_total_steps(training, batch)
+    steps, _ = derive_total_steps(training, Batches.of((), batch))
     assert (steps - 1) * batch.tokens_per_step < tokens <= steps * batch.tokens_per_step
 
 
 @given(total=st.integers(0, 10**6), fraction=st.floats(0, 1))
 def test_a_warmup_share_is_the_nearest_step_inside_the_run(total, fraction):
-    steps, _ = derive_warmup_steps(ScheduleConfig(warmup_fraction=fraction), total)
+    batch, _ = derive_batch(TrainingConfig(), 1)
+    batches = Batches.of((), batch)
+    steps, _ = derive_warmup_steps(ScheduleConfig(warmup_fraction=fraction), total, batches)
     assert 0 <= steps <= total
     assert abs(steps - fraction * total) <= 0.5 + 1e-9 * total
 

@@ -39,6 +39,7 @@ def test_the_table_names_keys_of_the_schema_once():
         ),
         ({"model__sliding_window": 512}, {"model__family": "mistral"}),
         ({"model__path": "/m"}, {"model__family": "hf"}),
+        ({"model__mup_base_width": 64}, {"model__mup": True}),
         ({"optimizer__matrix_lr": 0.1}, {"optimizer__kind": "muon"}),
         ({"optimizer__momentum": 0.5}, {"optimizer__kind": "sgd"}),
         ({"schedule__power": 2.0}, {"schedule__kind": "polynomial"}),
@@ -48,6 +49,15 @@ def test_the_table_names_keys_of_the_schema_once():
         ({"data__text_key": "body"}, {"data__kind": "files", "data__paths": ["a"]}),
         ({"training__sample_prompt": "x"}, {"training__sample_tokens": 5}),
         ({"stability__max_interventions": 1}, {"stability__on_bad_loss": "skip_step"}),
+        ({"stability__spike_window": 5}, {"stability__spike_factor": 2.0}),
+        ({"stability__spike_after_steps": 5}, {"stability__norm_spike_factor": 2.0}),
+        ({"stability__on_bad_loss": "warn"}, {"stability__spike_factor": 2.0}),
+        (
+            {"gradients__adaptive_percentile": 50.0, "gradients__adaptive_window": 9},
+            {"gradients__adaptive_clipping": "percentile"},
+        ),
+        ({"gradients__adaptive_factor": 2.0}, {"gradients__adaptive_clipping": "mean"}),
+        ({"gradients__noise_decay": 1.0}, {"gradients__noise": 0.1}),
         ({"training__tokens": 5000}, {"training__steps": None}),
         (
             {"activation_checkpointing__every_kth_block": 2},

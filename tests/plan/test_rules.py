@@ -23,7 +23,9 @@ PARTITIONED = {
     "activation_checkpointing__mode": "full",
     "activation_checkpointing__partition_across_tensor_ranks": True,
 }
+MUP = {"model__mup": True, "model__mup_base_width": 64}
 DEEPCOMPILE = {"kernels__compile": "deepcompile"}
+SAVES = {"checkpoint__every_steps": 10}
 
 # Rule, changes, hardware, part of the message, part of the hint.
 ERRORS = [
@@ -151,6 +153,58 @@ ERRORS = [
         "parallelism.tensor=2 with the bloom architecture",
         "parallelism.tensor=1",
     ),
+    ("TC015", {"model__mup": True}, gpus(1), "without the width", "model.mup_base_width=256"),
+    (
+        "TC015",
+        {**MUP, "model__mup_base_width": 48},
+        gpus(1),
+        "1.5 heads, 1.5 of them",
+        "model.mup_base_width=32",
+    ),
+    (
+        "TC015",
+        {**MUP, "model__num_key_value_heads": 1},
+        gpus(1),
+        "2 heads, 0.5 of them for keys and values",
+        "model.mup_base_width=128",
+    ),
+    (
+        "TC015",
+        {**MUP, "model__mup_base_head_dim": 24},
+        gpus(1),
+        "2.66667 heads",
+        "model.mup_base_width=72",
+    ),
+    (
+        "TC016",
+        {**MUP, "model__family": "hf", "model__path": "m", "model__model_type": "bloom"},
+        gpus(1),
+        "model.family=hf (bloom)",
+        "llama, mistral, qwen3, gpt2",
+    ),
+    ("TC016", {**MUP, "model__factory": "a:b"}, gpus(1), "model.factory=a:b", "model.mup=false"),
+    (
+        "TC016",
+        {**MUP, "model__initial_weights": "runs/a"},
+        gpus(1),
+        "has them already",
+        "model.mup=false",
+    ),
+    ("TC017", {**MUP, "optimizer__kind": "lamb"}, gpus(1), "kind=lamb", "optimizer=adamw"),
+    (
+        "TC017",
+        {**MUP, "optimizer__kind": "adafactor"},
+        gpus(1),
+        "kind=adafactor",
+        "optimizer=adamw",
+    ),
+    (
+        "TC017",
+        {**MUP, "optimizer__kind": "adam"},
+        gpus(1),
+        "weight_decay=0.1",
+        "optimizer.weight_decay=0",
+    ),
     (
         "TC020",
         {"training__global_batch_size": 20},
@@ -175,6 +229,16 @@ ERRORS = [
     ("TC021", {"training__sequence_length": 4096}, gpus(), "=2048", "sequence_length=2048"),
     ("TC022", {"training__steps": None}, gpus(), "neither", "training.steps="),
     ("TC025", {"schedule__kind": "cyclic"}, gpus(), "step_every", "step_every=33"),
+    (
+        "TC065",
+        {
+            "training__global_batch_size": 16,
+            "training__batch_ramp": [{"until_steps": 5, "global_batch_size": 12}],
+        },
+        gpus(),
+        "global_batch_size=12 is not a multiple of micro 1 x data 8 = 8",
+        "nearest legal: 8 or 16",
+    ),
     (
         "TC025",
         {"schedule__kind": "exponential", "schedule__floor_ratio": 0.0},
@@ -239,7 +303,13 @@ ERRORS = [
         "offload.ratio=1",
     ),
     ("TC033", NVME, gpus(), "needs offload.nvme_path", "offload.nvme_path="),
-    ("TC034", {**OFFLOAD, "optimizer__kind": "lamb"}, gpus(), "no CPU kernel", "adamw"),
+    (
+        "TC034",
+        {**OFFLOAD, "optimizer__kind": "lamb", "script": "train.py"},
+        gpus(),
+        "no CPU kernel",
+        "adamw",
+    ),
     (
         "TC034",
         {**OFFLOAD, "optimizer__kind": "sgd", "offload__ratio": 0.5},
@@ -365,7 +435,7 @@ ERRORS = [
     ),
     (
         "TC039",
-        {"zero_stage__stage": 3, "optimizer__kind": "muon"},
+        {"zero_stage__stage": 3, "optimizer__kind": "muon", "script": "train.py"},
         gpus(),
         "zero_stage.reduce_scatter",
         "reduce_scatter=false",
@@ -485,13 +555,87 @@ ERRORS = [
     ),
     (
         "TC055",
-        {"optimizer__kind": "lamb", "precision__compute": "fp16", "precision__loss_scale": 128.0},
+        {
+            "optimizer__kind": "lamb",
+            "precision__compute": "fp16",
+            "precision__loss_scale": 128.0,
+            "script": "train.py",
+        },
         gpus(),
         "adaptive",
         "loss_scale=0",
     ),
-    ("TC056", {"optimizer__kind": "lion"}, cpus(), "GPU kernel", "optimizer=adamw"),
-    ("TC056", {"optimizer__kind": "lamb"}, cpus(), "GPU kernel", "optimizer=adamw"),
+    *(
+        (
+            "TC056",
+            {"optimizer__kind": kind, "script": "train.py"},
+            cpus(),
+            "GPU kernel",
+            "optimizer=adamw",
+        )
+        for kind in ("lion", "lamb")
+    ),
+    (
+        "TC059",
+        {"optimizer__kind": "muon", "parallelism__tensor": 2},
+        gpus(),
+        "orthogonalising a shard is another update",
+        "parallelism.tensor=1, or optimizer=adamw",
+    ),
+    (
+        "TC059",
+        {**OFFLOAD, "optimizer__kind": "adamw_8bit"},
+        gpus(),
+        "no kernel that updates its states in host memory",
+        "offload=none, or optimizer=adamw",
+    ),
+    (
+        "TC059",
+        {
+            "optimizer__kind": "lion",
+            "precision__master_weights": "bf16",
+            "precision__optimizer_states": "bf16",
+        },
+        gpus(),
+        "drops what a step adds to it",
+        "precision.master_weights=fp32",
+    ),
+    (
+        "TC060",
+        {"optimizer__groups": [{"match": "lm_haed"}]},
+        gpus(),
+        "'lm_haed' matches no parameter",
+        "model.embed_tokens.weight",
+    ),
+    (
+        "TC060",
+        {"optimizer__groups": [{"match": "norm"}, {"match": "model.norm"}]},
+        gpus(),
+        "optimizer.groups[1]",
+        "the names are such as",
+    ),
+    ("TC060", {"optimizer__groups": [{"match": "("}]}, gpus(), "regular expression", "such as"),
+    (
+        "TC060",
+        {"optimizer__groups": [{"match": "norm", "lr_factor": 0.0}]},
+        gpus(),
+        "lr_factor=0 is not above 0",
+        "lr_factor: 1",
+    ),
+    (
+        "TC061",
+        {"optimizer__kind": "lamb", "optimizer__fused": True},
+        gpus(),
+        "no fused kernel",
+        "optimizer.fused=null",
+    ),
+    (
+        "TC061",
+        {"optimizer__kind": "lion", "optimizer__fused": True},
+        cpus(),
+        "a GPU's",
+        "optimizer.fused=null",
+    ),
     ("TC070", {"model__family": "hf"}, gpus(), "config.json", "model.path="),
     ("TC071", {"model__hidden_size": 130}, gpus(), "=130", "hidden_size=128 or 132"),
     ("TC071", {"model__num_key_value_heads": 3}, gpus(), "=3 does not divide", "=4"),
@@ -564,6 +708,38 @@ ERRORS = [
     ),
     ("TC090", {"deepspeed": {"gradient_cliping": 1}}, gpus(), "no key", "gradient_clipping?"),
     ("TC090", {"deepspeed": {"elasticity": {}}}, gpus(), "removed", "use train_batch_size"),
+    (
+        "TC069",
+        {**DEEPCOMPILE, "gradients__noise": 0.1, "gradients__clip_value": 1.0},
+        gpus(),
+        "gradients.noise=0.1 with kernels.compile=deepcompile: the compiled graph",
+        "leave kernels.compile out",
+    ),
+    *(
+        (
+            "TC069",
+            {"offload__optimizer": "cpu", "offload__super_offload": True, "zero_stage__stage": 3}
+            | SAVES
+            | changes,
+            gpus(),
+            "with offload.super_offload=true: another process has the gradients",
+            "leave offload.super_offload out",
+        )
+        for changes in (
+            {"gradients__centralize": True},
+            {"gradients__adaptive_clipping": "mean"},
+            {"stability__norm_spike_factor": 9.0},
+            {"stability__on_bad_loss": "rewind"},
+            {"stability__on_bad_loss": "skip_step"},
+        )
+    ),
+    (
+        "TC093",
+        {"stability__on_bad_loss": "rewind"},
+        gpus(),
+        "no checkpoint is saved before the end",
+        "checkpoint.every_steps=100",
+    ),
     (
         "TC090",
         {"deepspeed": {"zero_optimization": {"mics_shard_size": 2}}},
@@ -712,12 +888,25 @@ ERRORS = [
 ]
 
 WARNINGS = [
+    ("TC018", {**MUP, "gradients__clip_value": 0.1}, gpus(1), "1 / 2 of the base's"),
+    ("TC018", {**MUP, "gradients__noise": 0.1}, gpus(1), "gradients.noise=0.1 with"),
     ("TC024", {"schedule__warmup_steps": 101}, gpus(), "longer than the run of 100 steps"),
+    (
+        "TC066",
+        {"schedule__kind": "wsd", "schedule__warmup_steps": 10, "schedule__decay_steps": 99},
+        gpus(),
+        "more than the run of 100 steps has left after 10 of warmup",
+    ),
     ("TC002", {"parallelism__tensor": 4, "launcher__kind": "slurm"}, gpus(6, nodes=2), "4"),
     ("TC007", {"parallelism__pipeline": 4}, gpus(), "idle 75%"),
     ("TC023", {"training__stop_after_steps": 101}, gpus(), "end of the run at step 100"),
     ("TC076", {"checkpoint__at_end": False}, gpus(), "no checkpoint"),
-    ("TC079", {"optimizer__kind": "adafactor"}, gpus(), "saves no memory"),
+    (
+        "TC079",
+        {"optimizer__kind": "adafactor", "script": "train.py"},
+        gpus(),
+        "saves no memory",
+    ),
     ("TC080", {"logging__profile_steps": [101, 102]}, gpus(), "last step, 100"),
     (
         "TC084",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from math import cos, isclose, pi, sqrt
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_cases import config_with, cpus
 
-from trainctl.config.schema import DecayShape, ScheduleConfig, ScheduleKind
-from trainctl.plan.schedule import learning_rate_factor
+from trainctl.config.schema import DecayShape, ScheduleConfig, ScheduleKind, ScheduleUnit
+from trainctl.plan.batches import Batch, Batches, BatchPhase
+from trainctl.plan.resolve import resolve
+from trainctl.plan.schedule import Curve, decay_length, warmup_length
 
 DECAYING = (
     ScheduleKind.linear,
@@ -17,87 +22,177 @@ DECAYING = (
     ScheduleKind.polynomial,
     ScheduleKind.exponential,
     ScheduleKind.wsd,
+    ScheduleKind.one_cycle,
 )
-RISING = (ScheduleKind.one_cycle, ScheduleKind.cyclic)
+"""These go from the peak to the floor; one_cycle also begins there."""
+
+
+def batch_of(size):
+    return Batch(
+        global_batch_size=size,
+        micro_batch_size=1,
+        gradient_accumulation_steps=size,
+        sequence_length=10,
+    )
+
+
+CONSTANT = Batches.of((), batch_of(3))
+
+
+def curve_of(schedule, total, warmup, batches=CONSTANT):
+    decay, _ = decay_length(schedule, total, batches)
+    return Curve(
+        config=schedule,
+        batches=batches,
+        total_steps=total,
+        warmup_steps=warmup,
+        decay_steps=decay,
+    )
+
+
+@st.composite
+def ramps(draw):
+    """Batches that grow at up to three steps."""
+    ends = sorted(draw(st.sets(st.integers(1, 300), max_size=3)))
+    sizes = sorted(draw(st.sets(st.integers(1, 9), min_size=4, max_size=4)))
+    firsts = [0, *ends]
+    return Batches(
+        tuple(
+            BatchPhase(first_step=first, batch=batch_of(size))
+            for first, size in zip(firsts, sizes, strict=False)
+        )
+    )
 
 
 @st.composite
 def schedules(draw, kinds=tuple(ScheduleKind)):
     schedule = ScheduleConfig(
         kind=draw(st.sampled_from(kinds)),
+        unit=draw(st.sampled_from(ScheduleUnit)),
         floor_ratio=draw(st.floats(0.001, 1)),
         decay_fraction=draw(st.floats(0.1, 1)),
         decay_shape=draw(st.sampled_from(DecayShape)),
         power=draw(st.floats(0.5, 4)),
         step_every=draw(st.integers(1, 50)),
+        step_every_tokens=draw(st.integers(1, 1500)),
         step_factor=draw(st.floats(0.01, 1)),
     )
     total = draw(st.integers(0, 400))
     warmup = draw(st.integers(0, total))
-    return schedule, total, warmup
+    return curve_of(schedule, total, warmup, draw(ramps()))
 
 
-def curve(schedule, total, warmup):
-    return [
-        learning_rate_factor(schedule, step, total_steps=total, warmup_steps=warmup)
-        for step in range(total)
-    ]
+def factors_of(curve):
+    return [curve.factor(step) for step in range(curve.total_steps)]
 
 
 @given(schedules())
-def test_the_factor_stays_between_floor_and_peak_after_the_warmup(case):
-    schedule, total, warmup = case
-    factors = curve(schedule, total, warmup)
+def test_the_factor_stays_between_floor_and_peak_after_the_warmup(curve):
+    factors = factors_of(curve)
     assert all(0 < factor <= 1 for factor in factors)
-    assert all(schedule.floor_ratio - 1e-12 <= factor for factor in factors[warmup:])
+    assert all(curve.config.floor_ratio - 1e-12 <= f for f in factors[curve.warmup_steps :])
 
 
-@given(schedules(tuple(kind for kind in ScheduleKind if kind not in RISING)))
-def test_the_warmup_is_linear_up_to_the_peak(case):
-    schedule, total, warmup = case
-    factors = curve(schedule, total, warmup)
-    at_peak = learning_rate_factor(schedule, warmup, total_steps=total, warmup_steps=warmup)
-    for step, factor in enumerate(factors[:warmup]):
-        assert factor == pytest.approx(at_peak * (step + 1) / warmup)
-    if warmup and total > warmup:
-        assert factors[warmup] == pytest.approx(1, abs=0.3)
+@given(schedules())
+def test_the_warmup_is_straight_in_its_unit_up_to_where_the_shape_begins(curve):
+    warmup = curve.warmup_steps
+    start, low = curve.factor(warmup), 0.0
+    if curve.config.kind is ScheduleKind.inverse_sqrt:
+        start = 1.0
+    if curve.config.kind is ScheduleKind.one_cycle:
+        low = curve.config.floor_ratio
+    for step, factor in enumerate(factors_of(curve)[:warmup]):
+        risen = curve.position(step + 1) / curve.position(warmup)
+        assert factor == pytest.approx(low + (start - low) * risen)
+    if warmup:
+        assert curve.factor(warmup - 1) == pytest.approx(start)
 
 
 @given(schedules(DECAYING))
-def test_a_decay_starts_at_the_peak_and_ends_exactly_at_the_floor(case):
-    schedule, total, warmup = case
-    factors = curve(schedule, total, warmup)[warmup:]
-    if len(factors) < 2 or (schedule.kind is ScheduleKind.wsd and len(set(factors)) == 1):
+def test_a_decay_starts_at_the_peak_and_ends_exactly_at_the_floor(curve):
+    factors = factors_of(curve)[curve.warmup_steps :]
+    if len(factors) < 2 or (curve.config.kind is ScheduleKind.wsd and len(set(factors)) == 1):
         return
     assert factors[0] == 1
-    assert factors[-1] == schedule.floor_ratio
+    assert factors[-1] == curve.config.floor_ratio
     # Up to the last bit, where the floor is next to the peak.
     assert all(later <= factor + 1e-15 for factor, later in pairwise(factors))
 
 
-@given(schedules((ScheduleKind.linear, ScheduleKind.cosine, ScheduleKind.one_cycle)))
-def test_the_curve_has_no_jump(case):
-    """No step changes more than the steepest slope of its shape: pi/2, or 2 for a triangle."""
-    schedule, total, warmup = case
-    factors = curve(schedule, total, warmup)[warmup:]
-    if len(factors) < 2:
+STEEPEST = {
+    ScheduleKind.constant: 0.0,
+    ScheduleKind.linear: 1.0,
+    ScheduleKind.one_cycle: 1.0,
+    ScheduleKind.cosine: pi / 2,
+}
+"""Largest slope of the share that is left, by the share of the way."""
+
+
+@given(schedules(tuple(STEEPEST)))
+def test_the_curve_has_no_jump(curve):
+    """An update changes no more than the steepest slope times its part of the way."""
+    warmup, total = curve.warmup_steps, curve.total_steps
+    steepest = STEEPEST[curve.config.kind]
+    for step in range(total - 1):
+        change = abs(curve.factor(step + 1) - curve.factor(step))
+        way = curve.position(step + 1) - curve.position(step)
+        if step >= warmup:
+            whole = curve.position(total - 1) - curve.position(warmup)
+        else:
+            # The rise is counted at the end of an update.
+            steepest_here, whole = 1.0, curve.position(warmup)
+            way = curve.position(min(step + 2, warmup)) - curve.position(step + 1)
+            assert change <= steepest_here * way / whole + 1e-9
+            continue
+        assert change <= steepest * way / whole + 1e-9
+
+
+@given(schedules((ScheduleKind.cyclic,)))
+def test_triangles_have_no_jump_at_their_ends(curve):
+    config, warmup = curve.config, curve.warmup_steps
+    period = config.step_every if config.unit is ScheduleUnit.steps else config.step_every_tokens
+    for step in range(warmup, curve.total_steps - 1):
+        way = curve.position(step + 1) - curve.position(step)
+        change = abs(curve.factor(step + 1) - curve.factor(step))
+        assert change <= 2 * way / period + 1e-9
+
+
+@given(schedules((ScheduleKind.wsd,)))
+def test_wsd_is_at_the_peak_up_to_its_last_stable_update(curve):
+    if curve.total_steps == 0:
         return
-    largest = max(abs(a - b) for a, b in pairwise(factors))
-    assert largest <= 2 / (len(factors) - 1) + 1e-9
+    stable = min(curve.stable_steps, curve.total_steps)
+    assert all(curve.factor(step) == 1 for step in range(curve.warmup_steps, stable))
+    decaying = curve.total_steps - stable
+    assert decaying <= curve.decay_steps
+    if decaying and curve.config.floor_ratio < 0.99:
+        assert curve.factor(stable) < 1
+
+
+@given(schedules(tuple(set(ScheduleKind) - {ScheduleKind.step, ScheduleKind.cyclic})))
+def test_without_a_ramp_steps_and_tokens_are_the_same_curve(curve):
+    config, total = curve.config, curve.total_steps
+    lengths = {
+        unit: warmup_length(replace(config, unit=unit), total, CONSTANT)[0] for unit in ScheduleUnit
+    }
+    in_steps, in_tokens = (
+        factors_of(curve_of(replace(config, unit=unit), total, lengths[unit]))
+        for unit in ScheduleUnit
+    )
+    assert in_steps == in_tokens
 
 
 @pytest.mark.parametrize("kind", ScheduleKind)
 @pytest.mark.parametrize("total", [0, 1, 2])
 def test_runs_of_hardly_any_steps(kind, total):
-    schedule = ScheduleConfig(kind=kind, step_every=1)
+    curve = curve_of(ScheduleConfig(kind=kind, step_every=1), total, 0)
     for step in (0, total, total + 5):
-        factor = learning_rate_factor(schedule, step, total_steps=total, warmup_steps=0)
-        assert schedule.floor_ratio <= factor <= 1
+        assert 0.1 <= curve.factor(step) <= 1
 
 
 def factor_at(step, **fields):
     schedule = ScheduleConfig(floor_ratio=fields.pop("floor_ratio", 0.0), **fields)
-    return learning_rate_factor(schedule, step, total_steps=111, warmup_steps=10)
+    return curve_of(schedule, 111, 10).factor(step)
 
 
 @pytest.mark.parametrize(
@@ -107,23 +202,157 @@ def factor_at(step, **fields):
         ("linear", 60, 0.5),
         ("cosine", 35, 0.853553390593),
         ("polynomial", 60, 0.25),
-        ("wsd", 87, 1.0),
+        ("wsd", 88, 1.0),
         ("wsd", 99, 0.292893218813),
         ("step", 29, 1.0),
         ("step", 30, 0.1),
+        ("inverse_sqrt", 9, 1.0),
         ("inverse_sqrt", 39, 0.5),
-        ("one_cycle", 60, 1.0),
-        ("one_cycle", 35, 0.5),
+        ("one_cycle", 4, 0.5),
+        ("one_cycle", 9, 1.0),
+        ("one_cycle", 60, 0.5),
         ("cyclic", 40, 1.0),
+        ("cyclic", 45, 0.5),
         ("cyclic", 50, 0.0),
     ],
 )
 def test_values_worked_out_by_hand(kind, step, expected):
     """T=111, W=10: p=0.5 at step 60. wsd decays over round(0.2 x 111)=22 steps, from 88 to 110."""
-    period = 20 if kind in ("step", "cyclic") else None
+    period = {"step": 20, "cyclic": 20}.get(kind)
     actual = factor_at(step, kind=ScheduleKind(kind), power=2.0, step_every=period)
     assert actual == pytest.approx(expected, abs=1e-9)
 
 
 def test_exponential_halves_the_logarithm_in_the_middle():
     assert factor_at(60, kind=ScheduleKind.exponential, floor_ratio=0.01) == pytest.approx(0.1)
+
+
+def test_a_cosine_reaches_its_floor_and_no_less():
+    """With a floor of 0.1 (arXiv:2203.15556, appendix B): 0.55 half-way, 0.1 at the end."""
+    halfway, end = (factor_at(s, kind=ScheduleKind.cosine, floor_ratio=0.1) for s in (60, 110))
+    assert halfway == pytest.approx(0.55) and end == 0.1
+
+
+def test_the_transformer_paper_schedule():
+    """arXiv:1706.03762, eq. 3, over its peak, with steps counted from 1."""
+    for step in range(111):
+        number, warmup = step + 1, 10
+        paper = min(number**-0.5, number * warmup**-1.5) / warmup**-0.5
+        assert isclose(factor_at(step, kind=ScheduleKind.inverse_sqrt), paper, rel_tol=1e-12)
+
+
+def test_in_tokens_a_ramp_stretches_the_curve():
+    """10 steps of 10 tokens, then 30 to the step: half of the way is at half of the tokens."""
+    batches = Batches(
+        (
+            BatchPhase(first_step=0, batch=batch_of(1)),
+            BatchPhase(first_step=10, batch=batch_of(3)),
+        )
+    )
+    config = ScheduleConfig(kind=ScheduleKind.cosine, floor_ratio=0.0)
+    in_steps = curve_of(config, 31, 0, batches)
+    in_tokens = curve_of(replace(config, unit=ScheduleUnit.tokens), 31, 0, batches)
+    assert batches.tokens_before(30) == 100 + 20 * 30
+    assert in_steps.factor(15) == pytest.approx(0.5)
+    for step, tokens in ((5, 50), (10, 100), (15, 250), (25, 550), (30, 700)):
+        assert in_tokens.factor(step) == pytest.approx((1 + cos(pi * tokens / 700)) / 2), step
+
+
+@given(ramps(), st.integers(0, 20_000))
+def test_steps_for_tokens_is_the_first_step_that_has_them(batches, tokens):
+    steps = batches.steps_for(tokens)
+    assert batches.tokens_before(steps) >= tokens
+    assert steps == 0 or batches.tokens_before(steps - 1) < tokens
+    assert batches.tokens_before(steps) == sum(
+        batches.at(step).tokens_per_step for step in range(steps)
+    )
+
+
+def plan_with(**changes):
+    plan = resolve(config_with(**changes), cpus()).plan
+    assert plan is not None
+    return plan
+
+
+RAMPED = {
+    "training__sequence_length": 10,
+    "training__global_batch_size": 8,
+    "training__micro_batch_size": 1,
+    "training__steps": None,
+    "training__tokens": 3000,
+    "training__batch_ramp": [
+        {"until_tokens": 200, "global_batch_size": 2},
+        {"until_steps": 20, "global_batch_size": 4},
+    ],
+}
+
+
+def test_a_ramp_and_lengths_in_tokens_become_steps_with_a_reason():
+    """20 a step to 200 at step 10; 40 a step to 600 at step 20; 80 a step: 30 more steps."""
+    plan = plan_with(
+        **RAMPED,
+        schedule__kind="wsd",
+        schedule__unit="tokens",
+        schedule__warmup_tokens=250,
+        schedule__decay_tokens=790,
+    )
+    assert [(p.first_step, p.batch.gradient_accumulation_steps) for p in plan.ramp] == [
+        (0, 1),
+        (10, 2),
+        (20, 4),
+    ]
+    assert plan.total_steps == 50 and plan.batches.tokens_before(50) == 3000
+    assert plan.warmup_steps == 12
+    derived = {item.key: item for item in plan.derived}
+    assert derived["decay_steps"].value == 10 and derived["stable_steps"].value == 40
+    assert "790" in derived["decay_steps"].reason and "250" in derived["warmup_steps"].reason
+    assert derived["global_batch_size of steps 11 to 20"].value == 4
+    curve = Curve.of(plan)
+    assert curve.stable_steps == 40 and curve.factor(39) == 1 > curve.factor(40)
+    assert curve.factor(10) == pytest.approx(240 / 280)
+    assert curve.factor(44) == pytest.approx(0.1 + 0.9 * (1 - sqrt(0.5)))
+
+
+def test_a_share_is_of_the_unit():
+    """A tenth of 3000 tokens is as near to 280 as to 320, at step 13; of 50 steps it is 5."""
+    tenth = {"schedule__warmup_fraction": 0.1}
+    assert plan_with(**RAMPED, **tenth).warmup_steps == 5
+    assert plan_with(**RAMPED, **tenth, schedule__unit="tokens").warmup_steps == 13
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"until_steps": 5}, "has the keys until_steps"),
+        ({"until_steps": 5, "until_tokens": 9, "global_batch_size": 2}, "has the keys"),
+        ({"until_steps": 5, "global_batch_size": 3}, "not a multiple of micro 1 x data 2 = 2"),
+        ({"until_steps": 5, "global_batch_size": 0}, "not a multiple"),
+        ({"until_steps": 5, "global_batch_size": 8}, "not smaller than the next, 8"),
+        ({"until_tokens": 0, "global_batch_size": 2}, "ends where"),
+    ],
+)
+def test_a_ramp_that_cannot_be_is_refused(entry, says):
+    changes = {**RAMPED, "training__batch_ramp": [entry]}
+    resolution = resolve(config_with(**changes), cpus())
+    (finding,) = [finding for finding in resolution.findings if finding.is_error]
+    assert (finding.rule, finding.key) == ("TC065", "training.batch_ramp")
+    assert says in finding.message and finding.hint
+
+
+@pytest.mark.parametrize("unit", ["steps", "tokens"])
+def test_an_interval_is_given_in_the_unit(unit):
+    other = {"steps": "step_every_tokens", "tokens": "step_every"}[unit]
+    changes = {"schedule__kind": "step", "schedule__unit": unit, f"schedule__{other}": 1000}
+    resolution = resolve(config_with(**changes), cpus())
+    (finding,) = [finding for finding in resolution.findings if finding.is_error]
+    assert finding.rule == "TC025"
+    assert finding.key != f"schedule.{other}" and finding.key in finding.hint
+
+
+def test_a_decay_that_does_not_fit_is_cut_and_said_so():
+    resolution = resolve(
+        config_with(schedule__kind="wsd", schedule__decay_steps=99, schedule__warmup_steps=10),
+        cpus(),
+    )
+    assert [finding.rule for finding in resolution.findings] == ["TC066"]
+    assert resolution.plan is not None and Curve.of(resolution.plan).stable_steps == 11

@@ -16,7 +16,7 @@ def run(tmp_path):
     return RunPaths(tmp_path)
 
 
-def make(run, step, metrics=None):
+def make(run, step, metrics=None, **facts):
     folder = checkpoints.temporary_path(run, step)
     folder.mkdir(parents=True)
     content = b"x" * 10
@@ -25,6 +25,7 @@ def make(run, step, metrics=None):
         "format": checkpoints.FORMAT,
         "step": step,
         "metrics": metrics or {},
+        **facts,
         "files": [{"name": FILE, "bytes": 10, "sha256": hashlib.sha256(content).hexdigest()}],
     }
     checkpoints.write_manifest(folder, manifest)
@@ -171,3 +172,27 @@ def test_the_phases_of_a_commit_are_told_in_order(run):
         ("pointer", [10, 20, 30]),
         ("rotation", [20, 30]),
     ]
+
+
+def test_one_that_is_kept_for_a_purpose_is_not_rotated_away(run):
+    make(run, 10, kept_for="stable_phase")
+    for step in (20, 30, 40):
+        make(run, step, kept_for="")
+    assert [path.name for path in checkpoints.rotate(run, keep=1, best_of=None)] == [
+        "step-00000020",
+        "step-00000030",
+    ]
+    assert steps(run) == [10, 40]
+
+
+def test_going_back_leaves_the_later_ones_behind(run):
+    for step in (10, 20, 30):
+        make(run, step)
+    (run.checkpoints / "step-00000040").mkdir()
+    aside = checkpoints.leave_behind(run, 10, attempt=3)
+    assert [path.name for path in aside] == [
+        f"step-000000{step}.before-attempt-3" for step in (40, 30, 20)
+    ]
+    assert steps(run) == [10] and all(path.is_dir() for path in aside)
+    assert (run.checkpoints / "latest").read_text().strip() == "step-00000010"
+    assert checkpoints.rotate(run, keep=1, best_of=None) == []

@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 
 from trainctl.config.schema import ModelConfig
+from trainctl.plan.mup import multipliers
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.train.model import skeleton
 from trainctl.train.tensor_file import write_tensors
 
 
-def fabricate(run: RunPaths, model: ModelConfig, *, step: int = 1) -> Path:
+def fabricate(run: RunPaths, model: ModelConfig, *, step: int = 1, deviation: float = 0.02) -> Path:
     """Commit it; the files of two ranks, as ZeRO-3 partitions."""
     folder = checkpoints.temporary_path(run, step)
     folder.mkdir(parents=True)
@@ -25,7 +26,7 @@ def fabricate(run: RunPaths, model: ModelConfig, *, step: int = 1) -> Path:
             half = -(-shape.numel() // 2)
             start = rank * half
             numel = min(half, shape.numel() - start)
-            parts.append(torch.randn(numel) * 0.02)
+            parts.append(torch.randn(numel) * deviation)
             fragments.append(
                 {"parameter": name, "start": start, "numel": numel,
                  "file": file, "tensor": 0, "offset": offset}
@@ -44,6 +45,7 @@ def fabricate(run: RunPaths, model: ModelConfig, *, step: int = 1) -> Path:
             "corpus_digest": "",
             "states": ["master"],
             "scalars": {},
+            "multipliers": multipliers(model),
             "shapes": {name: list(shape) for name, shape in shapes.items()},
             "files": files,
             "fragments": fragments,

@@ -205,7 +205,7 @@ def _config(combination: Combination, steps: int, nvme: Path) -> RunConfig:
         for name, value in values.items():
             setattr(section, name, value)
     if combination.large:
-        _enlarge(config)
+        enlarge(config)
     if OffloadDevice.nvme in (config.offload.optimizer, config.offload.parameters):
         config.offload.nvme_path = str(nvme)
     if config.offload.parameters is OffloadDevice.nvme:
@@ -215,7 +215,8 @@ def _config(combination: Combination, steps: int, nvme: Path) -> RunConfig:
     return config
 
 
-def _enlarge(config: RunConfig) -> None:
+def enlarge(config: RunConfig) -> None:
+    """Give it weights of a megabyte: DeepSpeed swaps nothing smaller to NVMe."""
     model = config.model
     model.num_layers, model.hidden_size = 2, 256
     elements = 2048 if config.precision.compute is DataType.fp32 else 4096

@@ -15,6 +15,7 @@ from trainctl.config.schema import (
     DataKind,
     ModelConfig,
     OffloadDevice,
+    OptimizerKind,
     RunConfig,
 )
 from trainctl.hardware import Hardware
@@ -128,8 +129,10 @@ def _operators(plan: RunPlan) -> set[str]:
     """What of DeepSpeed is compiled when it is first used."""
     offload = plan.config.offload
     operators = set()
-    if offload.optimizer is not OffloadDevice.none:
-        operators.add("CPUAdamBuilder")
+    kind = plan.config.optimizer.kind
+    if offload.optimizer is not OffloadDevice.none and kind is not OptimizerKind.sgd:
+        is_lion = kind is OptimizerKind.lion
+        operators.add("CPULionBuilder" if is_lion else "CPUAdamBuilder")
     if OffloadDevice.nvme in (offload.optimizer, offload.parameters):
         operators.add("AsyncIOBuilder")
     return operators

@@ -37,7 +37,7 @@ def train(case: Case) -> None:
         if mesh.tensor.is_first and mesh.sequence.is_first and mesh.pipeline.is_first:
             session.training = _Watched(session.training, case)  # type: ignore[assignment]
         events = EventWriter(case.run.events, case.attempt) if process.is_first else None
-        Trainer(session, events).train()
+        Trainer(session, events, attempt=case.attempt).train()
         process.barrier()
         session.engine.close()
 
@@ -77,8 +77,8 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._data, name)
 
-    def step(self, first_sample: int) -> Any:
-        batches = self._data.step(first_sample)
+    def step(self, first_sample: int, passes: int) -> Any:
+        batches = self._data.step(first_sample, passes)
         ids = [int(sample) for batch in batches for sample in batch.sample_ids]
         with self._path.open("a") as file:  # one short write: the ranks' lines do not mix
             file.write(json.dumps({"first": first_sample, "ids": ids}) + "\n")

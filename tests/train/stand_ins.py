@@ -35,8 +35,11 @@ class PlainState:
             for tensor in states.values():
                 tensor.fill_(value)
 
-    def state_names(self) -> list[str]:
+    def state_names(self, index: int) -> list[str]:
         return ["exp_avg"]
+
+    def sides(self, fragment: Fragment) -> dict[str, Any]:
+        return {}
 
     def scalars(self) -> dict[str, float]:
         return {"step": 1.0}

@@ -68,10 +68,9 @@ def test_every_layout_sees_the_same_samples_in_a_step(tmp_path, data_size, micro
             seed=3,
             shuffle=True,
             micro_batch_size=micro,
-            gradient_accumulation_steps=accumulation,
             data_rank=rank,
             data_size=data_size,
-        ).step(40)
+        ).step(40, accumulation)
         seen += [i for batch in batches for i in batch.sample_ids.tolist()]
-    reference = TrainingData(data, 3, True, 8, 1, 0, 1).step(40)[0].sample_ids.tolist()
+    reference = TrainingData(data, 3, True, 8, 0, 1).step(40, 1)[0].sample_ids.tolist()
     assert sorted(seen) == sorted(reference)

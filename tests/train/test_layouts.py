@@ -120,8 +120,8 @@ def test_embeddings_have_no_decay_whether_the_embedding_module_is_there_or_not(f
         expected = {"transformer.wte.weight", "transformer.wpe.weight"}
     assert names == expected
     head = {p: piece for p, piece in pieces.items() if p is model.lm_head.weight}
-    (group,) = parameter_groups(head, config.optimizer)
+    (group,) = parameter_groups(head, config)
     assert group["weight_decay"] == 0.0
     untied = {nn.Parameter(): replace(piece, is_embedding=False) for piece in head.values()}
-    (group,) = parameter_groups(untied, config.optimizer)
+    (group,) = parameter_groups(untied, config)
     assert group["weight_decay"] == config.optimizer.weight_decay

@@ -12,7 +12,7 @@ from trainctl.config.schema import Accelerator, DataType, PrecisionConfig
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.plan.resolve import resolve
-from trainctl.plan.schedule import learning_rate_factor
+from trainctl.plan.schedule import Curve
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
@@ -126,12 +126,7 @@ def test_fp16_skips_overflows_on_the_records_and_resumes_with_its_scale(tmp_path
     assert scales[0] == 2.0**24  # the first overflow is only noted (hysteresis)
     assert scales[-1] == 2.0 ** (25 - len(skipped))
     for event in steps:
-        factor = learning_rate_factor(
-            plan.config.schedule,
-            event["step"] - 1,
-            total_steps=plan.total_steps,
-            warmup_steps=plan.warmup_steps,
-        )
+        factor = Curve.of(plan).factor(event["step"] - 1)
         assert event["learning_rate"] == plan.config.optimizer.lr * factor
         assert math.isfinite(event["loss"])
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.1

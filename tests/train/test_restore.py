@@ -87,8 +87,16 @@ def replay(folder, process, now, *, before=None, loss=5.0):
     write_json(attempt.plan, to_plain(before or now))
     with EventWriter(run.events, 1) as events:
         for step in (10, 11, 12, 13):
-            events.write("step", step=step, loss=loss)
+            events.write("step", step=step, loss=loss, samples=first_samples(step))
     return Replay.of(run, now, process, 10)
+
+
+def first_samples(step):
+    return [8 * (step - 1), 8 * step]
+
+
+def check(expected, step, loss, *, shift=0):
+    return expected.check(step, loss, first_samples(step)[0] + shift)
 
 
 def plan(**changes):
@@ -103,13 +111,14 @@ def plan(**changes):
 def test_another_loss_at_a_replayed_step_stops_and_says_both(tmp_path, process):
     expected = replay(tmp_path, process, plan())
     assert sorted(expected.expected) == [11, 12]
-    assert expected.check(11, 5.0 + 4e-5) is not None
-    assert expected.check(13, 1.0) is None
+    assert check(expected, 11, 5.0 + 4e-5) is not None
+    assert check(expected, 13, 1.0) is None
+    assert check(expected, 11, 1.0, shift=8) is None  # of other samples: a batch was passed over
     with pytest.raises(TrainctlError, match=r"step 12 is 5\.01, but attempt 1 had 5\.0") as failure:
-        expected.check(12, 5.01)
+        check(expected, 12, 5.01)
     assert failure.value.exit_code is ExitCode.training_failed
     with pytest.raises(TrainctlError):
-        expected.check(11, float("nan"))
+        check(expected, 11, float("nan"))
 
 
 @pytest.mark.parametrize(
@@ -132,9 +141,9 @@ def test_low_precision_on_either_side_widens_the_tolerance(tmp_path, process):
     low = plan(precision__compute=DataType.bf16)
     for folder, now, before in (("a", plan(), low), ("b", low, plan())):
         expected = replay(tmp_path / folder, process, now, before=before)
-        assert expected.check(11, 5.004) is not None
+        assert check(expected, 11, 5.004) is not None
         with pytest.raises(TrainctlError):
-            expected.check(11, 5.006)
+            check(expected, 11, 5.006)
 
 
 def test_without_records_there_is_nothing_to_compare(tmp_path, process):

@@ -186,6 +186,7 @@ def _rows(run: RunPaths) -> list[dict[str, Any]]:
                 "metrics": info.metrics if info else {},
                 "newest": info is not None and info is infos[-1],
                 "best": info is not None and info is best,
+                "kept_for": info.kept_for if info else "",
                 "problem": "" if info else verify(path)[0],
             }
         )
@@ -201,6 +202,8 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     table.columns[0].justify = table.columns[2].justify = "right"
     for row in rows:
         marks = [mark for mark in ("newest", "best") if row[mark]]
+        if row["kept_for"]:
+            marks.append(f"kept: {row['kept_for'].replace('_', ' ')}")
         table.add_row(
             f"{row['step']}",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["saved"])),

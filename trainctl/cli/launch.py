@@ -81,6 +81,14 @@ def launch(
 def resume(
     context: typer.Context,
     run: TargetAndOverrides = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="From the checkpoint after N steps, leaving later ones behind; else the newest.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: DryRun = False,
     force: Force = False,
     config_dir: ConfigDir = None,
@@ -110,5 +118,6 @@ def resume(
         force=force,
         as_json=as_json,
         may_restart=False,
+        step=step,
         detach=detach,
     )

@@ -16,6 +16,7 @@ from trainctl.cli import (
     check,
     checkpoint,
     config,
+    data,
     doctor,
     evaluate,
     export,
@@ -23,6 +24,7 @@ from trainctl.cli import (
     recipes,
     runs,
     sample,
+    schedule,
     sweep,
 )
 from trainctl.cli.arguments import CommandWithWords
@@ -43,6 +45,7 @@ app.command(rich_help_panel="Train", cls=CommandWithWords)(launch.launch)
 app.command(rich_help_panel="Train", cls=CommandWithWords)(launch.resume)
 app.command(rich_help_panel="Train")(sweep.sweep)
 app.add_typer(runs.app, name="runs", rich_help_panel="Train")
+app.add_typer(data.app, name="data", rich_help_panel="Train")
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="Use what was trained")
 app.command(rich_help_panel="Use what was trained")(evaluate.evaluate)
 app.command(rich_help_panel="Use what was trained")(sample.sample)
@@ -50,6 +53,7 @@ app.command(rich_help_panel="Use what was trained")(export.export)
 app.command(rich_help_panel="Plan", cls=CommandWithWords)(check.validate)
 app.command(rich_help_panel="Plan", cls=CommandWithWords)(check.estimate_memory)
 app.add_typer(config.app, name="config", rich_help_panel="Plan")
+app.add_typer(schedule.app, name="schedule", rich_help_panel="Plan")
 app.command(rich_help_panel="Plan")(recipes.recipes)
 app.command(rich_help_panel="Plan")(doctor.doctor)
 

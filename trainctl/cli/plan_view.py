@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from trainctl.config.schema import RunConfig
     from trainctl.plan.types import RunPlan
 
+GROUPS_SHOWN = 8
+"""Parameter groups that are listed; with a learning rate for each block there are very many."""
+
 
 def show_plan(plan: RunPlan) -> None:
     """Print the plan's summary on stdout."""
@@ -34,7 +37,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
     steps = f"{plan.total_steps:,} optimizer steps, {plan.warmup_steps:,} of them warmup"
     if plan.stop_step != plan.total_steps:
         steps += f"; this launch ends at step {plan.stop_step:,}"
-    tokens = plan.total_steps * batch.tokens_per_step
+    tokens = plan.batches.tokens_before(plan.total_steps)
     rows = [
         ("model", f"{config.model.name}, {short_count(parameters)} parameters ({parameters:,})"),
         ("hardware", plan.hardware.name),
@@ -43,10 +46,12 @@ def plan_lines(plan: RunPlan) -> list[str]:
             "batch",
             f"{batch.global_batch_size} sequences = micro {batch.micro_batch_size}"
             f" x accumulation {batch.gradient_accumulation_steps} x data {mesh.data},"
-            f" of {batch.sequence_length:,} tokens: {batch.tokens_per_step:,} tokens a step",
+            f" of {batch.sequence_length:,} tokens: {batch.tokens_per_step:,} tokens a step"
+            + (f", from step {plan.ramp[-1].first_step + 1:,}" if plan.ramp else ""),
         ),
         ("run", f"{steps}: {short_count(tokens)} tokens"),
     ]
+    rows += [("optimizer", line) for line in _groups(config)]
     rows += [("runs", program) for program in _users_code(config)]
     name = config.recipe or config.model.name
     lines = [f"Plan of {name}", *(f"  {label:<10}{text}" for label, text in rows)]
@@ -56,6 +61,23 @@ def plan_lines(plan: RunPlan) -> list[str]:
         lines.append("  derived")
         lines += [f"    {item.key} = {item.value}: {item.reason}" for item in derived]
     return lines
+
+
+def _groups(config: RunConfig) -> Iterator[str]:
+    """The optimizer's parameter groups, with what they hold."""
+    from trainctl.plan.groups import parameter_groups
+
+    if not config.trains_itself:
+        return
+    groups = parameter_groups(config)
+    for group in groups[:GROUPS_SHOWN]:
+        yield (
+            f"{group.name}: {len(group.parameters)} tensors,"
+            f" {short_count(group.elements)} parameters, peak lr {group.peak_lr(config):g},"
+            f" decay {group.weight_decay:g}"
+        )
+    if len(groups) > GROUPS_SHOWN:
+        yield f"and {len(groups) - GROUPS_SHOWN} groups more"
 
 
 def _users_code(config: RunConfig) -> Iterator[str]:

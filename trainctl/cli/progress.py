@@ -137,6 +137,13 @@ def event_lines(event: Event) -> list[str]:
             return [line]
         case "checkpoint":
             return [f"checkpoint at step {event['step']}: {event['path']}"]
+        case "intervention":
+            return [_intervention_line(event)]
+        case "end" if event["reason"] == "no_improvement":
+            return [
+                f"ended early: in {event['evaluations_since']} evaluations the held-out loss was "
+                f"never below {number(event['best']):.4f}, that of step {event['best_step']}"
+            ]
         case "memory":
             return _memory_lines(event)
         case "profile":
@@ -165,6 +172,20 @@ def event_lines(event: Event) -> list[str]:
                 *(f"  {printable(line)}" for line in event["text"].splitlines()),
             ]
     return []
+
+
+def _intervention_line(event: Event) -> str:
+    """Such as ``step 7: loss 21.5 above 8.2 on rank 1 (samples 96 to 104): skip_batch``."""
+    quantity = "loss" if event["kind"].startswith("loss") else "gradient norm"
+    limit = "" if event["limit"] is None else f" above {number(event['limit']):.4g}"
+    ranks = ", ".join(map(str, event["ranks"]))
+    where = f" on rank {ranks}" if ranks else ""
+    back = f" to step {event['to_step']}" if "to_step" in event else ""
+    first, end = event["samples"]
+    return (
+        f"step {event['step']}: {quantity} {number(event['value']):.6g}{limit}{where} "
+        f"(samples {first} to {end}): {event['policy']}{back}"
+    )
 
 
 def _memory_lines(event: Event) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from trainctl.cli.console import print_json, put, say
+from trainctl.cli.extend import compare_schedules
 from trainctl.cli.findings import findings_to_json, show_error, show_findings
 from trainctl.cli.planning import Planned, name_sources, plan, show_suggestions
 from trainctl.errors import ExitCode, TrainctlError
@@ -64,9 +65,10 @@ def resume_run(
     force: bool,
     as_json: bool,
     may_restart: bool,
+    step: int | None = None,
     detach: bool = False,
 ) -> None:
-    """Continue a run as a new attempt, from its newest complete checkpoint.
+    """Continue a run as a new attempt, from its newest complete checkpoint or an earlier one.
 
     Args:
         root: The run's directory.
@@ -75,6 +77,7 @@ def resume_run(
         force: Start although the budget does not fit.
         as_json: Records on stdout as JSON lines, nothing else.
         may_restart: Start from the beginning if there is no checkpoint yet.
+        step: Of the checkpoint to go on from; those after it are left behind.
         detach: Only start it.
 
     Raises:
@@ -83,6 +86,8 @@ def resume_run(
     """
     from trainctl.config.diff import diff
     from trainctl.launch import program
+    from trainctl.plan.mup import check_multipliers
+    from trainctl.runs.checkpoints import read_manifest
     from trainctl.runs.directory import last_config, open_run
     from trainctl.runs.lock import hold
 
@@ -92,7 +97,7 @@ def resume_run(
         composed = configure(before)
         # What a script or function of the user's saves, and goes on from, is its own affair.
         is_ours = composed.config.trains_itself
-        checkpoint = _newest_checkpoint(run) if is_ours else None
+        checkpoint = _checkpoint(run, step) if is_ours else None
         if checkpoint is None and is_ours and not may_restart:
             raise TrainctlError(
                 f"{run.root} has no complete checkpoint to resume from",
@@ -102,18 +107,33 @@ def resume_run(
         folder = program.folder(composed.config, run)
         planned = plan(composed, with_files=True, folder=folder)
         _show_changes(diff(before, planned.composed.config))
-        if checkpoint is not None and _is_done(checkpoint, planned):
-            say(f"nothing to do: {run.root} is at step {checkpoint.step:,}, where this launch ends")
-            say("hint: a larger training.steps or training.stop_after_steps trains on")
+        if checkpoint is not None and _is_done(run, checkpoint, planned):
             return
+        if checkpoint is not None and planned.assessment.plan is not None:
+            compare_schedules(run, checkpoint, planned.assessment.plan)
         made = _accept(planned, force=force, as_json=as_json)
+        if checkpoint is not None:
+            check_multipliers(
+                made.config.model, checkpoint.path.name, read_manifest(checkpoint.path)
+            )
         say(_resuming(run, made, checkpoint))
         if dry_run:
             _show_start(planned, made, run, as_json=as_json)
             return
         _check_machine(planned, made, run.root)
+        if checkpoint is not None and step is not None:
+            _leave_behind(run, step)
         size = _checkpoint_bytes(planned)
         _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
+
+
+def _leave_behind(run: RunPaths, step: int) -> None:
+    """Let the checkpoint of a step be the newest one."""
+    from trainctl.runs.checkpoints import leave_behind
+    from trainctl.runs.directory import last_attempt
+
+    for path in leave_behind(run, step, attempt=last_attempt(run) + 1):
+        say(f"left behind: {path}")
 
 
 def _resuming(run: RunPaths, made: RunPlan, checkpoint: CheckpointInfo | None) -> str:
@@ -132,9 +152,25 @@ def next_launch(config: RunConfig) -> RunConfig:
     return replace(config, training=replace(config.training, stop_after_steps=None))
 
 
-def _is_done(checkpoint: CheckpointInfo, planned: Planned) -> bool:
-    made = planned.assessment.plan
-    return made is not None and checkpoint.step >= made.stop_step
+def _is_done(run: RunPaths, checkpoint: CheckpointInfo, planned: Planned) -> bool:
+    """Whether nothing is left to train; says why, and what would train on."""
+    made, patience = planned.assessment.plan, checkpoint.patience
+    if made is None:
+        return False
+    if checkpoint.step >= made.stop_step:
+        say(f"nothing to do: {run.root} is at step {checkpoint.step:,}, where this launch ends")
+        say("hint: a larger training.steps or training.stop_after_steps trains on")
+        return True
+    limit, since = made.config.training.stop_patience, patience.get("evaluations_since", 0)
+    if limit is not None and since >= limit:
+        say(
+            f"nothing to do: {run.root} ended at step {checkpoint.step:,}, because in {since:.0f} "
+            f"evaluations the held-out loss was never below {patience['best']:.4f}, that of step "
+            f"{patience['best_step']:,} (training.stop_patience={limit})"
+        )
+        say("hint: a larger training.stop_patience, or null, trains on")
+        return True
+    return False
 
 
 def _accept(planned: Planned, *, force: bool, as_json: bool) -> RunPlan:
@@ -301,10 +337,19 @@ def _checkpoint_bytes(planned: Planned) -> int | None:
     return budget.checkpoint_bytes if budget is not None and is_ours else None
 
 
-def _newest_checkpoint(run: RunPaths) -> CheckpointInfo | None:
-    """The newest complete checkpoint; says which newer ones are damaged."""
-    from trainctl.runs.checkpoints import newest_checkpoint
+def _checkpoint(run: RunPaths, step: int | None) -> CheckpointInfo | None:
+    """That of a step, else the newest complete one; says which newer ones are damaged."""
+    from trainctl.runs.checkpoints import examine, newest_checkpoint
 
+    if step is not None:
+        from trainctl.cli.intact import select
+
+        ((_, path),) = select(run, [step])
+        for info, problem in examine(run):
+            if info is not None and info.path == path:
+                return info
+            if problem.startswith(path.name):
+                raise TrainctlError(problem, exit_code=ExitCode.run_state)
     checkpoint, passed_over = newest_checkpoint(run)
     for problem in passed_over:
         say(f"warning: checkpoint passed over: {problem}", style="warning")

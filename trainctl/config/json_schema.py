@@ -93,6 +93,12 @@ def _types(hint: Any, limits: Any) -> list[dict[str, Any]]:
         # Any scalar is taken as the text of a variable.
         values = {"type": ["string", "number", "boolean"]} if inner is str else {}
         return [{"type": "object", "additionalProperties": values}]
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        properties = {
+            item.name: {"anyOf": _types(hints[item.name], item.metadata)} for item in fields(hint)
+        }
+        return [{"type": "object", "properties": properties, "additionalProperties": False}]
     if issubclass(hint, Enum):
         # YAML reads an unquoted 1 or true as such, and so does trainctl as a member's name.
         return [{"enum": [member.value for member in hint]}]

@@ -154,6 +154,8 @@ def _accept(hint: Any, value: Any, text: str | None, default: Any) -> Any:
         return _accept_list(hint, value)
     if origin is dict:
         return _accept_mapping(hint, value)
+    if is_dataclass(hint):
+        return _accept_entry(hint, value)
     if issubclass(hint, Enum):
         return _accept_member(hint, value, text)
     return _SCALARS[hint](value, text)
@@ -183,6 +185,21 @@ def _accept_mapping(hint: Any, value: Any) -> dict[str, Any]:
         raise ValueProblem(f"expected a mapping, got {value!r}", "write it as {key: value}")
     inner = get_args(hint)[1]
     return {str(name): _accept(inner, item, None, None) for name, item in value.items()}
+
+
+def _accept_entry(hint: Any, value: Any) -> dict[str, Any]:
+    """An entry of a list, which has keys of its own; those that it lacks keep their defaults."""
+    hints = get_type_hints(hint)
+    if not isinstance(value, dict):
+        raise ValueProblem(f"expected a mapping, got {value!r}", f"its keys: {', '.join(hints)}")
+    for name in value:
+        if name not in hints:
+            close = nearest(str(name), hints)
+            legal = f"its keys: {', '.join(hints)}"
+            hint_text = f"did you mean {close[0]}? {legal}" if close else legal
+            raise ValueProblem(f"an entry has no key {name}", hint_text)
+    entry = {item.name: to_plain(item.default) for item in fields(hint)}
+    return entry | {name: _accept(hints[name], item, None, None) for name, item in value.items()}
 
 
 def _accept_member(kind: type[Enum], value: Any, text: str | None) -> Any:

@@ -30,6 +30,7 @@ WORDS = "the words after --"
 TRAINERS_OWN = (
     "checkpoint",
     "data",
+    "gradients",
     "launcher.heartbeat_seconds",
     "launcher.slow_phase_seconds",
     "launcher.stop_grace_seconds",
@@ -37,15 +38,20 @@ TRAINERS_OWN = (
     "logging.profile_steps",
     "model.factory",
     "model.initial_weights",
+    "model.mup",
+    "model.mup_base_head_dim",
+    "model.mup_base_width",
     "schedule",
     "stability",
     "tokenizer",
+    "training.batch_ramp",
     "training.evaluate_every_steps",
     "training.evaluation_samples",
     "training.sample_prompt",
     "training.sample_tokens",
     "training.seed",
     "training.stop_after_steps",
+    "training.stop_patience",
     "training.time_limit_minutes",
 )
 """Keys and sections that only trainctl's own trainer acts on."""

@@ -34,12 +34,13 @@ def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
     offload, kind = config.offload, config.optimizer.kind
     on_cpu = hardware.accelerator is Accelerator.cpu
     wanted: dict[str, str] = {}
-    if offload.optimizer is not OffloadDevice.none:
+    is_elsewhere = kind is OptimizerKind.sgd and config.trains_itself  # torch's, in host memory
+    if offload.optimizer is not OffloadDevice.none and not is_elsewhere:
         operator = "cpu_lion" if kind is OptimizerKind.lion else "cpu_adam"
         wanted[operator] = "offload.optimizer"
-    elif kind is OptimizerKind.lion and not on_cpu:
+    elif kind is OptimizerKind.lion and not on_cpu and config.optimizer.fused is not False:
         wanted["fused_lion"] = "optimizer.kind"
-    elif kind is OptimizerKind.lamb and not on_cpu:
+    elif kind is OptimizerKind.lamb and not on_cpu and not config.trains_itself:
         wanted["fused_lamb"] = "optimizer.kind"
     for key in ("optimizer", "parameters"):
         if getattr(offload, key) is OffloadDevice.nvme:

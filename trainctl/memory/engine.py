@@ -29,8 +29,8 @@ STATE_COPIES = {
     OptimizerKind.sgd: 1,
     OptimizerKind.adafactor: 1,
 }
-"""Moments of the size of the parameters. Adafactor does not factor the flat partitions that ZeRO
-gives it, so its second moment is whole."""
+"""Moments of the size of the parameters. torch's adafactor, in a program of the user's, does not
+factor the flat partitions that ZeRO gives it, so its second moment is whole; trainctl's does."""
 
 EIGHT_BIT_STATE = 1 + 4 / 256
 """Bytes of an 8-bit moment: one, and an fp32 scale for each block of 256 (torchao)."""
@@ -56,6 +56,7 @@ class Engine:
         memory_efficient_linear: Whether stage 3's linear layer lets go of gathered weights.
         autocast: Whether weights are fp32 and cast for each product.
         on_cpu: Whether the device is the host.
+        factors: Whether adafactor's second moment is rows and columns.
     """
 
     zero: ZeroStageConfig
@@ -73,6 +74,7 @@ class Engine:
     memory_efficient_linear: bool
     autocast: bool
     on_cpu: bool
+    factors: bool = False
 
     @property
     def stage(self) -> int:
@@ -123,6 +125,8 @@ class Engine:
             copies = ADAM_LIKE
         if kind is OptimizerKind.sgd and not self.optimizer.momentum:
             copies = 0
+        if kind is OptimizerKind.adafactor and self.factors:
+            return round(256 * 4 * piece.factors / piece.numel)
         if kind is OptimizerKind.adamw_8bit:
             return round(256 * copies * EIGHT_BIT_STATE)
         return 256 * copies * self.moment_bytes
@@ -160,13 +164,14 @@ def read_engine(plan: RunPlan) -> Engine:
         master_bytes=BYTES[precision.master_weights],
         moment_bytes=BYTES[precision.optimizer_states],
         accumulates=plan.batch.gradient_accumulation_steps > 1,
-        update_temporaries=0 if fused else 2 if on_cpu else 1,
+        update_temporaries=0 if fused or _is_one_kernel(plan) else 2 if on_cpu else 1,
         fused=fused,
         memory_efficient_linear=_section(plan, "zero_optimization").get(
             "memory_efficient_linear", True
         ),
         autocast=precision.autocast,
         on_cpu=on_cpu,
+        factors=config.trains_itself,
     )
 
 
@@ -178,6 +183,12 @@ def _is_fused(plan: RunPlan) -> bool:
     """
     optimizer = _section(plan, "optimizer")
     return bool(optimizer) and not _section(optimizer, "params").get("torch_adam", False)
+
+
+def _is_one_kernel(plan: RunPlan) -> bool:
+    """Whether torch's fused kernel updates: it keeps what it needs in registers."""
+    params = _section(_section(plan, "optimizer"), "params")
+    return bool(params.get("torch_adam", False) and params.get("fused", False))
 
 
 def _section(parent: RunPlan | dict[str, Any], key: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from trainctl.memory.constants import (
 )
 from trainctl.memory.engine import Engine
 from trainctl.memory.stages import Stage, stages
+from trainctl.plan.schedule import Curve
 from trainctl.plan.shapes import count_parameters
 from trainctl.plan.types import RunPlan
 
@@ -152,6 +153,10 @@ def checkpoint_bytes(plan: RunPlan, engine: Engine) -> int:
 
 
 def checkpoints_kept_bytes(plan: RunPlan, one: int) -> int:
-    """All checkpoints on disk at once: those kept, the best, and the one being written."""
+    """All checkpoints on disk at once: those kept, the best, and the one being written.
+
+    One at the end of a stable phase is kept too; those of earlier extensions are not counted.
+    """
     settings = plan.config.checkpoint
-    return one * (settings.keep + 1 + (settings.best_of is not None))
+    best, stable = settings.best_of is not None, Curve.of(plan).stable_end is not None
+    return one * (settings.keep + 1 + best + stable)

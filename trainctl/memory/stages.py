@@ -20,6 +20,7 @@ class Piece:
         is_matrix: Whether the tensor has two dimensions.
         in_block: Whether it belongs to a decoder block.
         embedding: Whether it is an embedding (or a projection tied to one).
+        factors: Rows and columns of a matrix, elements of a vector: what adafactor keeps of it.
     """
 
     numel: int
@@ -27,6 +28,7 @@ class Piece:
     is_matrix: bool
     in_block: bool
     embedding: bool
+    factors: int = 0
 
     @property
     def total(self) -> int:
@@ -146,6 +148,7 @@ def _pieces(
                 is_matrix=item.is_matrix,
                 in_block=count is not None,
                 embedding=embedding or item.embedding,
+                factors=sum(item.shape),
             )
 
 

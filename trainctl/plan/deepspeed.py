@@ -16,11 +16,13 @@ from trainctl.config.schema import (
     KernelsConfig,
     OffloadConfig,
     OffloadDevice,
-    OptimizerConfig,
     OptimizerKind,
     RunConfig,
     ZeroStageConfig,
 )
+from trainctl.hardware import Hardware
+from trainctl.plan import mup
+from trainctl.plan.optimizers import Maker, is_fused, maker
 from trainctl.plan.precision import formats
 from trainctl.plan.types import Batch, Derived, Mesh
 
@@ -58,14 +60,16 @@ def render(settings: Iterable[Derived]) -> dict[str, Any]:
     return nested
 
 
-def derived_settings(config: RunConfig, mesh: Mesh, batch: Batch) -> tuple[Derived, ...]:
+def derived_settings(
+    config: RunConfig, hardware: Hardware, mesh: Mesh, batch: Batch
+) -> tuple[Derived, ...]:
     """Every key of the JSON that trainctl sets, without the user's `deepspeed` section."""
     return (
         *_batch(mesh, batch),
-        *_optimizer(config.optimizer, config.offload),
+        *_optimizer(config, hardware),
         _clipping(config),
         *_precision(config, mesh),
-        *_zero(config.zero_stage, config.optimizer),
+        *_zero(config, hardware),
         *_offload(config.zero_stage, config.offload),
         *_parallelism(config, mesh),
         *_compile(config.kernels),
@@ -102,8 +106,8 @@ def _batch(mesh: Mesh, batch: Batch) -> Iterator[Derived]:
     yield _set(passes, accumulation, "training.gradient_accumulation_steps")
 
 
-def _optimizer(optimizer: OptimizerConfig, offload: OffloadConfig) -> Iterator[Derived]:
-    kind = optimizer.kind
+def _optimizer(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
+    kind = config.optimizer.kind
     name = {
         OptimizerKind.adamw: "AdamW",
         OptimizerKind.adam: "Adam",
@@ -113,13 +117,14 @@ def _optimizer(optimizer: OptimizerConfig, offload: OffloadConfig) -> Iterator[D
         OptimizerKind.sgd: "SGD",
         OptimizerKind.adafactor: "Adafactor",
     }.get(kind)
-    if name is not None:
+    if name is not None and not _is_own(config, hardware):
         yield _set("optimizer.type", name, f"optimizer.kind={kind.value}")
-        yield from _optimizer_params(
-            optimizer,
-            offloaded=offload.optimizer is not OffloadDevice.none,
-            zenflow=offload.zenflow,
-        )
+        yield from _optimizer_params(config, hardware)
+
+
+def _is_own(config: RunConfig, hardware: Hardware) -> bool:
+    """Whether the trainer hands DeepSpeed an optimizer of trainctl's."""
+    return config.trains_itself and maker(config, hardware) is Maker.trainctl
 
 
 def _clipping(config: RunConfig) -> Derived:
@@ -131,9 +136,9 @@ def _clipping(config: RunConfig) -> Derived:
     return _set("gradient_clipping", limit, "optimizer.gradient_clipping")
 
 
-def _optimizer_params(
-    optimizer: OptimizerConfig, *, offloaded: bool, zenflow: bool
-) -> Iterator[Derived]:
+def _optimizer_params(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
+    optimizer, zenflow, epsilon = config.optimizer, config.offload.zenflow, mup.epsilon(config)
+    offloaded = config.offload.optimizer is not OffloadDevice.none
     kind, params = optimizer.kind, "optimizer.params"
     schedule = "the peak; the trainer sets the schedule's value at each step"
     yield _set(f"{params}.lr", optimizer.lr, f"optimizer.lr: {schedule}")
@@ -145,7 +150,8 @@ def _optimizer_params(
         betas = [optimizer.beta1, optimizer.beta2]
         yield _set(f"{params}.betas", betas, "optimizer.beta1 and optimizer.beta2")
     if kind not in (OptimizerKind.sgd, OptimizerKind.adafactor, OptimizerKind.lion):
-        yield _set(f"{params}.eps", optimizer.epsilon, "optimizer.epsilon")
+        by_width = "" if epsilon == optimizer.epsilon else " / mup.width_factor, as the gradients"
+        yield _set(f"{params}.eps", epsilon, f"optimizer.epsilon{by_width}")
     if kind in (OptimizerKind.sgd, OptimizerKind.muon):
         yield _set(f"{params}.momentum", optimizer.momentum, "optimizer.momentum")
     if kind is OptimizerKind.muon:
@@ -163,6 +169,9 @@ def _optimizer_params(
             else "torch's own AdamW: nothing to compile"
         )
         yield _set(f"{params}.torch_adam", not offloaded, why)
+    if config.trains_itself and is_fused(config, hardware) and kind is not OptimizerKind.lion:
+        why = "optimizer.fused" if optimizer.fused else "one kernel updates all, on accelerators"
+        yield _set(f"{params}.fused", True, why)
 
 
 def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
@@ -215,8 +224,8 @@ def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
     yield _set("communication_data_type", wire, wire_why)
 
 
-def _zero(zero: ZeroStageConfig, optimizer: OptimizerConfig) -> Iterator[Derived]:
-    prefix = "zero_optimization"
+def _zero(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
+    zero, kind, prefix = config.zero_stage, config.optimizer.kind, "zero_optimization"
     yield _set(f"{prefix}.stage", zero.stage, "zero_stage.stage")
     if zero.stage == 0:
         return
@@ -241,8 +250,11 @@ def _zero(zero: ZeroStageConfig, optimizer: OptimizerConfig) -> Iterator[Derived
         }
     for name, field in names.items():
         yield _set(f"{prefix}.{name}", getattr(zero, field), f"zero_stage.{field}")
-    if optimizer.kind not in ZERO_TESTED_OPTIMIZERS:
-        why = f"DeepSpeed does not list {optimizer.kind.value} as tested with ZeRO"
+    if _is_own(config, hardware):
+        why = f"{kind.value} is trainctl's own, which DeepSpeed does not list as tested with ZeRO"
+        yield _set("zero_allow_untested_optimizer", True, why)
+    elif kind not in ZERO_TESTED_OPTIMIZERS:
+        why = f"DeepSpeed does not list {kind.value} as tested with ZeRO"
         yield _set("zero_allow_untested_optimizer", True, why)
 
 

@@ -6,16 +6,19 @@ what would be legal, so that one impossible choice does not hide the other probl
 
 from __future__ import annotations
 
-from math import floor
+from dataclasses import replace
 
 from trainctl.config.schema import (
     ParallelismConfig,
     PipelinePartition,
     RunConfig,
     ScheduleConfig,
+    ScheduleKind,
     TrainingConfig,
 )
 from trainctl.hardware import Hardware
+from trainctl.plan.batches import Batches, BatchPhase
+from trainctl.plan.schedule import Curve, decay_length, warmup_length
 from trainctl.plan.stages import blocks_of_stages
 from trainctl.plan.types import Batch, Derived, Mesh
 
@@ -113,18 +116,67 @@ def derive_stages(config: RunConfig) -> tuple[tuple[int, ...], Reasons]:
     return blocks, (Derived(key="parallelism.stage_blocks", value=list(blocks), reason=why),)
 
 
-def derive_total_steps(training: TrainingConfig, batch: Batch | None) -> tuple[int | None, Reasons]:
+def derive_ramp(training: TrainingConfig, batch: Batch | None) -> tuple[Batches | None, Reasons]:
+    """The batch of every step: `batch`, after the smaller ones of `training.batch_ramp`.
+
+    The micro-batch stays, so a smaller batch has fewer accumulation steps.
+
+    Returns:
+        None where an entry of the ramp is not possible.
+    """
+    if batch is None:
+        return None, ()
+    each = batch.global_batch_size // batch.gradient_accumulation_steps
+    batches, first, reasons = Batches.of((), batch), 0, []
+    phases: list[BatchPhase] = []
+    for index, entry in enumerate(training.batch_ramp):
+        size = entry.get("global_batch_size", 0)
+        if size <= 0 or size % each or not is_ramp_entry(entry):
+            return None, ()
+        smaller = replace(batch, global_batch_size=size, gradient_accumulation_steps=size // each)
+        phases.append(BatchPhase(first_step=first, batch=smaller))
+        batches = Batches(tuple(phases))
+        last, first = first, entry.get("until_steps", 0)
+        why = f"training.batch_ramp[{index}]: "
+        if "until_tokens" in entry:
+            first = batches.steps_for(entry["until_tokens"])
+            why += f"until_tokens {entry['until_tokens']:_}, rounded up to a step"
+        else:
+            why += f"until_steps {first}"
+        if first <= last:
+            return None, ()
+        key = f"global_batch_size of steps {last + 1} to {first}"
+        reasons.append(Derived(key=key, value=size, reason=why))
+    if not phases:
+        return batches, ()
+    batches = Batches((*phases, BatchPhase(first_step=first, batch=batch)))
+    return batches, tuple(reasons)
+
+
+def is_ramp_entry(entry: dict[str, int]) -> bool:
+    """Whether an entry of `training.batch_ramp` has the keys that one has."""
+    return set(entry) in (
+        {"until_steps", "global_batch_size"},
+        {"until_tokens", "global_batch_size"},
+    )
+
+
+def derive_total_steps(
+    training: TrainingConfig, batches: Batches | None
+) -> tuple[int | None, Reasons]:
     """Optimizer steps of the whole run: `training.steps`, else the token budget, rounded up."""
     if training.steps is not None:
         why = "training.steps"
         return training.steps, (Derived(key="total_steps", value=training.steps, reason=why),)
-    if training.tokens is None or batch is None:
+    if training.tokens is None or batches is None:
         return None, ()
-    steps = -(-training.tokens // batch.tokens_per_step)
-    why = (
-        f"training.tokens {training.tokens:_} / {batch.tokens_per_step:_} tokens per step,"
-        " rounded up"
+    steps = batches.steps_for(training.tokens)
+    each = (
+        "with the batches of training.batch_ramp"
+        if len(batches.phases) > 1
+        else f"/ {batches.at(0).tokens_per_step:_} tokens per step"
     )
+    why = f"training.tokens {training.tokens:_} {each}, rounded up"
     return steps, (Derived(key="total_steps", value=steps, reason=why),)
 
 
@@ -137,14 +189,37 @@ def derive_stop_step(training: TrainingConfig, total_steps: int) -> tuple[int, R
     return stop, (Derived(key="stop_step", value=stop, reason="training.stop_after_steps"),)
 
 
-def derive_warmup_steps(schedule: ScheduleConfig, total_steps: int) -> tuple[int, Reasons]:
+def derive_warmup_steps(
+    schedule: ScheduleConfig, total_steps: int, batches: Batches
+) -> tuple[int, Reasons]:
     """Optimizer steps of the linear warmup; a fraction is rounded to the nearest step."""
-    if schedule.warmup_steps is not None:
-        steps, why = schedule.warmup_steps, "schedule.warmup_steps"
-    else:
-        steps = min(total_steps, floor(schedule.warmup_fraction * total_steps + 0.5))
-        why = f"schedule.warmup_fraction {schedule.warmup_fraction:g} x total_steps {total_steps}"
+    steps, why = warmup_length(schedule, total_steps, batches)
     return steps, (Derived(key="warmup_steps", value=steps, reason=why),)
+
+
+def derive_stable_steps(
+    schedule: ScheduleConfig, total_steps: int, warmup_steps: int, batches: Batches
+) -> Reasons:
+    """Where the decay of `wsd` begins: a checkpoint there can be extended (`Curve`)."""
+    if schedule.kind is not ScheduleKind.wsd:
+        return ()
+    decay, why = decay_length(schedule, total_steps, batches)
+    curve = Curve(
+        config=schedule,
+        batches=batches,
+        total_steps=total_steps,
+        warmup_steps=warmup_steps,
+        decay_steps=decay,
+    )
+    return (
+        Derived(key="decay_steps", value=decay, reason=why),
+        Derived(
+            key="stable_steps",
+            value=min(total_steps, curve.stable_steps),
+            reason=f"total_steps {total_steps} - decay_steps {decay}, not before the warmup's end;"
+            " the checkpoint there is kept: a longer run can go on from it",
+        ),
+    )
 
 
 def _reason(name: str, value: int, why: str) -> Derived:

@@ -11,11 +11,15 @@ from trainctl.plan.deepspeed import derived_settings, render, user_settings
 from trainctl.plan.derive import (
     derive_batch,
     derive_mesh,
+    derive_ramp,
+    derive_stable_steps,
     derive_stages,
     derive_stop_step,
     derive_total_steps,
     derive_warmup_steps,
 )
+from trainctl.plan.mup import reasons as mup_reasons
+from trainctl.plan.optimizers import reasons as optimizer_reasons
 from trainctl.plan.own_json import check_own_json
 from trainctl.plan.precision import formats
 from trainctl.plan.recompute import wrapped_blocks
@@ -45,24 +49,33 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     """
     mesh, mesh_reasons = derive_mesh(config.parallelism, hardware)
     batch, batch_reasons = derive_batch(config.training, mesh.data) if mesh else (None, ())
-    total_steps, total_reasons = derive_total_steps(config.training, batch)
+    batches, ramp_reasons = derive_ramp(config.training, batch)
+    total_steps, total_reasons = derive_total_steps(config.training, batches)
 
     findings = check(
-        Draft(config=config, hardware=hardware, mesh=mesh, batch=batch, total_steps=total_steps)
+        Draft(
+            config=config,
+            hardware=hardware,
+            mesh=mesh,
+            batch=batch,
+            batches=batches,
+            total_steps=total_steps,
+        )
     )
     if any(finding.is_error for finding in findings):
         return Resolution(plan=None, findings=findings)
     # Without an error each of these has a value: a rule reports each way to have none.
     assert mesh is not None and batch is not None and total_steps is not None
+    assert batches is not None
 
-    settings = (*derived_settings(config, mesh, batch), *user_settings(config.deepspeed))
+    settings = (*derived_settings(config, hardware, mesh, batch), *user_settings(config.deepspeed))
     deepspeed = render(settings)
     findings += tuple(check_own_json(config, hardware, mesh, deepspeed, settings))
     if any(finding.is_error for finding in findings):
         return Resolution(plan=None, findings=findings)
 
     stop_step, stop_reasons = derive_stop_step(config.training, total_steps)
-    warmup_steps, warmup_reasons = derive_warmup_steps(config.schedule, total_steps)
+    warmup_steps, warmup_reasons = derive_warmup_steps(config.schedule, total_steps, batches)
     stage_blocks, stage_reasons = derive_stages(config)
 
     plan = RunPlan(
@@ -74,16 +87,21 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
         stop_step=stop_step,
         warmup_steps=warmup_steps,
         stage_blocks=stage_blocks,
+        ramp=batches.phases if len(batches.phases) > 1 else (),
         deepspeed=deepspeed,
         derived=(
             *mesh_reasons,
             *batch_reasons,
+            *ramp_reasons,
             *total_reasons,
             *stop_reasons,
             *warmup_reasons,
+            *derive_stable_steps(config.schedule, total_steps, warmup_steps, batches),
             *wrapped_blocks(config),
             *stage_reasons,
             *_format_reasons(config),
+            *optimizer_reasons(config, hardware),
+            *mup_reasons(config),
             *settings,
         ),
         not_yet=not_yet(config),

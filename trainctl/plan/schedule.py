@@ -1,91 +1,202 @@
 """The learning rate over the run, as closed forms of the step: nothing to save, nothing to replay.
 
-With s the number of the update (0-based), W the warmup, T the total, f the floor ratio:
+One rule for steps and tokens. Phases (warmup, decay) begin and end with a step: a length in tokens
+is rounded up to whole steps, a share of the run to the nearest one. Between these points the curve
+is a function of a position x(s): the number s of the update, from 0, or with `unit=tokens` the
+tokens of the updates before it. Without a batch ramp the two are proportional and every curve is
+the same; with one, tokens make a curve slow in steps while the batches are small.
 
-- warmup, s < W:  (s + 1) / W, times the shape's own start
-- after it, p = (s - W) / (T - 1 - W), so that p is 0 right after the warmup and 1 at the last step
+With W the position where the warmup ends, E = x(T - 1) that of the last of T updates, f the floor:
+
+- warmup, x(s) < W:  x(s + 1) / W, times the shape's value at W
+- after it, p = (x(s) - W) / (E - W), so that p is 0 right after the warmup and 1 at the last update
 """
 
 from __future__ import annotations
 
-from math import cos, floor, pi, sqrt
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import cos, pi, sqrt
 
-from trainctl.config.schema import DecayShape, ScheduleConfig, ScheduleKind
+from trainctl.config.schema import DecayShape, ScheduleConfig, ScheduleKind, ScheduleUnit
+from trainctl.plan.batches import Batches
+from trainctl.plan.types import RunPlan
 
 
-def learning_rate_factor(
-    schedule: ScheduleConfig, step: int, *, total_steps: int, warmup_steps: int
-) -> float:
-    """What the peak learning rate is multiplied by in update number `step`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """What the peak learning rate is multiplied by in each update of a run.
 
-    After the warmup (see the module for s, W, T, f and p):
+    After the warmup (see the module for x, W, E, p and f):
 
     - constant: 1
     - linear: 1 - (1 - f) p
     - cosine: f + (1 - f) (1 + cos(pi p)) / 2                 (arXiv:1608.03983, eq. 5, one cycle)
     - polynomial: f + (1 - f) (1 - p)^power
     - exponential: f^p
-    - wsd: 1, then f + (1 - f) g(q) over the last D = decay_fraction T steps with
-      q = (s - (T - 1 - D)) / D; g is 1 - q, its cosine, or 1 - sqrt(q)    (arXiv:2405.18392)
-    - step: max(f, step_factor^floor((s - W) / step_every))
-    - inverse_sqrt: max(f, sqrt(W / (s + 1)))           (arXiv:1706.03762, eq. 3, peak at 1)
-    - one_cycle: from f up to 1 in the middle and back, linear             (arXiv:1708.07120)
-    - cyclic: the same triangle again and again, of period step_every      (arXiv:1506.01186)
+    - wsd: 1, then f + (1 - f) g(q) from the last stable update S to the last one, with
+      q = (x(s) - x(S)) / (E - x(S)); g is 1 - q, its cosine, or 1 - sqrt(q)  (arXiv:2405.18392)
+    - step: max(f, step_factor^floor((x(s) - W) / interval))
+    - inverse_sqrt: max(f, sqrt(W / x(s + 1))); the warmup ends at 1 (arXiv:1706.03762, eq. 3)
+    - one_cycle: from f up to 1 over the warmup, then back to f, linear    (arXiv:1708.07120)
+    - cyclic: a triangle from f up to 1 and back, again and again           (arXiv:1506.01186)
 
-    The shapes that decay to the floor reach it exactly at step T - 1. Where no step is left to
-    decay over (T - 1 <= W), the peak is kept. Steps beyond the end keep the last value.
+    The shapes that decay to the floor reach it exactly at update T - 1. Where no update is left to
+    decay over, the peak is kept. Updates beyond the end keep the last value.
 
-    Args:
-        schedule: The schedule group.
-        step: Number of the update, from 0.
-        total_steps: Updates of the whole run; 0 and 1 are allowed.
+    Attributes:
+        config: The schedule group.
+        batches: Of every step.
+        total_steps: Updates of the whole run, T; 0 and 1 are allowed.
         warmup_steps: Updates of the warmup.
-
-    Returns:
-        The factor, in [floor_ratio, 1] after the warmup.
+        decay_steps: Updates of the decay of `wsd`; 0 for the other kinds.
     """
-    if step < warmup_steps:
-        start = _shape(schedule, warmup_steps, total_steps, warmup_steps)
-        return start * (step + 1) / warmup_steps
-    return _shape(schedule, step, total_steps, warmup_steps)
+
+    config: ScheduleConfig
+    batches: Batches
+    total_steps: int
+    warmup_steps: int
+    decay_steps: int = 0
+
+    @classmethod
+    def of(cls, plan: RunPlan) -> Curve:
+        """That of a plan."""
+        batches = plan.batches
+        decay, _ = decay_length(plan.config.schedule, plan.total_steps, batches)
+        return cls(
+            config=plan.config.schedule,
+            batches=batches,
+            total_steps=plan.total_steps,
+            warmup_steps=plan.warmup_steps,
+            decay_steps=decay,
+        )
+
+    @property
+    def stable_steps(self) -> int:
+        """Updates that are made before the decay of `wsd` begins, warmup included.
+
+        A checkpoint after at most so many can go on in a longer run as if that had been planned.
+        """
+        return max(self.warmup_steps, self.total_steps - 1 - self.decay_steps) + 1
+
+    @property
+    def stable_end(self) -> int | None:
+        """The step whose checkpoint is kept, to be extended; None where no decay follows."""
+        is_wsd = self.config.kind is ScheduleKind.wsd
+        return self.stable_steps if is_wsd and self.stable_steps < self.total_steps else None
+
+    def position(self, step: int) -> int:
+        """x(s): what the curve is a function of, before update number `step`."""
+        return _position(self.config, self.batches, step)
+
+    def factor(self, step: int) -> float:
+        """Of update number `step`, from 0; in [floor_ratio, 1] after the warmup."""
+        if step >= self.warmup_steps:
+            return self._shape(step)
+        risen = self.position(step + 1) / self.position(self.warmup_steps)
+        match self.config.kind:
+            case ScheduleKind.one_cycle:
+                return _between(self.config.floor_ratio, risen)
+            case ScheduleKind.inverse_sqrt:
+                return risen
+            case _:
+                return self._shape(self.warmup_steps) * risen
+
+    def _shape(self, step: int) -> float:
+        """The factor after the warmup."""
+        config, low = self.config, self.config.floor_ratio
+        position, warmup = self.position(step), self.position(self.warmup_steps)
+        end = self.position(max(0, self.total_steps - 1))
+        progress = _progress(position, warmup, end)
+        match config.kind:
+            case ScheduleKind.constant:
+                return 1.0
+            case ScheduleKind.linear | ScheduleKind.one_cycle:
+                return _between(low, 1 - progress)
+            case ScheduleKind.cosine:
+                return _between(low, (1 + cos(pi * progress)) / 2)
+            case ScheduleKind.polynomial:
+                return _between(low, (1 - progress) ** config.power)
+            case ScheduleKind.exponential:
+                return float(low**progress)
+            case ScheduleKind.wsd:
+                start = self.position(self.stable_steps - 1)
+                return _between(low, _decay(config.decay_shape, _progress(position, start, end)))
+            case ScheduleKind.step:
+                return max(low, config.step_factor ** ((position - warmup) // self._interval))
+            case ScheduleKind.inverse_sqrt:
+                return max(low, sqrt(max(warmup, self.position(1)) / self.position(step + 1)))
+            case ScheduleKind.cyclic:
+                phase = (position - warmup) % self._interval / self._interval
+                return _between(low, 1 - abs(2 * phase - 1))
+
+    @property
+    def _interval(self) -> int:
+        """Of `step` and `cyclic`, in positions; the rules see to it that there is one."""
+        config = self.config
+        every = config.step_every if config.unit is ScheduleUnit.steps else config.step_every_tokens
+        return every or 1
 
 
-def _shape(schedule: ScheduleConfig, step: int, total_steps: int, warmup_steps: int) -> float:
-    """The factor after the warmup."""
-    low = schedule.floor_ratio
-    progress = _progress(step, warmup_steps, total_steps - 1)
-    period = schedule.step_every or 1
-    match schedule.kind:
-        case ScheduleKind.constant:
-            return 1.0
-        case ScheduleKind.linear:
-            return _between(low, 1 - progress)
-        case ScheduleKind.cosine:
-            return _between(low, (1 + cos(pi * progress)) / 2)
-        case ScheduleKind.polynomial:
-            return _between(low, (1 - progress) ** schedule.power)
-        case ScheduleKind.exponential:
-            return float(low**progress)
-        case ScheduleKind.wsd:
-            decay_steps = floor(schedule.decay_fraction * total_steps + 0.5)
-            start = max(warmup_steps, total_steps - 1 - decay_steps)
-            return _between(
-                low, _decay(schedule.decay_shape, _progress(step, start, total_steps - 1))
-            )
-        case ScheduleKind.step:
-            return max(low, schedule.step_factor ** ((step - warmup_steps) // period))
-        case ScheduleKind.inverse_sqrt:
-            return max(low, sqrt(max(warmup_steps, 1) / (step + 1)))
-        case ScheduleKind.one_cycle:
-            return _between(low, 1 - abs(2 * progress - 1))
-        case ScheduleKind.cyclic:
-            phase = (step - warmup_steps) % period / period
-            return _between(low, 1 - abs(2 * phase - 1))
+def warmup_length(schedule: ScheduleConfig, total_steps: int, batches: Batches) -> tuple[int, str]:
+    """Optimizer steps of the warmup, and why."""
+    if schedule.warmup_steps is not None:
+        return schedule.warmup_steps, "schedule.warmup_steps"
+    if schedule.warmup_tokens is not None:
+        steps = batches.steps_for(schedule.warmup_tokens)
+        return steps, f"schedule.warmup_tokens {schedule.warmup_tokens:_}, rounded up to a step"
+    share, position = schedule.warmup_fraction, partial(_position, schedule, batches)
+    return (
+        _steps_of_share(share, total_steps, position),
+        f"schedule.warmup_fraction {share:g} x {_whole(schedule, total_steps, position)}",
+    )
 
 
-def _progress(step: int, start: int, last: int) -> float:
+def decay_length(schedule: ScheduleConfig, total_steps: int, batches: Batches) -> tuple[int, str]:
+    """Optimizer steps of the decay of `wsd`, and why; 0 for the other kinds."""
+    if schedule.kind is not ScheduleKind.wsd:
+        return 0, "only schedule.kind=wsd has a decay of its own"
+    if schedule.decay_steps is not None:
+        return schedule.decay_steps, "schedule.decay_steps"
+
+    def tokens_of_last(steps: int) -> int:
+        return batches.tokens_before(total_steps) - batches.tokens_before(total_steps - steps)
+
+    if schedule.decay_tokens is not None:
+        steps = bisect_left(range(total_steps), schedule.decay_tokens, key=tokens_of_last)
+        return steps, f"schedule.decay_tokens {schedule.decay_tokens:_}, rounded up to a step"
+    share, position = schedule.decay_fraction, partial(_position, schedule, batches)
+    return (
+        _steps_of_share(
+            share, total_steps, lambda steps: position(total_steps) - position(total_steps - steps)
+        ),
+        f"schedule.decay_fraction {share:g} x {_whole(schedule, total_steps, position)}",
+    )
+
+
+def _position(schedule: ScheduleConfig, batches: Batches, step: int) -> int:
+    return step if schedule.unit is ScheduleUnit.steps else batches.tokens_before(step)
+
+
+def _steps_of_share(share: float, total_steps: int, length: Callable[[int], int]) -> int:
+    """The number of steps whose length is nearest a share of all steps' length."""
+    wanted = share * length(total_steps)
+    steps = bisect_left(range(total_steps), wanted, key=length)
+    is_nearer = steps > 0 and wanted - length(steps - 1) < length(steps) - wanted
+    return steps - 1 if is_nearer else steps
+
+
+def _whole(schedule: ScheduleConfig, total_steps: int, position: Callable[[int], int]) -> str:
+    if schedule.unit is ScheduleUnit.steps:
+        return f"total_steps {total_steps}"
+    return f"{position(total_steps):_} tokens of the run"
+
+
+def _progress(position: int, start: int, last: int) -> float:
     """0 at `start`, 1 at `last` and after it; 0 when there is nothing in between."""
-    return min(1.0, max(0.0, (step - start) / (last - start))) if last > start else 0.0
+    return min(1.0, max(0.0, (position - start) / (last - start))) if last > start else 0.0
 
 
 def _between(low: float, share: float) -> float:

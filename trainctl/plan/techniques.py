@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainctl.config.schema import (
-    OnBadLoss,
-    OptimizerKind,
     RunConfig,
-    ScheduleKind,
 )
-
-TRAINABLE_OPTIMIZERS = (OptimizerKind.adamw,)
-TRAINABLE_SCHEDULES = (ScheduleKind.constant, ScheduleKind.linear, ScheduleKind.cosine)
 
 
 def not_yet(config: RunConfig) -> tuple[str, ...]:
@@ -29,20 +23,11 @@ def _wanted(config: RunConfig) -> Iterator[tuple[str, object, str]]:
         return
     yield from _model_and_optimizer(config)
     yield from _layout(config)
-    yield from _run(config)
 
 
 def _model_and_optimizer(config: RunConfig) -> Iterator[tuple[str, object, str]]:
-    if config.model.mup:
-        yield "model.mup", "true", "maximal-update parametrisation"
     if config.model.trust_remote_code:
         yield "model.trust_remote_code", "true", "a model's own code"
-    if config.optimizer.kind not in TRAINABLE_OPTIMIZERS:
-        name = config.optimizer.kind.value
-        yield "optimizer.kind", name, f"the {name} optimizer"
-    if config.schedule.kind not in TRAINABLE_SCHEDULES:
-        name = config.schedule.kind.value
-        yield "schedule.kind", name, f"the {name} schedule"
 
 
 def _layout(config: RunConfig) -> Iterator[tuple[str, object, str]]:
@@ -51,14 +36,3 @@ def _layout(config: RunConfig) -> Iterator[tuple[str, object, str]]:
         size = getattr(parallelism, axis)
         if size > 1:
             yield f"parallelism.{axis}", size, f"{axis} parallelism"
-
-
-def _run(config: RunConfig) -> Iterator[tuple[str, object, str]]:
-    stability = config.stability
-    if stability.on_bad_loss is not OnBadLoss.stop:
-        name = stability.on_bad_loss.value
-        yield "stability.on_bad_loss", name, f"{name} after a bad loss"
-    if stability.spike_factor is not None:
-        yield "stability.spike_factor", stability.spike_factor, "detection of loss spikes"
-    if stability.z_loss > 0:
-        yield "stability.z_loss", stability.z_loss, "z-loss"

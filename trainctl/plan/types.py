@@ -8,6 +8,8 @@ from typing import Any
 
 from trainctl.config.schema import RunConfig
 from trainctl.hardware import Hardware
+from trainctl.plan.batches import Batch as Batch
+from trainctl.plan.batches import Batches, BatchPhase
 
 PLAN_SCHEMA = 1
 """Version of `plan.json`."""
@@ -49,27 +51,6 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Batch arithmetic: global = micro x accumulation x data, in sequences.
-
-    Attributes:
-        global_batch_size: Sequences in an optimizer step.
-        micro_batch_size: Sequences in one forward pass of a data-parallel rank.
-        gradient_accumulation_steps: Forward passes in an optimizer step.
-        sequence_length: Tokens in a sequence.
-    """
-
-    global_batch_size: int
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    sequence_length: int
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.global_batch_size * self.sequence_length
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """Everything that a launch will do; written to `plan.json` and only read afterwards.
 
@@ -77,7 +58,9 @@ class RunPlan:
         config: The configuration as composed (derived values are not written back into it).
         hardware: Machines and devices, declared or detected.
         mesh: Process mesh.
-        batch: Batch arithmetic.
+        batch: Batch arithmetic; with a ramp that of the steps after it.
+        ramp: Batch sizes of the run by their first step, the last of them `batch`; empty if all
+            steps have it.
         total_steps: Optimizer steps of the whole run.
         stop_step: Step at which this launch ends; equals total_steps unless
             `training.stop_after_steps` is set.
@@ -98,9 +81,15 @@ class RunPlan:
     warmup_steps: int
     deepspeed: dict[str, Any]
     stage_blocks: tuple[int, ...] = ()
+    ramp: tuple[BatchPhase, ...] = ()
     derived: tuple[Derived, ...] = ()
     not_yet: tuple[str, ...] = ()
     schema: int = field(default=PLAN_SCHEMA)
+
+    @property
+    def batches(self) -> Batches:
+        """The batch of every step."""
+        return Batches.of(self.ramp, self.batch)
 
     @property
     def stages(self) -> tuple[range, ...]:

@@ -135,7 +135,7 @@ def _rendered(config: RunConfig) -> dict[str, Any]:
     batch = derive_batch(config.training, mesh.data)[0] or Batch(
         global_batch_size=1, micro_batch_size=1, gradient_accumulation_steps=1, sequence_length=2
     )
-    return render(derived_settings(config, mesh, batch))
+    return render(derived_settings(config, hardware, mesh, batch))
 
 
 def _rest(

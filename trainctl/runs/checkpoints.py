@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,19 @@ class CheckpointInfo:
         path: Its folder.
         size_bytes: Sum of its files.
         metrics: Of the evaluation at that step, if there was one.
+        kept_for: Why it is never rotated away ("stable_phase": a longer run goes on from it);
+            empty if it may be.
+        attempt: Number of the attempt that saved it; 0 if it does not say.
+        patience: Of early stopping: `best`, `best_step` and `evaluations_since`, if anything.
     """
 
     step: int
     path: Path
     size_bytes: int
     metrics: dict[str, float]
+    kept_for: str = ""
+    attempt: int = 0
+    patience: Mapping[str, float] = field(default_factory=dict)
 
 
 def checkpoint_name(step: int) -> str:
@@ -148,6 +155,30 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
+def leave_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
+    """Rename the checkpoints after `step`, whole or not, so that `step` has the newest one.
+
+    For an attempt that goes on from an earlier one: what was trained after it stays, for a person
+    to look at or to remove, and counts no more.
+
+    Args:
+        run: The run; its lock is held.
+        step: Of the checkpoint to go on from.
+        attempt: Number of the attempt that goes on from it.
+
+    Returns:
+        Where they are now, the newest first: whatever interrupts this, no gap is left behind.
+    """
+    aside = []
+    for number, path in reversed(checkpoint_folders(run)):
+        if number > step:
+            aside.append(path.rename(path.with_name(f"{path.name}.before-attempt-{attempt}")))
+        elif number == step:
+            _point(run, LATEST, path)
+    sync_directory(run.checkpoints)
+    return aside
+
+
 def _digest(fields: Mapping[str, Any]) -> str:
     """SHA-256 of JSON values, whatever the layout of the text that held them."""
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
@@ -190,7 +221,16 @@ def examine(run: RunPaths) -> list[tuple[CheckpointInfo | None, str]]:
             results.append((None, str(error)))
             continue
         size = sum(entry["bytes"] for entry in manifest["files"])
-        results.append((CheckpointInfo(step, path, size, dict(manifest.get("metrics", {}))), ""))
+        info = CheckpointInfo(
+            step=step,
+            path=path,
+            size_bytes=size,
+            metrics=dict(manifest.get("metrics", {})),
+            kept_for=manifest.get("kept_for", ""),
+            attempt=manifest.get("attempt", 0),
+            patience=manifest.get("patience", {}),
+        )
+        results.append((info, ""))
     return results
 
 
@@ -222,7 +262,7 @@ def commit(run: RunPaths, step: int, reached: Reached = _unwatched) -> Path:
 def rotate(
     run: RunPaths, *, keep: int, best_of: str | None, reached: Reached = _unwatched
 ) -> list[Path]:
-    """Delete all but the newest `keep` whole checkpoints and the best one; say which went.
+    """Delete all but the newest `keep` whole checkpoints, the best and those kept for a purpose.
 
     The best has the smallest `best_of` among the metrics in the manifests; the `best` pointer names
     it. Folders that are not whole checkpoints are left for a person to look at.
@@ -233,11 +273,15 @@ def rotate(
         best_of: Metric of the best.
         reached: Told ``rotation`` when there is something to delete.
 
+    Returns:
+        Those that went.
+
     Raises:
         OSError: One could not be deleted.
     """
     checkpoints = list_checkpoints(run)
     kept = {info.path for info in checkpoints[-keep:]}
+    kept |= {info.path for info in checkpoints if info.kept_for}
     if best_of is not None:
         scored = [info for info in checkpoints if best_of in info.metrics]
         if scored:

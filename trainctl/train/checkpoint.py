@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
+from trainctl.train.optimizers.partitioned import Side
 from trainctl.train.shards import Shard, read_shard, read_whole
 from trainctl.train.state import MASTER, Fragment, OptimizerState
 
@@ -77,16 +78,19 @@ class Checkpoint:
 
     def load_into(self, state: OptimizerState) -> None:
         """Fill the master weights and every optimizer state that this rank holds."""
-        names = [name for name in self.manifest["states"] if name != MASTER]
+        was_updated = len(self.manifest["states"]) > 1 or bool(self.manifest["scalars"])
         fragments: dict[int, list[Fragment]] = defaultdict(list)
         for fragment in state.fragments:
             fragments[fragment.tensor].append(fragment)
         for index in range(len(state.tensors)):  # also one that is nothing but padding here
             with state.resident(index, changes=True):
-                if names:
-                    state.create(index, names, self.manifest["scalars"])
+                if was_updated:
+                    state.create(index, self.manifest["scalars"])
                 for fragment in fragments[index]:
+                    names = state.state_names(index)
                     self._load_fragment(state, fragment, names)
+                    for name, side in state.sides(fragment).items() if was_updated else ():
+                        side.values.copy_(self._read_side(fragment.name, name, side))
         state.catch_up(self.manifest["scalars"])
 
     def _load_fragment(self, state: OptimizerState, fragment: Fragment, names: list[str]) -> None:
@@ -98,6 +102,29 @@ class Checkpoint:
                 partial(self._read, fragment.name, name), shard, fragment.start, end
             )
             target.copy_(values.view(target.shape))
+
+    def _read_side(self, parameter: str, state: str, side: Side) -> torch.Tensor:
+        """The values of a state that is not of the parameter's size."""
+        result = torch.empty_like(side.values, device="cpu")
+        missing = torch.ones_like(result, dtype=torch.bool)
+        end = side.start + side.values.numel()
+        for fragments in self._fragments.get(parameter, {}).values():
+            for fragment in fragments:
+                start, numel, key = fragment.get("sides", {}).get(state, (0, 0, ""))
+                first, last = max(start, side.start), min(start + numel, end)
+                if first < last:
+                    values = self._file(fragment["file"]).get_slice(key)[
+                        first - start : last - start
+                    ]
+                    result[first - side.start : last - side.start] = values
+                    missing[first - side.start : last - side.start] = False
+        if missing.any():
+            raise TrainctlError(
+                f"{self.path.name}: {int(missing.sum())} values of {parameter} ({state}) "
+                "are missing",
+                exit_code=ExitCode.run_state,
+            )
+        return result
 
     def close(self) -> None:
         """Close the files: what was read of a mapped file stays in memory until then."""

@@ -8,6 +8,7 @@ few tokens at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def chunked_cross_entropy(
     head: Head, hidden: torch.Tensor, labels: torch.Tensor, *, chunk_tokens: int, loss: Loss
 ) -> torch.Tensor:
-    """The summed loss, with the logits of one chunk of tokens at a time.
+    """The summed loss, or losses, with the logits of one chunk of tokens at a time.
 
     They are computed again in the backward pass: one more product with the head, and where its
     weight is partitioned one more gathering of it, for each chunk. A weight's gradient is summed
@@ -31,7 +32,7 @@ def chunked_cross_entropy(
         hidden: (samples, length, width).
         labels: (samples, length), as `loss` wants them.
         chunk_tokens: Tokens of a chunk, over all samples.
-        loss: Of logits and labels, summed over the tokens; a scalar.
+        loss: Of logits and labels, summed over the tokens; a scalar, or a vector of several.
     """
 
     def chunk_loss(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -47,7 +48,7 @@ def chunked_cross_entropy(
         checkpoint(chunk_loss, states, targets, use_reentrant=False, preserve_rng_state=False)
         for states, targets in chunks
     ]
-    return torch.stack(losses).sum()
+    return torch.stack(losses).sum(dim=0)
 
 
 class LigerFusedHead(nn.Linear):
@@ -58,6 +59,7 @@ class LigerFusedHead(nn.Linear):
     """
 
     ignored_label: int
+    z_loss: float
 
     def forward(  # type: ignore[override]
         self, input: torch.Tensor, labels: torch.Tensor | None = None
@@ -66,18 +68,32 @@ class LigerFusedHead(nn.Linear):
             return super().forward(input)
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-        loss: torch.Tensor = liger_fused_linear_cross_entropy(
+        z_loss = self.z_loss if self.training else 0.0
+        found: Any = liger_fused_linear_cross_entropy(
             input.flatten(0, 1),
             self.weight,
             labels.flatten(),
             bias=self.bias,
             ignore_index=self.ignored_label,
+            lse_square_scale=z_loss,
             reduction="sum",
+            return_z_loss=z_loss > 0,
         )
+        if z_loss > 0:  # its loss is the sum of both
+            total, squares = found
+            return torch.stack([total - squares, squares])
+        loss: torch.Tensor = found
         return loss
 
 
-def fuse_head(head: nn.Linear, ignored_label: int) -> None:
-    """Let a model's own head compute the loss of labels other than `ignored_label`."""
+def fuse_head(head: nn.Linear, ignored_label: int, z_loss: float) -> None:
+    """Let a model's own head compute the loss of labels other than `ignored_label`.
+
+    Args:
+        head: The output projection.
+        ignored_label: Label of a position that does not count.
+        z_loss: Weight of the squared log-normalisers, when training; with one it gives two losses.
+    """
     head.__class__ = LigerFusedHead
     head.ignored_label = ignored_label  # type: ignore[assignment]
+    head.z_loss = z_loss  # type: ignore[assignment]

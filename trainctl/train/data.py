@@ -134,21 +134,29 @@ class TrainingData:
     seed: int
     shuffle: bool
     micro_batch_size: int
-    gradient_accumulation_steps: int
     data_rank: int
     data_size: int
 
-    def step(self, first_sample: int) -> list[MicroBatch]:
-        """This rank's micro-batches of the optimizer step that starts at counter `first_sample`."""
-        size = self.micro_batch_size
+    def step(self, first_sample: int, passes: int) -> list[MicroBatch]:
+        """This rank's micro-batches of an optimizer step.
+
+        Args:
+            first_sample: Counter of the step's first sample.
+            passes: Gradient accumulation steps: how many micro-batches.
+        """
         batches = []
-        for micro_step in range(self.gradient_accumulation_steps):
-            start = first_sample + (micro_step * self.data_size + self.data_rank) * size
+        for counters in self.counters(first_sample, passes):
             indices = sample_indices(
-                np.arange(start, start + size, dtype=np.int64),
+                counters,
                 num_samples=self.dataset.num_samples,
                 seed=self.seed,
                 shuffle=self.shuffle,
             )
             batches.append(self.dataset.micro_batch(indices))
         return batches
+
+    def counters(self, first_sample: int, passes: int) -> npt.NDArray[np.int64]:
+        """Sample counters of these micro-batches, (passes, micro_batch_size)."""
+        size = self.micro_batch_size
+        firsts = first_sample + (np.arange(passes) * self.data_size + self.data_rank) * size
+        return firsts[:, None] + np.arange(size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +10,16 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.schema import CompileKind, OptimizerConfig
+from trainctl.config.schema import CompileKind, RunConfig
+from trainctl.plan.batches import Batch
+from trainctl.plan.groups import GroupKey, group_of, in_order
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.train.data import IGNORED_LABEL, MicroBatch
+from trainctl.train.gradient_changes import centralize
 from trainctl.train.loss import LanguageModel
 from trainctl.train.mesh import ProcessMesh
+from trainctl.train.optimizers import own_optimizer
 from trainctl.train.precision import LossScale, share_groups, stop_at_smallest
 from trainctl.train.process import Process
 from trainctl.train.sequence_parallel import SequenceParallelAttention
@@ -42,6 +45,8 @@ class Engine:
     Attributes:
         times: Where the time of a step goes.
         loss_scale: Of fp16 weights; None for other formats.
+        z_loss: Of the last step, beside its loss and in its units; None without one.
+        summed_loss: Of the last step, over this rank's own labels, in nats.
     """
 
     def __init__(
@@ -53,17 +58,25 @@ class Engine:
         pieces: Pieces,
     ) -> None:
         self._plan = plan
+        self._batch = plan.batch
         self._process = process
         self.mesh = mesh
         self.pieces = pieces
         self.times = Stopwatch(process.device)
+        self.z_loss: float | None = None
+        self.summed_loss = 0.0
         self._vocabulary = mesh.tensor if mesh.tensor.size > 1 else None
         self._attention = SequenceParallelAttention(plan, mesh) if mesh.sequence.size > 1 else None
         sum_partial_gradients(pieces, mesh.tensor)
+        if plan.config.gradients.centralize:
+            centralize(model, pieces, self._vocabulary)
         module = self._module(model)
+        groups = parameter_groups(pieces, plan.config)
+        own = own_optimizer(plan, groups)
         self.deepspeed, *_ = deepspeed.initialize(
             model=module,
-            model_parameters=parameter_groups(pieces, plan.config.optimizer),
+            optimizer=own,
+            model_parameters=groups if own is None else None,
             config=plan.deepspeed,
             mpu=mesh.model_parallel_unit if mesh.pipeline.size == 1 else None,
             dist_init_required=False,
@@ -77,7 +90,8 @@ class Engine:
 
     def _module(self, model: PreTrainedModel) -> nn.Module:
         """What DeepSpeed trains."""
-        return LanguageModel(model, self._vocabulary, self._plan.config.kernels)
+        z_loss = self._plan.config.stability.z_loss
+        return LanguageModel(model, self._vocabulary, self._plan.config.kernels, z_loss)
 
     def _forget_initial_step(self) -> None:
         """Undo the update that DeepSpeed makes to allocate states, without ZeRO in low precision.
@@ -89,6 +103,10 @@ class Engine:
             self.deepspeed.optimizer.optimizer.state.clear()
 
     @property
+    def config(self) -> RunConfig:
+        return self._plan.config
+
+    @property
     def stage(self) -> int:
         return self._plan.config.zero_stage.stage
 
@@ -96,6 +114,25 @@ class Engine:
     def has_zenflow(self) -> bool:
         """Whether the optimizer is ZenFlow's, whose tensors hold matrices transposed."""
         return self._plan.config.offload.zenflow
+
+    def set_batch(self, batch: Batch) -> None:
+        """Give the steps from now on a batch of another size: other accumulation steps.
+
+        The engine is built for the largest: DeepSpeed allocates by whether it accumulates at all.
+        """
+        if batch == self._batch:
+            return
+        self._batch, engine = batch, self.deepspeed
+        each = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size  # as it counts
+        engine.set_train_batch_size(batch.gradient_accumulation_steps * each)
+        # It takes a step's end for a multiple of the accumulation steps, over the whole run.
+        engine.micro_steps = 0
+
+    def learning_rates(self) -> dict[str, float]:
+        """Of the last update, as the optimizer that made it has them: by parameter group."""
+        wrapper = self.deepspeed.optimizer
+        groups = getattr(wrapper, "optimizer", wrapper).param_groups
+        return {group.get("name", str(i)): float(group["lr"]) for i, group in enumerate(groups)}
 
     def accumulate(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:
         """Forward and backward over a step's micro-batches, leaving the mean gradient.
@@ -111,6 +148,7 @@ class Engine:
         scale = self.mesh.replicas.size / max(1.0, num_labels)
         # On the device, and read once: reading it makes the host wait for what it has started.
         total = torch.zeros((), dtype=torch.float64, device=self._process.device)
+        z_total = torch.zeros_like(total)
         for index, batch in enumerate(batches):
             with self.times.part("forward"):
                 inputs, labels = self._inputs(batch)
@@ -118,32 +156,48 @@ class Engine:
             with self.times.part("backward"):
                 self.deepspeed.backward(loss * scale, scale_wrt_gas=False)
                 total += loss.detach()
+                z_loss = self.deepspeed.module.last_z_loss
+                if z_loss is not None:
+                    total -= z_loss
+                    z_total += z_loss
                 if index + 1 < len(batches):
                     self.deepspeed.step()  # not at the boundary: only counts the micro-step
-        return self._mean_loss(float(total), num_labels), num_labels
+        return self._mean_loss(total, z_total, num_labels), num_labels
+
+    def advance(self) -> None:
+        """Let DeepSpeed count a step as `update` does; for whoever has replaced what it makes."""
+        self._step()
 
     def set_learning_rate(self, factor: float) -> None:
         """For the next step, before its gradients: a factor of each group's peak learning rate."""
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
 
-    def update(self) -> float | None:
-        """Clip, step the optimizer, clear the gradients; the global gradient norm before clipping.
+    def update(self, *, norm: float | None, clip_at: float | None) -> None:
+        """Clip, step the optimizer, clear the gradients.
 
-        Returns:
-            The norm; none where a technique has none at this step.
+        Args:
+            norm: Of the gradient as it is now; None where only DeepSpeed can tell.
+            clip_at: What it is clipped at; None does not clip.
 
         Raises:
             TrainctlError: fp16 gradients overflow at the smallest loss scale; on all ranks.
         """
         with self.times.part("optimizer"):
-            # Without ZeRO and in fp32 DeepSpeed hands the update to torch and keeps no norm.
-            norm = self._own_gradient_norm() if self._is_plain else None
-            if norm is not None:
-                self._clip(norm)
+            if self._is_plain:
+                # Without ZeRO and in fp32 DeepSpeed hands the update to torch and keeps no norm.
+                assert norm is not None
+                self._clip(norm, clip_at)
+            else:
+                self.deepspeed.optimizer.clip_grad = clip_at or 0.0
             with stop_at_smallest(self.loss_scale):
                 self._step()
-        return norm if norm is not None else float(self.deepspeed.get_global_grad_norm())
+
+    @property
+    def norm_of_update(self) -> float | None:
+        """What DeepSpeed took the gradient norm of the last update for, before clipping; None where
+        it made none at the last step."""
+        return float(self.deepspeed.get_global_grad_norm())
 
     @property
     def was_skipped(self) -> bool:
@@ -206,14 +260,18 @@ class Engine:
     def _num_labels(self, batches: Sequence[MicroBatch]) -> float:
         """Labels in the global batch."""
         if not batches[0].is_masked:  # every position has one: no rank needs to ask
-            return float(self._plan.batch.tokens_per_step)
+            return float(self._batch.tokens_per_step)
         (number,) = self._process.sum(sum(batch.num_labels for batch in batches))
         return number * self.mesh.data.size / self._process.world_size
 
-    def _mean_loss(self, total: float, num_labels: float) -> float:
-        """From this rank's summed loss; the ranks of a tensor group all have the same."""
-        (loss_sum,) = self._process.sum(total if self.mesh.tensor.is_first else 0.0)
-        return loss_sum / max(1.0, num_labels)
+    def _mean_loss(self, total: torch.Tensor, z_total: torch.Tensor, num_labels: float) -> float:
+        """From this rank's summed losses; the ranks of a tensor group all have the same."""
+        own, z_own = torch.stack([total, z_total]).tolist()
+        self.summed_loss = own
+        loss, z_loss = self._process.sum(*((own, z_own) if self.mesh.tensor.is_first else (0, 0)))
+        if self._plan.config.stability.z_loss > 0:
+            self.z_loss = z_loss / max(1.0, num_labels)
+        return loss / max(1.0, num_labels)
 
     def _step(self) -> None:
         self.deepspeed.step()
@@ -222,44 +280,28 @@ class Engine:
     def _is_plain(self) -> bool:
         return isinstance(self.deepspeed.optimizer, torch.optim.Optimizer)
 
-    def _own_gradient_norm(self) -> float:
-        """Of all parameters, each counted once: on the rank that would save it.
-
-        In double precision: over a large matrix torch's norm in fp32 is off by 1e-4 on a CPU.
-        """
-        norms = [
-            torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
-            for parameter, piece in self.pieces.items()
-            if piece.is_saved_here and parameter.grad is not None
-        ]
-        squares = float(torch.stack(norms).square().sum())
-        if not self.mesh.is_data_only:
-            (squares,) = self._process.sum(squares)
-            squares /= self.mesh.replicas.size
-        return math.sqrt(squares)
-
-    def _clip(self, norm: float) -> None:
+    def _clip(self, norm: float, limit: float | None) -> None:
         """Scale the gradients: the JSON leaves it to us where there is no ZeRO, in fp32."""
-        limit = self._plan.config.optimizer.gradient_clipping
-        if 0 < limit < norm + CLIPPING_EPSILON:
+        if limit is not None and limit < norm + CLIPPING_EPSILON:
             for parameter in self.pieces:
                 if parameter.grad is not None:
                     parameter.grad.mul_(limit / (norm + CLIPPING_EPSILON))
 
 
-def parameter_groups(pieces: Pieces, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices with weight decay; norms, biases and embeddings without.
-
-    A tied output projection is an embedding. Empty groups are left out.
-    """
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+def parameter_groups(pieces: Pieces, config: RunConfig) -> list[dict[str, Any]]:
+    """The optimizer's groups of what a rank has, by the plan's rule; empty ones are left out."""
+    members: dict[GroupKey, list[nn.Parameter]] = {}
     for parameter, piece in pieces.items():
-        embedding = piece.is_embedding and not config.decay_embeddings
-        (plain if len(piece.shape) < 2 or embedding else decayed).append(parameter)
-    common = {"lr": 0.0, "peak_lr": config.lr}
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay, **common},
-        {"params": plain, "weight_decay": 0.0, **common},
+        key = group_of(config, piece.name, piece.shape, embedding=piece.is_embedding)
+        members.setdefault(key, []).append(parameter)
+    return [
+        {
+            "params": members[key],
+            "name": key.name(config),
+            "uses_muon": key.uses_muon,
+            "weight_decay": key.weight_decay,
+            "lr": 0.0,
+            "peak_lr": key.peak_lr(config),
+        }
+        for key in in_order(members)
     ]
-    return [group for group in groups if group["params"]]

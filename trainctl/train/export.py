@@ -18,12 +18,14 @@ from pathlib import Path
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.schema import RunConfig, TokenizerConfig, TokenizerKind
+from trainctl.config.schema import ModelConfig, RunConfig, TokenizerConfig, TokenizerKind
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.mup import check_multipliers
 from trainctl.runs.atomic import sync_directory, write_json
 from trainctl.runs.processes import is_alive
 from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.model import skeleton
+from trainctl.train.mup import folded
 from trainctl.train.tensor_file import write_stream
 from trainctl.train.tokenizer import BYTE_END_OF_DOCUMENT, load_tokenizer
 
@@ -92,13 +94,14 @@ def export(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
     source = Checkpoint(checkpoint)
+    check_multipliers(config.model, checkpoint.name, source.manifest)
     with _new_folder(out, total) as folder:
         shards = _split(shapes, dtype.itemsize, shard_bytes)
         done = 0
 
         def pieces(names: list[str]) -> Iterator[torch.Tensor]:
             nonlocal done
-            for piece in _pieces(source, names, shapes):
+            for piece in _pieces(config.model, source, names, shapes):
                 yield piece.to(dtype)
                 done += piece.numel() * dtype.itemsize
                 progress(done, total)
@@ -184,13 +187,14 @@ def _split(
 
 
 def _pieces(
-    source: Checkpoint, names: list[str], shapes: dict[str, torch.Size]
+    model: ModelConfig, source: Checkpoint, names: list[str], shapes: dict[str, torch.Size]
 ) -> Iterator[torch.Tensor]:
     """The parameters' values, in order and flat, a piece at a time."""
     for name in names:
         count = shapes[name].numel()
         for start in range(0, count, _PIECE):
-            yield source.read(name, shapes[name], start, min(start + _PIECE, count))
+            values = source.read(name, shapes[name], start, min(start + _PIECE, count))
+            yield folded(model, name, shapes[name], start, values)
         source.close()
 
 

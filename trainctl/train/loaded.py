@@ -12,6 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import AttentionKind
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.mup import check_multipliers
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.train.build import materialise
@@ -75,7 +76,9 @@ def load(
     place = _choose_device(device, elements * dtype.itemsize)
     if place.type == "cpu" and shape.attention is AttentionKind.flash_attention_2:
         model = skeleton(replace(shape, attention=AttentionKind.sdpa), dtype)
-    source = _Watched(Checkpoint(checkpoint), lambda done: progress("loading", done, elements))
+    saved = Checkpoint(checkpoint)
+    check_multipliers(shape, checkpoint.name, saved.manifest)
+    source = _Watched(saved, lambda done: progress("loading", done, elements))
     try:
         materialise(model, source, place)
     except torch.OutOfMemoryError:

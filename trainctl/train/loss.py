@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +28,32 @@ def summed_cross_entropy(
         tensor: The tensor axis, if the logits are split over the vocabulary.
     """
     if tensor is not None:
-        return vocabulary_parallel_cross_entropy(logits, labels, tensor, ignored=IGNORED_LABEL)
+        return vocabulary_parallel_cross_entropy(logits, labels, tensor, ignored=IGNORED_LABEL)[0]
     return F.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
+
+
+def summed_losses(
+    logits: torch.Tensor, labels: torch.Tensor, tensor: Axis | None = None, *, z_loss: float
+) -> torch.Tensor:
+    """The cross entropy and, beside it, `z_loss` times the squared log-normalisers; (2,), fp32.
+
+    The second keeps the logits from drifting (arXiv:2204.02311, section 5). Both are summed over
+    the positions that have a label.
+
+    Args:
+        logits: As for `summed_cross_entropy`.
+        labels: Likewise.
+        tensor: Likewise.
+        z_loss: The weight.
+    """
+    if tensor is not None:
+        found = vocabulary_parallel_cross_entropy(logits, labels, tensor, ignored=IGNORED_LABEL)
+        return torch.stack([found[0], z_loss * found[1]])
+    normalisers = logits.float().logsumexp(dim=-1).masked_fill(labels == IGNORED_LABEL, 0.0)
+    cross_entropy = summed_cross_entropy(logits, labels)
+    return torch.stack([cross_entropy, z_loss * normalisers.square().sum()])
 
 
 class LanguageModel(nn.Module):
@@ -42,24 +63,49 @@ class LanguageModel(nn.Module):
         model: The model.
         tensor: The tensor axis, if its vocabulary is split.
         kernels: How the loss is computed.
+        z_loss: Weight of the squared log-normalisers, when training.
+
+    Attributes:
+        last_z_loss: Their part of the last loss, without a gradient; None where there is none.
     """
 
-    def __init__(self, model: PreTrainedModel, tensor: Axis | None, kernels: KernelsConfig) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tensor: Axis | None,
+        kernels: KernelsConfig,
+        z_loss: float = 0.0,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.last_z_loss: torch.Tensor | None = None
         self._tensor = tensor
         self._kernels = kernels
+        self._z_loss = z_loss
         if kernels.cross_entropy is CrossEntropyKind.liger_fused:
-            fuse_head(getattr(model, family_of(model).head), IGNORED_LABEL)
+            fuse_head(getattr(model, family_of(model).head), IGNORED_LABEL, z_loss)
 
     def forward(self, inputs: dict[str, Any], labels: torch.Tensor | None = None) -> torch.Tensor:
         """The summed loss; without labels the logits, (samples, length, vocabulary)."""
+        self.last_z_loss = None
         if labels is not None and self._kernels.cross_entropy is not CrossEntropyKind.plain:
-            return self._loss_without_logits(inputs, labels)
+            return self._added_up(self._loss_without_logits(inputs, labels))
         logits: torch.Tensor = self.model(**inputs).logits
         if labels is not None:
-            return summed_cross_entropy(logits, labels, self._tensor)
+            return self._added_up(self._loss_of(logits, labels))
         return logits if self._tensor is None else gather_vocabulary(logits, self._tensor)
+
+    def _loss_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self._z_loss == 0 or not self.training:
+            return summed_cross_entropy(logits, labels, self._tensor)
+        return summed_losses(logits, labels, self._tensor, z_loss=self._z_loss)
+
+    def _added_up(self, losses: torch.Tensor) -> torch.Tensor:
+        """The loss to differentiate, of one or of two."""
+        if losses.dim() == 0:
+            return losses
+        self.last_z_loss = losses[1].detach()
+        return losses.sum()
 
     def _loss_without_logits(self, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
         family = family_of(self.model)
@@ -71,7 +117,7 @@ class LanguageModel(nn.Module):
                 hidden,
                 labels,
                 chunk_tokens=self._kernels.chunk_tokens,
-                loss=partial(summed_cross_entropy, tensor=self._tensor),
+                loss=self._loss_of,
             )
         loss: torch.Tensor = head(hidden, labels)
         return loss

@@ -22,6 +22,7 @@ from trainctl.config.schema import (
     ModelFamily,
 )
 from trainctl.errors import TrainctlError
+from trainctl.train.mup import apply_multipliers
 from trainctl.train.user_code import load
 
 TORCH_TYPES = {
@@ -120,6 +121,7 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     with _parameters_on_meta():
         built = _users_model(model, dtype) if model.factory else _own_model(model, dtype)
     built.tie_weights()
+    apply_multipliers(built, model)
     built.train()
     return built
 

@@ -23,7 +23,6 @@ from trainctl.runs.processes import die_with_parent
 if TYPE_CHECKING:
     from trainctl.plan.types import RunPlan
     from trainctl.runs.layout import RunPaths
-    from trainctl.train.corpus import Corpus
 
 Progress = Callable[[str, int, int], None]
 
@@ -119,8 +118,9 @@ def _evaluate(
     from trainctl.train.data import PackedDataset
     from trainctl.train.evaluation import evaluate
     from trainctl.train.loaded import load
+    from trainctl.train.prepare import corpus_of
 
-    corpus = _corpus(plan, run)
+    corpus = corpus_of(plan, run)
     dataset = PackedDataset(
         corpus,
         corpus.held_out,
@@ -149,27 +149,6 @@ def _evaluate(
         "unigram_entropy": corpus.unigram_entropy,
         "device": model.device.type,
     }
-
-
-def _corpus(plan: RunPlan, run: RunPaths) -> Corpus:
-    """The run's corpus, tokenized again if the cache has lost it."""
-    from trainctl.train.corpus import Corpus, build_corpus, build_users_corpus
-    from trainctl.train.tokenizer import load_tokenizer
-
-    if plan.config.data.factory is not None:
-        tokenizer = load_tokenizer(plan.config.tokenizer)
-        return build_users_corpus(plan.config.data, tokenizer, run.users_corpus)
-    corpus = Corpus.load(run.corpus)
-    if (Path(corpus.folder) / corpus.held_out.file).is_file():
-        return corpus
-    again = build_corpus(plan.config.data, load_tokenizer(plan.config.tokenizer))
-    if again.digest != corpus.digest:
-        raise TrainctlError(
-            "the text of this run is not there any more, neither in the cache nor in its files",
-            hint="restore the files",
-            exit_code=ExitCode.run_state,
-        )
-    return again
 
 
 def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from trainctl.plan.types import RunPlan
 from trainctl.train.data import MicroBatch
 from trainctl.train.engine import Engine
 from trainctl.train.families import family_of
-from trainctl.train.loss import summed_cross_entropy
+from trainctl.train.loss import summed_cross_entropy, summed_losses
 from trainctl.train.mesh import Axis, ProcessMesh
 from trainctl.train.process import Process
 from trainctl.train.shards import Pieces
@@ -116,6 +116,7 @@ class PipelineEngine(Engine):
         self._pipeline = mesh.pipeline
         self._scale = 1.0
         self._loss = torch.zeros((), dtype=torch.float64, device=process.device)
+        self._z = torch.zeros_like(self._loss)
         super().__init__(plan, process, mesh, model, pieces)
         instructions = self.deepspeed._INSTRUCTION_MAP
         self.deepspeed._INSTRUCTION_MAP = {
@@ -156,17 +157,24 @@ class PipelineEngine(Engine):
         return getattr(model, family.head).weight, group
 
     def _loss_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = summed_cross_entropy(logits, labels, self._vocabulary)
-        self._loss += loss.detach()
-        return loss * self._scale
+        weight = self._plan.config.stability.z_loss
+        if weight == 0:
+            loss = summed_cross_entropy(logits, labels, self._vocabulary)
+            self._loss += loss.detach()
+            return loss * self._scale
+        losses = summed_losses(logits, labels, self._vocabulary, z_loss=weight)
+        self._loss += losses[0].detach()
+        self._z += losses[1].detach()
+        return losses.sum() * self._scale
 
     def accumulate(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:
         num_labels = self._num_labels(batches)
         # DeepSpeed divides the loss by the number of micro-batches.
         self._scale = self.mesh.replicas.size * len(batches) / max(1.0, num_labels)
         self._loss.zero_()
+        self._z.zero_()
         self.deepspeed.train_batch(iter([self._pair(batch) for batch in batches]))
-        return self._mean_loss(float(self._loss), num_labels), num_labels
+        return self._mean_loss(self._loss, self._z, num_labels), num_labels
 
     def _step(self) -> None:
         self.deepspeed._exec_optimizer_step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.types import RunPlan
@@ -47,6 +48,34 @@ def prepare(plan: RunPlan, run: RunPaths) -> None:
             exit_code=ExitCode.run_state,
         )
     write_json(run.corpus, asdict(corpus))
+
+
+def corpus_of(plan: RunPlan, run: RunPaths) -> Corpus:
+    """The corpus of a run that was launched, tokenized again if the cache has lost it.
+
+    Raises:
+        TrainctlError: Its text is not there any more.
+    """
+    if plan.config.data.factory is not None:
+        tokenizer = load_tokenizer(plan.config.tokenizer)
+        return build_users_corpus(plan.config.data, tokenizer, run.users_corpus)
+    if not run.corpus.is_file():
+        raise TrainctlError(
+            f"{run.root} has not read its corpus yet",
+            hint="it does when its first attempt starts",
+            exit_code=ExitCode.run_state,
+        )
+    corpus = Corpus.load(run.corpus)
+    if (Path(corpus.folder) / corpus.held_out.file).is_file():
+        return corpus
+    again = build_corpus(plan.config.data, load_tokenizer(plan.config.tokenizer))
+    if again.digest != corpus.digest:
+        raise TrainctlError(
+            "the text of this run is not there any more, neither in the cache nor in its files",
+            hint="restore the files",
+            exit_code=ExitCode.run_state,
+        )
+    return again
 
 
 class _Progress:

@@ -33,11 +33,13 @@ class Expected:
         loss: In nats.
         tolerance: Relative difference that the two layouts and formats explain.
         attempt: Number of the attempt that did the step.
+        first_sample: Counter of the first sample that it was of.
     """
 
     loss: float
     tolerance: float
     attempt: int
+    first_sample: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +56,23 @@ class Replay:
             expected = _expected(run, plan, step)
         return cls(process.from_first(expected))
 
-    def check(self, step: int, loss: float) -> Expected | None:
-        """What was expected of the step, None if it was not done before.
+    def check(self, step: int, loss: float, first_sample: int) -> Expected | None:
+        """What was expected of the step, None if it was not done before, or of other samples.
+
+        After a batch was skipped, or the run rewound, a step is made of other samples than before.
+
+        Args:
+            step: Its number, from 1.
+            loss: In nats.
+            first_sample: Counter of its first sample.
 
         Raises:
             TrainctlError: The loss is another one: the state or the data are not those of before.
         """
         expected = self.expected.get(step)
-        if expected is None or abs(loss - expected.loss) <= expected.tolerance * abs(expected.loss):
+        if expected is None or expected.first_sample != first_sample:
+            return None
+        if abs(loss - expected.loss) <= expected.tolerance * abs(expected.loss):
             return expected
         raise TrainctlError(
             f"after the resume the loss of step {step} is {loss!r}, but attempt "
@@ -79,6 +90,8 @@ def _expected(run: RunPaths, plan: RunPlan, step: int) -> dict[int, Expected]:
         if later not in curve:
             break
         record = curve[later]
+        if record.get("intervention"):  # the step was counted, and no update made
+            break
         file = run.attempt(record["attempt"]).plan
         if not file.is_file():
             break
@@ -88,7 +101,10 @@ def _expected(run: RunPaths, plan: RunPlan, step: int) -> dict[int, Expected]:
         if later > step + 1 and (before.config.offload.zenflow or plan.config.offload.zenflow):
             break  # it starts with other columns and without their moments
         found[later] = Expected(
-            number(record["loss"]), _tolerance(before, plan), int(record["attempt"])
+            loss=number(record["loss"]),
+            tolerance=_tolerance(before, plan),
+            attempt=int(record["attempt"]),
+            first_sample=int(record["samples"][0]),
         )
     return found
 
@@ -100,6 +116,7 @@ def _loss_at_once(plan: RunPlan) -> Any:
         replace(config.model, initial_weights=None),
         (config.training.seed, config.data.shuffle, config.data.mask_documents),
         (plan.batch.global_batch_size, plan.batch.sequence_length),
+        [(phase.first_step, phase.batch.global_batch_size) for phase in plan.ramp],
     )
 
 
@@ -108,7 +125,7 @@ def _loss_after_an_update(plan: RunPlan) -> Any:
     config = plan.config
     return (
         _loss_at_once(plan),
-        (config.optimizer, config.schedule, config.stability),
+        (config.optimizer, config.schedule, config.gradients, config.stability),
         (plan.total_steps, plan.warmup_steps),
     )
 

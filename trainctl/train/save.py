@@ -36,6 +36,8 @@ class Part:
         states: Names of the optimizer's tensor states.
         scalars: Its states that are one number.
         fragments: Those that this rank owns.
+        sides: Of each of them: states that are not as large as it, by name: the first of its
+            values among those of the parameter, their number, and the tensor's name in the file.
         layout: Type and shape of each tensor in the file, by name.
         tensors: The tensors in that order, each valid until the next is taken.
     """
@@ -43,6 +45,7 @@ class Part:
     states: list[str]
     scalars: dict[str, float]
     fragments: list[Fragment]
+    sides: list[dict[str, tuple[int, int, str]]]
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     tensors: Callable[[], Iterator[torch.Tensor]]
 
@@ -58,23 +61,36 @@ def part_of(state: OptimizerState) -> Part:
     state.settle()
     fragments = [fragment for fragment in state.fragments if fragment.owned]
     indices = sorted({fragment.tensor for fragment in fragments})
-    states = state.state_names()
+    names = {index: (MASTER, *state.state_names(index)) for index in indices}
+    scalars = state.scalars()
+    beside: dict[str, torch.Tensor] = {}
+    sides: list[dict[str, tuple[int, int, str]]] = []
+    for number, fragment in enumerate(fragments):
+        sides.append({})
+        for name, side in state.sides(fragment).items() if scalars else ():
+            if side.is_saved_here:
+                key = f"{name}/beside-{number}"
+                beside[key] = side.values
+                sides[-1][name] = (side.start, side.values.numel(), key)
 
     def tensors() -> Iterator[torch.Tensor]:
         for index in indices:
             with state.resident(index):
-                for name in (MASTER, *states):
+                for name in names[index]:
                     yield state.saved(index, name)
+        yield from beside.values()
 
+    layout = {
+        f"{name}/{index}": (_type(state, index, name), (state.numel(index),))
+        for index in indices
+        for name in names[index]
+    }
     return Part(
-        states=states,
-        scalars=state.scalars(),
+        states=sorted({name for listed in names.values() for name in listed} - {MASTER}),
+        scalars=scalars,
         fragments=fragments,
-        layout={
-            f"{name}/{index}": (_type(state, index, name), (state.numel(index),))
-            for index in indices
-            for name in (MASTER, *states)
-        },
+        sides=sides,
+        layout=layout | {key: (value.dtype, tuple(value.shape)) for key, value in beside.items()},
         tensors=tensors,
     )
 
@@ -109,6 +125,7 @@ def write_checkpoint(
         TrainctlError: A rank could not write; nothing is left of this checkpoint, older ones stay.
     """
     step: int = facts["step"]
+    states = process.gather(part.states)  # a pipeline stage may have fewer than another
     folder = checkpoints.temporary_path(run, step)
     reached = partial(faults.reach, rank=process.rank, step=step)
     (needed,) = process.sum(part.num_bytes)
@@ -123,7 +140,7 @@ def write_checkpoint(
             **facts,
             "format": checkpoints.FORMAT,
             "trainctl": __version__,
-            "states": [MASTER, *part.states],
+            "states": [MASTER, *sorted({name for names in states for name in names})],
             "scalars": part.scalars,
             "files": [file for file, _ in written],
             "fragments": [fragment for _, fragments in written for fragment in fragments],
@@ -177,8 +194,9 @@ def _write_part(
             "tensor": fragment.tensor,
             "offset": fragment.offset,
             **({"shard": astuple(fragment.shard)} if fragment.shard else {}),
+            **({"sides": sides} if sides else {}),
         }
-        for fragment in part.fragments
+        for fragment, sides in zip(part.fragments, part.sides, strict=True)
     ]
 
 

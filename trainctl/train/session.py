@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.schema import ModelFamily
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.mup import check_multipliers
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.train import build
 from trainctl.train.checkpoint import Checkpoint, CheckpointWeights, Progress
+from trainctl.train.clipping import NormHistory
 from trainctl.train.corpus import Corpus
 from trainctl.train.data import PackedDataset, TrainingData
 from trainctl.train.engine import Engine
+from trainctl.train.gradients import Gradients
 from trainctl.train.kernels import apply_kernels
 from trainctl.train.mesh import ProcessMesh, join_mesh
 from trainctl.train.model import TORCH_TYPES, skeleton
+from trainctl.train.patience import Patience
 from trainctl.train.pipeline import PipelineEngine, cut_to_stage
 from trainctl.train.precision import convert_to_fp8
 from trainctl.train.process import Process
@@ -31,6 +36,7 @@ from trainctl.train.recompute import wrap_blocks
 from trainctl.train.replay import Replay
 from trainctl.train.restore import newest_intact, weights_of
 from trainctl.train.shards import Pieces
+from trainctl.train.stability import Guard
 from trainctl.train.state import OptimizerState
 from trainctl.train.swap import with_own_swap_folder
 from trainctl.train.tensor_parallel import shard_model
@@ -44,8 +50,12 @@ class Session:
     """Everything that the training loop uses.
 
     Attributes:
+        patience: How long the held-out loss has not improved.
         shapes: Of every parameter, by canonical name.
         wrapped_blocks: Decoder blocks whose activations are recomputed.
+        gradients: Of each step, before its update.
+        guard: Judges each step before its update.
+        norms: Of the last updates, that adaptive clipping follows.
         replay: Steps that an earlier attempt has done already, to compare with.
         resumed_from: The checkpoint that this attempt goes on from, if any.
         passed_over: What is wrong with the newer ones.
@@ -62,6 +72,10 @@ class Session:
     training: TrainingData
     held_out: PackedDataset
     progress: Progress
+    patience: Patience
+    gradients: Gradients
+    guard: Guard
+    norms: NormHistory
     shapes: dict[str, list[int]]
     wrapped_blocks: int
     replay: Replay
@@ -72,6 +86,18 @@ class Session:
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
+    def restore(self, manifest: Mapping[str, Any], *, rewound: bool = False) -> None:
+        """Go on from what a checkpoint says of the run, besides weights, states and position.
+
+        Args:
+            manifest: The checkpoint's.
+            rewound: In the running process, by an intervention.
+        """
+        training = self.plan.config.training
+        self.patience = Patience(training.stop_patience, manifest.get("patience"))
+        self.guard.restore(manifest.get("stability", {}), rewound=rewound)
+        self.norms.restore(manifest.get("norms", []))
+
 
 def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     """Build this rank's model, engine and data, at the newest checkpoint if the run has one."""
@@ -80,6 +106,8 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     deepspeed.utils.logger.setLevel(logging.getLevelName(config.logging.deepspeed_level.upper()))
     corpus = Corpus.load(run.corpus)
     checkpoint = _newest(run, process, corpus)
+    if checkpoint is not None:
+        check_multipliers(config.model, checkpoint.path.name, checkpoint.manifest)
     progress = checkpoint.progress if checkpoint else Progress()
     mesh = join_mesh(plan.mesh, process.rank, process.timeout)
     model = skeleton(config.model, TORCH_TYPES[formats(config.precision).weights])
@@ -103,7 +131,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         engine.resume_at(progress.step)
         if engine.loss_scale is not None:
             engine.loss_scale.restore(checkpoint.manifest.get("loss_scale", {}))
-    return Session(
+    session = Session(
         plan=plan,
         run=run,
         process=process,
@@ -115,12 +143,19 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         training=_training_data(plan, mesh, corpus),
         held_out=_dataset(plan, corpus, held_out=True),
         progress=progress,
+        patience=Patience(config.training.stop_patience),
+        gradients=Gradients(engine, state, process, config),
+        guard=Guard(config.stability, norm_may_overflow=engine.loss_scale is not None),
+        norms=NormHistory(config.gradients),
         shapes=shapes,
         wrapped_blocks=wrapped,
         replay=Replay.of(run, plan, process, progress.step),
         resumed_from=checkpoint.path if checkpoint else None,
         passed_over=checkpoint.passed_over if checkpoint else (),
     )
+    if checkpoint is not None:
+        session.restore(checkpoint.manifest)
+    return session
 
 
 def place(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:
@@ -164,10 +199,11 @@ def _initial_weights(plan: RunPlan, process: Process) -> WeightSource:
     if model.initial_weights is not None:
         folder = Path(model.initial_weights).expanduser()
         checkpoint = weights_of(folder, process)
-        return CheckpointWeights(checkpoint) if checkpoint else SafetensorsWeights(folder)
-    residual = 1 / math.sqrt(2 * model.num_layers) if model.family is ModelFamily.gpt2 else 1.0
-    seed = plan.config.training.seed
-    return SeedWeights(seed, std=model.initializer_range, residual_scale=residual)
+        if checkpoint is None:
+            return SafetensorsWeights(folder)
+        check_multipliers(model, str(checkpoint.path), checkpoint.manifest)
+        return CheckpointWeights(checkpoint)
+    return SeedWeights.of(model, plan.config.training.seed)
 
 
 def _dataset(plan: RunPlan, corpus: Corpus, *, held_out: bool) -> PackedDataset:
@@ -185,7 +221,6 @@ def _training_data(plan: RunPlan, mesh: ProcessMesh, corpus: Corpus) -> Training
         seed=plan.config.training.seed,
         shuffle=plan.config.data.shuffle,
         micro_batch_size=plan.batch.micro_batch_size,
-        gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
         data_rank=mesh.data.index,
         data_size=mesh.data.size,
     )

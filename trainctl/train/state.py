@@ -13,17 +13,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
 from trainctl.errors import TrainctlError
+from trainctl.plan.optimizers import state_names
 from trainctl.train.build import partition_range
 from trainctl.train.engine import Engine
+from trainctl.train.optimizers.partitioned import Part, PartitionedOptimizer, Side
 from trainctl.train.shards import Piece, Shard
 
 MASTER = "master"
 """Name of the master weights among the states."""
+CODES = ".codes"
+"""End of the names of states that are bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,8 @@ class OptimizerState:
                 for index, (p, _) in enumerate(pairs)
             ]
         self.is_swapped = any(self._is_on_nvme(index) for index in range(len(self.tensors)))
+        if isinstance(self.optimizer, PartitionedOptimizer):
+            self.optimizer.bind(self._parts(), engine.mesh.replicas if engine.stage > 0 else None)
 
     def settle(self) -> None:
         """Bring the master weights up to date, before they are saved."""
@@ -121,18 +129,30 @@ class OptimizerState:
             copy[fragment.offset : end] = fragment.of(tensor).reshape(-1)
         return copy
 
-    def state_names(self) -> list[str]:
-        """Names of the optimizer's tensor states, such as exp_avg; empty before the first step."""
+    def state_names(self, index: int) -> list[str]:
+        """Names of the states of one of the tensors that are as large as it, such as exp_avg.
+
+        They are the same whoever makes the update. Empty before the first step.
+        """
         if self._is_elsewhere:
             raise TrainctlError(
                 "with offload.super_offload the moments are in a process that gives them to "
                 "nobody: no checkpoint can be saved",
                 hint="offload.super_offload=false",
             )
-        for index, tensor in enumerate(self.tensors):
-            states = self._updater(index).state.get(tensor, {})
-            return [name for name, value in states.items() if _is_elementwise(value, tensor)]
-        return []
+        states = self._updater(index).state.get(self.tensors[index], {})
+        return [name for name in self.wanted_names(index) if name in states]
+
+    def wanted_names(self, index: int) -> tuple[str, ...]:
+        """Those that it has once there was a step."""
+        uses_muon = bool(self._group(index).get("uses_muon", False))
+        return state_names(self._engine.config, uses_muon=uses_muon)
+
+    def sides(self, fragment: Fragment) -> dict[str, Side]:
+        """States of a fragment that are not as large as it; writing to them changes them."""
+        if not isinstance(self.optimizer, PartitionedOptimizer):
+            return {}
+        return self.optimizer.sides(self.tensors[fragment.tensor], fragment.name)
 
     def scalars(self) -> dict[str, float]:
         """States that are one number for the whole optimizer, such as its step count."""
@@ -176,15 +196,24 @@ class OptimizerState:
         value = master if state == MASTER else self._updater(index).state[master][state]
         return value.detach().view(-1)
 
-    def create(self, index: int, names: list[str], scalars: dict[str, float]) -> None:
+    def create(self, index: int, scalars: dict[str, float]) -> None:
         """Make the states that the optimizer would make at its first step, to be loaded into."""
         tensor, updater = self.tensors[index], self._updater(index)
         kept_in = tensor.dtype
         if isinstance(updater, DeepSpeedCPUAdam) and updater.fp32_optimizer_states:
             kept_in = torch.float32  # also under bf16 master weights
+        kinds = {
+            name: torch.uint8 if name.endswith(CODES) else kept_in
+            for name in self.wanted_names(index)
+        }
+        held = updater.state.get(tensor)
+        if held and kinds.keys() <= held.keys():
+            # In a running engine: DeepSpeed's swapper goes on with the tensors that it knows.
+            held.update((name, _scalar(updater, value)) for name, value in scalars.items())
+            return
         updater.state[tensor] = {
             **{name: _scalar(updater, value) for name, value in scalars.items()},
-            **{name: torch.zeros_like(tensor, dtype=kept_in).detach() for name in names},
+            **{name: torch.zeros_like(tensor, dtype=kind).detach() for name, kind in kinds.items()},
         }
 
     def catch_up(self, scalars: dict[str, float]) -> None:
@@ -207,6 +236,37 @@ class OptimizerState:
                     group["bias_correction"],
                     *(one, one, one, one),
                 )
+
+    def _parts(self) -> dict[torch.Tensor, list[Part]]:
+        """What each of the tensors has of which parameter, on all replicas."""
+        shapes = {piece.name: piece.shape for piece in self._engine.pieces.values()}
+        mine = [(f.tensor, f.name, f.start, f.start + f.numel) for f in self.fragments]
+        offsets = {(f.tensor, f.name): f.offset for f in self.fragments}
+        replicas, place = [mine], 0
+        if self._engine.stage > 0:
+            axis = self._engine.mesh.replicas
+            replicas, place = [[] for _ in axis.ranks], axis.index
+            dist.all_gather_object(replicas, mine, group=axis.group)
+        ranges: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        for replica, listed in enumerate(replicas):
+            for tensor, name, start, end in listed:
+                places = ranges.setdefault((tensor, name), [(0, 0)] * len(replicas))
+                places[replica] = (start, end)
+        parts: dict[torch.Tensor, list[Part]] = {tensor: [] for tensor in self.tensors}
+        for (index, name), places in ranges.items():
+            part = Part(name, shapes[name], tuple(places), place, offsets.get((index, name), 0))
+            parts[self.tensors[index]].append(part)
+        return parts
+
+    def _group(self, index: int) -> dict[str, Any]:
+        """The parameter group of one of the tensors."""
+        wrapper, groups = self._engine.deepspeed.optimizer, self.optimizer.param_groups
+        if self._engine.stage == 3:
+            found: dict[str, Any] = groups[wrapper.sub_group_to_group_id[index]]
+            return found
+        if self._engine.stage > 0:
+            return groups[index]
+        return [group for group in groups for _ in group["params"]][index]
 
     def _updater(self, index: int) -> torch.optim.Optimizer:
         """The optimizer of one of the tensors: another on the device if only a part is offloaded.
@@ -238,8 +298,8 @@ def _fragment(
 
 
 def _scalar(optimizer: torch.optim.Optimizer, value: float) -> torch.Tensor | int:
-    # CPUAdam counts steps in an int; torch in a tensor on the CPU.
-    if isinstance(optimizer, DeepSpeedCPUAdam):
+    # DeepSpeed's count steps in an int; torch in a tensor on the CPU.
+    if isinstance(optimizer, (DeepSpeedCPUAdam, DeepSpeedCPULion)):
         return int(value)
     return torch.tensor(value, dtype=torch.float32)
 

@@ -121,8 +121,10 @@ def sum_partial_gradients(pieces: Pieces, axis: Axis) -> None:
 
 def vocabulary_parallel_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, axis: Axis, *, ignored: int
-) -> torch.Tensor:
-    """Summed cross entropy in nats of logits that are split over the vocabulary; fp32 scalar.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed cross entropy in nats of logits that are split over the vocabulary.
+
+    Beside it the summed squares of the softmax's log-normalisers; both fp32 scalars.
 
     Args:
         logits: (samples, length, vocabulary / tensor size) of this rank's tokens.
@@ -130,7 +132,10 @@ def vocabulary_parallel_cross_entropy(
         axis: The tensor axis.
         ignored: Label of a position that does not count.
     """
-    return _CrossEntropy.apply(logits.float(), labels, axis, ignored)
+    found: tuple[torch.Tensor, torch.Tensor] = _CrossEntropy.apply(
+        logits.float(), labels, axis, ignored
+    )
+    return found
 
 
 def gather_vocabulary(logits: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -226,12 +231,15 @@ def _leave(partial: torch.Tensor, axis: Axis, sequence_sharded: bool) -> torch.T
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy whose softmax runs over the ranks; its gradient is softmax minus one-hot."""
+    """Cross entropy whose softmax runs over the ranks, and its squared log-normalisers.
+
+    The gradients are softmax minus one-hot, and softmax times twice the log-normaliser.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, axis: Axis, ignored: int
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         size = logits.shape[-1]
         largest = logits.max(dim=-1).values
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
@@ -241,14 +249,18 @@ class _CrossEntropy(torch.autograd.Function):
         other = (local < 0) | (local >= size)
         local = local.masked_fill(other, 0)[..., None]
         target = logits.gather(-1, local).squeeze(-1).masked_fill(other, 0.0)
-        losses = total.log() + largest - sum_over(target, axis)
+        normalisers = total.log() + largest
+        losses = normalisers - sum_over(target, axis)
         counts = labels != ignored
-        ctx.save_for_backward(exponentials.div_(total[..., None]), local, other, counts)
-        return losses.masked_fill(~counts, 0.0).sum()
+        normalisers = normalisers.masked_fill(~counts, 0.0)
+        probabilities = exponentials.div_(total[..., None])
+        ctx.save_for_backward(probabilities, local, other, counts, normalisers)
+        return losses.masked_fill(~counts, 0.0).sum(), normalisers.square().sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        probabilities, local, other, counts = ctx.saved_tensors
-        one = torch.where(other, 0.0, -1.0)[..., None].to(probabilities.dtype)
-        result = probabilities.scatter_add(-1, local, one)
-        return result.mul_((counts * gradient)[..., None]), None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor, of_squares: torch.Tensor) -> Any:  # type: ignore[override]
+        probabilities, local, other, counts, normalisers = ctx.saved_tensors
+        of_losses = counts * gradient
+        result = probabilities * (of_losses + 2 * normalisers * of_squares)[..., None]
+        result.scatter_add_(-1, local, -of_losses.masked_fill(other, 0.0)[..., None])
+        return result, None, None, None

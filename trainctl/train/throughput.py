@@ -27,23 +27,24 @@ class Throughput:
     """
 
     def __init__(self, plan: RunPlan) -> None:
-        self._tokens = plan.batch.tokens_per_step
-        self._flops = self._tokens * flops_per_token(plan.config.model, plan.batch.sequence_length)
+        self._flops_per_token = flops_per_token(plan.config.model, plan.batch.sequence_length)
         self._devices = plan.mesh.world_size
         compute = plan.config.precision.compute
         # With TF32 switched on from outside, the products are not of the format that was planned.
         is_tf32 = compute is DataType.fp32 and torch.backends.cuda.matmul.allow_tf32
         self._peak = None if is_tf32 else plan.hardware.peak_tflops(compute)
 
-    def of_step(self, seconds: float) -> dict[str, float | None]:
+    def of_step(self, seconds: float, tokens: int) -> dict[str, float | None]:
         """`tokens_per_second` of all devices, and `mfu`, the model FLOPs utilisation (or None).
 
         Args:
             seconds: Of an optimizer step.
+            tokens: In its global batch.
         """
+        flops = tokens * self._flops_per_token
         return {
-            "tokens_per_second": self._tokens / seconds,
-            "mfu": utilisation(self._flops, seconds, devices=self._devices, peak_tflops=self._peak),
+            "tokens_per_second": tokens / seconds,
+            "mfu": utilisation(flops, seconds, devices=self._devices, peak_tflops=self._peak),
         }
 
 

@@ -6,8 +6,9 @@ import math
 import time
 from dataclasses import asdict
 
-from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.schedule import learning_rate_factor
+from trainctl.errors import TrainctlError
+from trainctl.plan.mup import multipliers
+from trainctl.plan.schedule import Curve
 from trainctl.runs import checkpoints
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.records import EventWriter
@@ -15,7 +16,8 @@ from trainctl.runs.requests import Request, pending_requests, withdraw_request
 from trainctl.train.evaluation import evaluate, inference, sample_text
 from trainctl.train.profiler import Profiler
 from trainctl.train.saver import Saver
-from trainctl.train.session import Session, seed_step
+from trainctl.train.session import Session
+from trainctl.train.step import Step, Stepper
 from trainctl.train.stragglers import Stragglers
 from trainctl.train.throughput import Throughput, memory_record, peak_bytes
 
@@ -47,6 +49,10 @@ class Trainer:
         self._times = session.engine.times
         self._throughput = Throughput(session.plan)
         self._stragglers = Stragglers(session.plan, session.process)
+        self._curve = Curve.of(session.plan)
+        self._attempt = attempt
+        saves = session.plan.config.checkpoint.saves_something
+        self._stable_end = self._curve.stable_end if saves else None
         self._recorded_at = time.monotonic()
         self._profiler = Profiler(
             session.plan.config.logging,
@@ -59,6 +65,7 @@ class Trainer:
         self._saver = Saver(
             session.run, session.process, session.state, session.plan.config.checkpoint
         )
+        self._stepper = Stepper(session, self._record, self._before_rewind)
         self._best = self._best_so_far()
 
     def train(self) -> None:
@@ -77,7 +84,7 @@ class Trainer:
             try:
                 with self._profiler.step(progress.step + 1):
                     started = time.monotonic()
-                    loss, grad_norm, factor = self._step()
+                    step = self._stepper.make()
                     seconds = time.monotonic() - started
             except TrainctlError:
                 # All ranks stop here together, so what is being written can be completed.
@@ -89,15 +96,17 @@ class Trainer:
             self._record(
                 "step",
                 step=progress.step,
-                loss=loss,
-                learning_rate=plan.config.optimizer.lr * factor,
-                grad_norm=grad_norm,
-                **self._precision_record(),
+                loss=step.loss,
+                learning_rate=plan.config.optimizer.lr * step.factor,
+                learning_rates=session.engine.learning_rates(),
+                grad_norm=step.grad_norm,
+                **step.extras(),
+                **self._precision_record(step),
                 tokens=progress.tokens,
-                **self._throughput.of_step(seconds),
+                **self._throughput.of_step(seconds, step.batch.tokens_per_step),
                 seconds=parts,
                 peak_bytes=peak_bytes(session.process.device),
-                samples=[progress.samples - plan.batch.global_batch_size, progress.samples],
+                samples=[step.first_sample, progress.samples],
             )
             self._record_profile()
             self._metrics = {}
@@ -112,50 +121,17 @@ class Trainer:
                 self._save()
         self._beat(Phase.end)
         self._record_memory(at_end=True)
-        done = progress.step >= plan.stop_step
+        no_improvement = session.patience.is_exhausted
+        done = progress.step >= plan.stop_step or no_improvement
         if done:
             self._sample()
         self._finish_saving()
         complete = progress.step >= plan.total_steps
         reason = "complete" if complete else "stop_after_steps" if done else "stop_requested"
-        self._record("end", step=progress.step, reason=reason)
-
-    def _step(self) -> tuple[float, float | None, float]:
-        """One optimizer step: the loss, the gradient norm, and the learning rate's factor."""
-        session = self._session
-        plan, progress = session.plan, session.progress
-        seed_step(plan.config.training.seed, progress.step, session.mesh.replicas.index)
-        with self._times.host_part("data"):
-            batches = session.training.step(progress.samples)
-        factor = learning_rate_factor(
-            plan.config.schedule,
-            progress.step,
-            total_steps=plan.total_steps,
-            warmup_steps=plan.warmup_steps,
-        )
-        session.engine.set_learning_rate(factor)
-        loss, _ = session.engine.accumulate(batches)
-        if not math.isfinite(loss):  # summed over the ranks: all of them see it, before the update
-            first, end = progress.samples, progress.samples + plan.batch.global_batch_size
-            raise TrainctlError(
-                f"the loss of step {progress.step + 1} is {loss} (samples {first} to {end})",
-                hint="the weights were not updated; resume goes on from the last checkpoint",
-                exit_code=ExitCode.training_failed,
-            )
-        expected = session.replay.check(progress.step + 1, loss)
-        if expected is not None:
-            self._record(
-                "replay",
-                step=progress.step + 1,
-                loss=loss,
-                expected=expected.loss,
-                expected_attempt=expected.attempt,
-            )
-        grad_norm = session.engine.update()
-        progress.step += 1
-        progress.samples += plan.batch.global_batch_size
-        progress.tokens += plan.batch.tokens_per_step
-        return loss, grad_norm, factor
+        if no_improvement and not complete:
+            reason = "no_improvement"
+        why = session.patience.state() if no_improvement else {}
+        self._record("end", step=progress.step, reason=reason, **why)
 
     def _evaluate(self) -> None:
         session = self._session
@@ -173,6 +149,7 @@ class Trainer:
         self._beat(Phase.step)
         if loss is not None:
             self._metrics = {"loss": loss}
+            session.patience.see(loss, session.progress.step)
             self._record(
                 "evaluation",
                 step=session.progress.step,
@@ -189,16 +166,19 @@ class Trainer:
         config, step = session.plan.config.checkpoint, session.progress.step
         minutes = (time.monotonic() - self._saved_at) / 60
         asked = pending_requests(session.run) if session.process.is_first else set()
+        no_improvement = session.patience.is_exhausted
         due = (
             bool(asked)
-            or (last and config.at_end)
+            or ((last or no_improvement) and config.at_end)
+            or step == self._stable_end
             or (config.every_steps is not None and step % config.every_steps == 0)
             or (config.every_minutes is not None and minutes >= config.every_minutes)
             or self._metrics.get(config.best_of or "", math.inf) < self._best
         )
+        ends = Request.stop in asked or no_improvement
         save, stop, failed, *window = session.process.sum(
             float(due),
-            float(Request.stop in asked),
+            float(ends),
             float(self._saver.has_failed),
             *self._stragglers.window(),
         )
@@ -220,6 +200,9 @@ class Trainer:
             self._saver.save(
                 {
                     "step": progress.step,
+                    "attempt": self._attempt,
+                    "kept_for": "stable_phase" if progress.step == self._stable_end else "",
+                    "patience": session.patience.state(),
                     "samples": progress.samples,
                     "tokens": progress.tokens,
                     "metrics": self._metrics,
@@ -228,8 +211,11 @@ class Trainer:
                         **asdict(session.plan.mesh),
                     },
                     "loss_scale": scale.state() if scale is not None else {},
+                    "stability": session.guard.state(),
+                    "norms": session.norms.state(),
                     "corpus_digest": session.corpus.digest,
                     "shapes": session.shapes,
+                    "multipliers": multipliers(config.model),
                 }
             )
         self._saved_at = time.monotonic()
@@ -241,6 +227,11 @@ class Trainer:
         """Wait until what is being written is committed."""
         self._saver.wait()
         self._record_saved()
+
+    def _before_rewind(self) -> None:
+        """What is read next may be long in coming, and may be what is still being written."""
+        self._beat(Phase.save)
+        self._finish_saving()
 
     def _record_saved(self) -> None:
         """A record of each checkpoint committed since the last call."""
@@ -292,10 +283,11 @@ class Trainer:
             passed_over=session.passed_over,
         )
 
-    def _precision_record(self) -> dict[str, object]:
+    def _precision_record(self, step: Step) -> dict[str, object]:
         """Of the last update: whether it was skipped, and the next step's fp16 loss scale."""
         engine = self._session.engine
-        found: dict[str, object] = {"skipped": True} if engine.was_skipped else {}
+        skipped = engine.was_skipped or step.intervention is not None
+        found: dict[str, object] = {"skipped": True} if skipped else {}
         if engine.loss_scale is not None:
             found["loss_scale"] = engine.loss_scale.value
         return found

@@ -10,13 +10,16 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from safetensors import safe_open
 
+from trainctl.config.schema import ModelConfig, ModelFamily
 from trainctl.errors import TrainctlError
+from trainctl.plan import mup
 
 CHUNK = 1 << 16
 """Elements drawn from one generator; part of what a seed means, so never change it."""
@@ -36,10 +39,35 @@ class SeedWeights:
     Projections back into the residual stream of gpt2 are scaled by 1 / sqrt(2 num_layers) (GPT-2
     report, section 2.3), as transformers initialises them. The normals are drawn in chunks, each
     from its own generator, so that any range costs its own length only.
+
+    Args:
+        seed: Of the run.
+        std: Of matrices and embeddings.
+        residual_scale: Of gpt2's projections into the residual stream, besides.
+        factor: Of a tensor's deviation, besides, by its name and shape.
     """
 
-    def __init__(self, seed: int, *, std: float, residual_scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        std: float,
+        residual_scale: float = 1.0,
+        factor: Callable[[str, torch.Size], float] = lambda name, shape: 1.0,
+    ) -> None:
         self._seed, self._std, self._residual_scale = seed, std, residual_scale
+        self._factor = factor
+
+    @classmethod
+    def of(cls, model: ModelConfig, seed: int) -> SeedWeights:
+        """Those that a model starts from."""
+        residual = 1 / math.sqrt(2 * model.num_layers) if model.family is ModelFamily.gpt2 else 1.0
+        return cls(
+            seed,
+            std=model.initializer_range,
+            residual_scale=residual,
+            factor=lambda name, shape: mup.initial_factor(model, mup.kind_of(name, shape)),
+        )
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
         if name.endswith(".bias"):
@@ -47,6 +75,7 @@ class SeedWeights:
         if len(shape) < 2:
             return torch.ones(end - start)
         std = self._std * (self._residual_scale if _is_gpt2_residual(name) else 1.0)
+        std *= self._factor(name, shape)
         values, chunk = torch.empty(end - start), torch.empty(CHUNK)
         for index in range(start // CHUNK, math.ceil(end / CHUNK)):
             digest = hashlib.sha256(f"{self._seed}/{name}/{index}".encode()).digest()

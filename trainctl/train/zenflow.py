@@ -53,27 +53,29 @@ class ZenFlowEngine(Engine):
             on_device["weight_decay"] = group["weight_decay"]
         self._steps_since_update = 0
         self._was_skipped = False
+        self._norm: float | None = None
 
     def set_learning_rate(self, factor: float) -> None:
         super().set_learning_rate(factor)
         self._zenflow._sync_selective_optimizer_lr()
 
-    def update(self) -> float | None:
-        """Update in host memory, if it is time for that; the columns on the device have been.
-
-        Returns:
-            The norm of the mean gradient of the steps that this update is for; none between
-            updates, when nobody computes it.
-        """
+    def update(self, *, norm: float | None, clip_at: float | None) -> None:
+        """Update in host memory, if it is time for that; the columns on the device have been."""
+        assert norm is None and clip_at is None
         self._steps_since_update += 1
         is_time = self.deepspeed.is_gradient_accumulation_boundary()
         with self.times.part("optimizer"):
             self._step()
         self._was_skipped = is_time and not self.deepspeed.was_step_applied()
-        if not is_time:
-            return None
-        steps, self._steps_since_update = self._steps_since_update, 0
-        return float(self.deepspeed.get_global_grad_norm()) / steps
+        self._norm = None
+        if is_time:
+            self._norm = float(self.deepspeed.get_global_grad_norm()) / self._steps_since_update
+            self._steps_since_update = 0
+
+    @property
+    def norm_of_update(self) -> float | None:
+        """Of the mean gradient of the steps that the update in host memory was for, if one was."""
+        return self._norm
 
     @property
     def was_skipped(self) -> bool:

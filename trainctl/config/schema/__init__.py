@@ -43,12 +43,16 @@ from trainctl.config.schema.model import (
     ModelFamily,
 )
 from trainctl.config.schema.optimization import (
+    AdaptiveClipping,
     DecayShape,
+    GradientsConfig,
+    GroupOverride,
     OnBadLoss,
     OptimizerConfig,
     OptimizerKind,
     ScheduleConfig,
     ScheduleKind,
+    ScheduleUnit,
     StabilityConfig,
 )
 from trainctl.config.schema.option import option, section
@@ -66,6 +70,7 @@ __all__ = [
     "GROUPS",
     "Accelerator",
     "ActivationCheckpointingConfig",
+    "AdaptiveClipping",
     "AttentionKind",
     "CheckpointConfig",
     "CheckpointingMode",
@@ -76,6 +81,8 @@ __all__ = [
     "DataKind",
     "DataType",
     "DecayShape",
+    "GradientsConfig",
+    "GroupOverride",
     "HardwareConfig",
     "KernelsConfig",
     "KubernetesApi",
@@ -96,6 +103,7 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "ScheduleKind",
+    "ScheduleUnit",
     "StabilityConfig",
     "TokenizerConfig",
     "TokenizerKind",
@@ -112,6 +120,7 @@ class RunConfig:
     model: ModelConfig = section(ModelConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
+    gradients: GradientsConfig = section(GradientsConfig)
     zero_stage: ZeroStageConfig = section(ZeroStageConfig)
     offload: OffloadConfig = section(OffloadConfig)
     precision: PrecisionConfig = section(PrecisionConfig)

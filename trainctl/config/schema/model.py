@@ -67,7 +67,17 @@ class ModelConfig:
         None, "Attention window of mistral; none attends to everything.", unit="tokens", minimum=1
     )
     attention: AttentionKind = option(AttentionKind.sdpa, "Attention kernel.")
-    mup: bool = option(False, "Maximal-update parametrisation (arXiv:2203.03466).")
+    mup: bool = option(
+        False,
+        "Maximal-update parametrisation (arXiv:2203.03466): the best learning rate stays that of "
+        "mup_base_width.",
+    )
+    mup_base_width: int | None = option(
+        None, "hidden_size of the model that the learning rate was tuned on.", minimum=1
+    )
+    mup_base_head_dim: int | None = option(
+        None, "Its head_dim; none means the same as this model's.", minimum=1
+    )
     trust_remote_code: bool = option(False, "Let transformers run Python code found in model.path.")
     factory: str | None = option(
         None, "Your own function that makes the model, as module:function; the shape describes it."

@@ -101,6 +101,11 @@ class TrainingConfig:
     gradient_accumulation_steps: int | None = option(
         None, "Forward and backward passes in an optimizer step.", minimum=1
     )
+    batch_ramp: list[dict[str, int]] = option(
+        [],
+        "Smaller batches at the start: a list of {until_steps or until_tokens, "
+        "global_batch_size}, each up to that point of the run; global_batch_size after the last.",
+    )
     evaluate_every_steps: int | None = option(
         None,
         "Held-out loss at this interval and at the end; none only at the end.",
@@ -109,6 +114,12 @@ class TrainingConfig:
     )
     evaluation_samples: int = option(
         64, "Held-out sequences in an evaluation; 0 switches it off.", unit="sequences", minimum=0
+    )
+    stop_patience: int | None = option(
+        None,
+        "End the run after so many evaluations in a row without a lower held-out loss.",
+        unit="evaluations",
+        minimum=1,
     )
     sample_tokens: int = option(
         0, "Length of a text sampled from the model at the end.", unit="tokens", minimum=0
@@ -140,6 +151,11 @@ class CheckpointConfig:
     compare_replay: bool = option(
         True, "After a resume, stop if a step that is done again has another loss than before."
     )
+
+    @property
+    def saves_something(self) -> bool:
+        """Whether a run that is left alone is ever saved."""
+        return self.every_steps is not None or self.every_minutes is not None or self.at_end
 
 
 @dataclass

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from trainctl.config.schema import ScheduleKind
+from trainctl.config.schema import ScheduleKind, ScheduleUnit
 from trainctl.errors import Finding
+from trainctl.plan.derive import derive_ramp, is_ramp_entry
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples, warning
+from trainctl.plan.schedule import decay_length, warmup_length
 
 
 def batch_is_possible(draft: Draft) -> Iterator[Finding]:
@@ -75,25 +78,94 @@ def stop_is_inside_the_run(draft: Draft) -> Iterator[Finding]:
 
 def warmup_fits_the_run(draft: Draft) -> Iterator[Finding]:
     """The warmup ends within the run, unless it is a short trial of a longer one."""
-    warmup, total = draft.config.schedule.warmup_steps, draft.total_steps
-    if warmup is not None and total and warmup > total:
+    schedule, total = draft.config.schedule, draft.total_steps
+    if not total or draft.batches is None:
+        return
+    warmup, _ = warmup_length(schedule, total, draft.batches)
+    if warmup > total:
+        name = "warmup_steps" if schedule.warmup_steps is not None else "warmup_tokens"
+        most = total if name == "warmup_steps" else draft.batches.tokens_before(total)
         yield warning(
-            "schedule.warmup_steps",
-            f"schedule.warmup_steps={warmup} is longer than the run of {total} steps: "
+            f"schedule.{name}",
+            f"schedule.{name}={getattr(schedule, name)} is longer than the run of {total} steps: "
             "the learning rate never reaches its peak",
-            f"schedule.warmup_steps={total} at most, or leave it out: warmup_fraction applies",
+            f"schedule.{name}={most} at most, or leave it out: warmup_fraction applies",
         )
+
+
+def decay_fits_the_run(draft: Draft) -> Iterator[Finding]:
+    """The decay of wsd, when its length is given, lies behind the warmup."""
+    schedule, total = draft.config.schedule, draft.total_steps
+    if schedule.kind is not ScheduleKind.wsd or not total or draft.batches is None:
+        return
+    warmup, _ = warmup_length(schedule, total, draft.batches)
+    decay, _ = decay_length(schedule, total, draft.batches)
+    name = "decay_steps" if schedule.decay_steps is not None else "decay_tokens"
+    if warmup < total < warmup + 1 + decay and getattr(schedule, name) is not None:
+        yield warning(
+            f"schedule.{name}",
+            f"schedule.{name}={getattr(schedule, name)} ({decay} steps) is more than the run of "
+            f"{total} steps has left after {warmup} of warmup: the decay is shorter",
+            "leave it out: decay_fraction applies",
+        )
+
+
+def ramp_is_possible(draft: Draft) -> Iterator[Finding]:
+    """Each batch of the ramp is made of whole micro-batches, larger than the last, and trained."""
+    training, batch, key = draft.config.training, draft.batch, "training.batch_ramp"
+    if not training.batch_ramp or batch is None:
+        return
+    each = batch.global_batch_size // batch.gradient_accumulation_steps
+    for index, entry in enumerate(training.batch_ramp):
+        name, size = f"{key}[{index}]", entry.get("global_batch_size", 0)
+        following = [*training.batch_ramp[index + 1 :], {}][0].get("global_batch_size")
+        following = batch.global_batch_size if following is None else following
+        up_to_here = replace(training, batch_ramp=training.batch_ramp[: index + 1])
+        if not is_ramp_entry(entry):
+            yield error(
+                key,
+                f"{name} has the keys {', '.join(entry) or '(none)'}",
+                "each entry is {until_steps: N, global_batch_size: B}, or has until_tokens",
+            )
+        elif size <= 0 or size % each:
+            product = f"micro {batch.micro_batch_size} x data {each // batch.micro_batch_size}"
+            yield error(
+                key,
+                f"{name}: global_batch_size={size} is not a multiple of {product} = {each}",
+                f"nearest legal: {choices(nearest_multiples(max(size, 1), each))}, "
+                "or a smaller training.micro_batch_size",
+            )
+        elif size >= following:
+            yield error(
+                key,
+                f"{name}: global_batch_size={size} is not smaller than the next, {following}",
+                "a ramp grows up to training.global_batch_size",
+            )
+        elif derive_ramp(up_to_here, batch)[0] is None:
+            yield error(
+                key,
+                f"{name} ends where the one before it does, or earlier",
+                "each until_steps or until_tokens is a point of the run, and larger than the last",
+            )
+        else:
+            continue
+        return  # what follows depends on it
 
 
 def schedule_is_defined(draft: Draft) -> Iterator[Finding]:
     """What a schedule cannot do without."""
-    schedule = draft.config.schedule
-    if schedule.kind in (ScheduleKind.step, ScheduleKind.cyclic) and schedule.step_every is None:
-        total = draft.total_steps or 1000
+    schedule, total = draft.config.schedule, draft.total_steps or 1000
+    unit = draft.batch.tokens_per_step if draft.batch is not None else 1
+    name, third = "step_every", max(1, total // 3)
+    if schedule.unit is ScheduleUnit.tokens:
+        name, third = "step_every_tokens", third * unit
+    periodic = schedule.kind in (ScheduleKind.step, ScheduleKind.cyclic)
+    if periodic and getattr(schedule, name) is None:
         yield error(
-            "schedule.step_every",
-            f"schedule.kind={schedule.kind.value} needs schedule.step_every",
-            choices([max(1, total // 3)], "schedule.step_every"),
+            f"schedule.{name}",
+            f"schedule.kind={schedule.kind.value} needs schedule.{name}"
+            + (" with schedule.unit=tokens" if schedule.unit is ScheduleUnit.tokens else ""),
+            choices([third], f"schedule.{name}"),
         )
     if schedule.kind is ScheduleKind.exponential and schedule.floor_ratio == 0:
         yield error(

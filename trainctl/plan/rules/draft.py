@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding, Severity
 from trainctl.hardware import Hardware
+from trainctl.plan.batches import Batch, Batches
 from trainctl.plan.nearest import nearest_divisors as nearest_divisors
 from trainctl.plan.nearest import nearest_multiples as nearest_multiples
-from trainctl.plan.types import Batch, Mesh
+from trainctl.plan.types import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class Draft:
     hardware: Hardware
     mesh: Mesh | None
     batch: Batch | None
+    batches: Batches | None
     total_steps: int | None
 
 

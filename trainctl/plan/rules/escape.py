@@ -80,7 +80,7 @@ def _known_settings(draft: Draft) -> list[Derived]:
         gradient_accumulation_steps=1,
         sequence_length=length,
     )
-    settings = derived_settings(draft.config, mesh, batch)
+    settings = derived_settings(draft.config, draft.hardware, mesh, batch)
     unknown = () if draft.batch is not None else BATCH_KEYS
     return [setting for setting in settings if setting.key not in unknown]
 

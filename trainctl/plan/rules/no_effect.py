@@ -8,6 +8,7 @@ from typing import Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.schema import (
+    AdaptiveClipping,
     CheckpointingMode,
     CrossEntropyKind,
     DataKind,
@@ -19,6 +20,7 @@ from trainctl.config.schema import (
     OptimizerKind,
     RunConfig,
     ScheduleKind,
+    ScheduleUnit,
     TokenizerKind,
     walk,
 )
@@ -26,6 +28,12 @@ from trainctl.errors import Finding
 from trainctl.plan.rules.draft import Draft, warning
 
 Condition = Callable[[RunConfig], bool]
+
+
+def _looks_for_spikes(config: RunConfig) -> bool:
+    stability = config.stability
+    return stability.spike_factor is not None or stability.norm_spike_factor is not None
+
 
 _PERIODIC = (ScheduleKind.step, ScheduleKind.cyclic)
 
@@ -46,9 +54,14 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "another family than gpt2",
     ),
     (
+        ("model.mup_base_width", "model.mup_base_head_dim"),
+        lambda c: c.model.mup,
+        "model.mup=true",
+    ),
+    (
         ("optimizer.beta1", "optimizer.beta2"),
-        lambda c: c.optimizer.kind is not OptimizerKind.sgd,
-        "another optimizer than sgd",
+        lambda c: c.optimizer.kind not in (OptimizerKind.sgd, OptimizerKind.adafactor),
+        "another optimizer than sgd and adafactor",
     ),
     (
         ("optimizer.epsilon",),
@@ -71,9 +84,24 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "optimizer.weight_decay above 0",
     ),
     (
-        ("schedule.warmup_fraction",),
+        ("schedule.unit",),
+        lambda c: bool(c.training.batch_ramp) or c.schedule.step_every_tokens is not None,
+        "training.batch_ramp, without which tokens are proportional to steps",
+    ),
+    (
+        ("schedule.warmup_tokens",),
         lambda c: c.schedule.warmup_steps is None,
-        "schedule.warmup_steps=null, which it replaces",
+        "schedule.warmup_steps=null, which replaces it",
+    ),
+    (
+        ("optimizer.groups", "optimizer.layer_lr_decay", "optimizer.fused"),
+        lambda c: c.trains_itself,
+        "trainctl's trainer: a program of your own makes its groups",
+    ),
+    (
+        ("schedule.warmup_fraction",),
+        lambda c: c.schedule.warmup_steps is None and c.schedule.warmup_tokens is None,
+        "schedule.warmup_steps=null and warmup_tokens=null, which replace it",
     ),
     (
         ("schedule.floor_ratio",),
@@ -81,9 +109,23 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "a schedule that decays",
     ),
     (
-        ("schedule.decay_fraction", "schedule.decay_shape"),
+        ("schedule.decay_steps", "schedule.decay_shape"),
         lambda c: c.schedule.kind is ScheduleKind.wsd,
         "schedule=wsd",
+    ),
+    (
+        ("schedule.decay_tokens",),
+        lambda c: c.schedule.kind is ScheduleKind.wsd and c.schedule.decay_steps is None,
+        "schedule=wsd and schedule.decay_steps=null, which replaces it",
+    ),
+    (
+        ("schedule.decay_fraction",),
+        lambda c: (
+            c.schedule.kind is ScheduleKind.wsd
+            and c.schedule.decay_steps is None
+            and c.schedule.decay_tokens is None
+        ),
+        "schedule=wsd, decay_steps=null and decay_tokens=null, which replace it",
     ),
     (
         ("schedule.power",),
@@ -92,8 +134,13 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
     ),
     (
         ("schedule.step_every",),
-        lambda c: c.schedule.kind in _PERIODIC,
-        "schedule=step or schedule=cyclic",
+        lambda c: c.schedule.kind in _PERIODIC and c.schedule.unit is ScheduleUnit.steps,
+        "schedule=step or schedule=cyclic, with schedule.unit=steps",
+    ),
+    (
+        ("schedule.step_every_tokens",),
+        lambda c: c.schedule.kind in _PERIODIC and c.schedule.unit is ScheduleUnit.tokens,
+        "schedule=step or schedule=cyclic, with schedule.unit=tokens",
     ),
     (
         ("schedule.step_factor",),
@@ -236,14 +283,49 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "training.evaluation_samples above 0",
     ),
     (
+        ("training.stop_patience",),
+        lambda c: c.training.evaluation_samples > 0 and c.training.evaluate_every_steps is not None,
+        "training.evaluate_every_steps, and training.evaluation_samples above 0",
+    ),
+    (
         ("logging.profile_ranks",),
         lambda c: bool(c.logging.profile_steps),
         "logging.profile_steps",
     ),
     (
         ("stability.max_interventions",),
-        lambda c: c.stability.on_bad_loss is not OnBadLoss.stop,
-        "stability.on_bad_loss other than stop",
+        lambda c: c.stability.on_bad_loss not in (OnBadLoss.stop, OnBadLoss.warn),
+        "stability.on_bad_loss=skip_step, skip_batch or rewind",
+    ),
+    (
+        ("stability.spike_window", "stability.spike_after_steps"),
+        lambda c: _looks_for_spikes(c),
+        "stability.spike_factor or stability.norm_spike_factor",
+    ),
+    (
+        ("stability.on_bad_loss",),
+        lambda c: c.stability.on_bad_loss is not OnBadLoss.warn or _looks_for_spikes(c),
+        "to find something to warn of: stability.spike_factor or stability.norm_spike_factor",
+    ),
+    (
+        ("gradients.adaptive_percentile",),
+        lambda c: c.gradients.adaptive_clipping is AdaptiveClipping.percentile,
+        "gradients.adaptive_clipping=percentile",
+    ),
+    (
+        ("gradients.adaptive_factor",),
+        lambda c: c.gradients.adaptive_clipping is AdaptiveClipping.mean,
+        "gradients.adaptive_clipping=mean",
+    ),
+    (
+        ("gradients.adaptive_window",),
+        lambda c: c.gradients.adaptive_clipping is not AdaptiveClipping.none,
+        "gradients.adaptive_clipping=percentile or mean",
+    ),
+    (
+        ("gradients.noise_decay",),
+        lambda c: c.gradients.noise > 0,
+        "gradients.noise above 0",
     ),
     (
         (

@@ -234,6 +234,8 @@ def master_weights_are_kept_in_a_known_type(draft: Draft) -> Iterator[Finding]:
 def lamb_adapts_its_loss_scale(draft: Draft) -> Iterator[Finding]:
     """DeepSpeed's Lamb refuses a fixed loss scale (runtime/engine.py)."""
     config = draft.config
+    if config.trains_itself:
+        return  # with trainctl's own
     fixed = config.precision.compute is DataType.fp16 and config.precision.loss_scale > 0
     if config.optimizer.kind is OptimizerKind.lamb and fixed:
         yield error(
@@ -247,6 +249,8 @@ def lamb_adapts_its_loss_scale(draft: Draft) -> Iterator[Finding]:
 def optimizer_has_a_kernel_here(draft: Draft) -> Iterator[Finding]:
     """DeepSpeed's Lion and Lamb are GPU kernels; only an offloaded Lion runs on the CPU."""
     config = draft.config
+    if config.trains_itself:
+        return  # where it has no kernel, trainctl has an optimizer
     kind, offloaded = config.optimizer.kind, config.offload.optimizer is not OffloadDevice.none
     lacks = kind is OptimizerKind.lamb or (kind is OptimizerKind.lion and not offloaded)
     if lacks and draft.hardware.accelerator is Accelerator.cpu:

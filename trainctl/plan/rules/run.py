@@ -120,8 +120,7 @@ def best_is_measured(draft: Draft) -> Iterator[Finding]:
 
 def something_is_saved(draft: Draft) -> Iterator[Finding]:
     """A run that saves nothing can only be started again."""
-    saves = draft.config.checkpoint
-    if saves.every_steps is None and saves.every_minutes is None and not saves.at_end:
+    if not draft.config.checkpoint.saves_something:
         yield warning(
             "checkpoint.at_end",
             "no checkpoint is ever saved: the run cannot be resumed, and its model is lost",
@@ -229,6 +228,8 @@ def profiler_has_a_window(draft: Draft) -> Iterator[Finding]:
 def factored_states_stay_factored(draft: Draft) -> Iterator[Finding]:
     """ZeRO hands the optimizer flat vectors, and adafactor factors matrices only."""
     config = draft.config
+    if config.trains_itself:
+        return  # trainctl's own knows which matrix a piece is of
     if config.optimizer.kind is OptimizerKind.adafactor and config.zero_stage.stage > 0:
         yield warning(
             "optimizer.kind",

@@ -96,13 +96,14 @@ def offloaded_optimizer_has_a_cpu_kernel(draft: Draft) -> Iterator[Finding]:
     offload, kind = draft.config.offload, draft.config.optimizer.kind
     if offload.optimizer is OffloadDevice.none:
         return
-    if kind in (OptimizerKind.lamb, OptimizerKind.adamw_8bit):
+    has_none = kind in (OptimizerKind.lamb, OptimizerKind.adamw_8bit)
+    if has_none and not draft.config.trains_itself:
         yield error(
             "optimizer.kind",
             f"optimizer.kind={kind.value} has no CPU kernel, and its states are offloaded",
             "optimizer=adamw, or offload=none",
         )
-    elif offload.ratio < 1 and kind is not OptimizerKind.adamw:
+    elif not has_none and offload.ratio < 1 and kind is not OptimizerKind.adamw:
         # The part on the device is always torch's AdamW (zero/stage3.py, backup_optimizer).
         yield error(
             "offload.ratio",
@@ -227,8 +228,10 @@ def swapped_shards_are_not_recomputed(draft: Draft) -> Iterator[Finding]:
 
 
 def muon_sees_whole_gradients(draft: Draft) -> Iterator[Finding]:
-    """At stage 3 muon gathers gradients itself (zero/stage3.py)."""
+    """At stage 3 DeepSpeed's muon gathers gradients itself (zero/stage3.py)."""
     zero = draft.config.zero_stage
+    if draft.config.trains_itself:
+        return  # by trainctl's own
     if draft.config.optimizer.kind is not OptimizerKind.muon or zero.stage != 3:
         return
     for name in ("reduce_scatter", "quantized_gradients"):

@@ -1,0 +1,49 @@
+"""Does the size of activations depend on the width? With muP it must not, without it does.
+
+    python scripts/coordinate_check.py [--family gpt2] [--optimizer muon]
+
+Trains models that differ in their width only, for a few steps by the real trainer, with and without
+muP, and compares what their activations have become on one batch of text: the mean absolute value
+at each place in the model, and of its change since initialisation (arXiv:2203.03466, appendix D.1).
+The check is passed if no place grows or shrinks with the width. `tests/train/test_mup.py` runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "train"))
+
+from coordinates import check, table
+
+from trainctl.config.schema import ModelFamily, OptimizerKind
+from trainctl.plan.mup import KNOWN
+
+
+def main() -> int:
+    """Check with and without muP; the exit code is 1 if muP fails or the other passes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    families = [family.value for family in ModelFamily if family is not ModelFamily.hf]
+    parser.add_argument("--family", choices=families, default="llama")
+    kinds = [kind.value for kind in KNOWN]
+    parser.add_argument("--optimizer", choices=kinds, default="adamw")
+    arguments = parser.parse_args()
+    results = {}
+    for mup in (True, False):
+        with tempfile.TemporaryDirectory() as folder:
+            results[mup] = check(
+                Path(folder),
+                mup=mup,
+                family=ModelFamily(arguments.family),
+                optimizer=OptimizerKind(arguments.optimizer),
+            )
+        print(f"{'with' if mup else 'without'} muP: flat is {results[mup].is_flat}")
+        print(table(results[mup]))
+    return int(not results[True].is_flat or results[False].is_flat)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

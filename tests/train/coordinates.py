@@ -1,0 +1,152 @@
+"""Models of several widths, trained for a few steps, and how their activations depend on the width.
+
+`scripts/coordinate_check.py` prints it, `test_mup.py` holds it to what muP promises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mup_probe import Sizes
+from rank_processes import Case, tiny_config, tiny_plan, train_cases
+
+from trainctl.config.schema import DataType, ModelFamily, OptimizerKind, RunConfig, ScheduleKind
+from trainctl.runs.layout import RunPaths
+
+WIDTHS = (64, 128, 256, 512)
+HEAD_DIM = 16
+SEEDS = (1, 2)
+STEPS = 4
+
+LEARNING_RATES = {OptimizerKind.muon: 0.02, OptimizerKind.sgd: 0.1}
+"""Large enough that a few steps change most of what there is in the beginning."""
+
+LIMIT = 0.2
+"""Largest slope of a size, or of a change, over the width, both logarithmic, that is flat."""
+LOGITS_LIMIT = 0.6
+"""How steeply the logits may fall: the initial ones do, as 1 / sqrt(width), and SGD's few steps do
+not outgrow them."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What came of a check.
+
+    Attributes:
+        sizes: By width.
+        slopes: By what was measured and where: d log(size) / d log(width).
+    """
+
+    sizes: Mapping[int, Sizes]
+    slopes: Mapping[tuple[str, str], float]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether nothing grows or shrinks with the width."""
+        return all(
+            -(LOGITS_LIMIT if place == "logits" else LIMIT) < slope < LIMIT
+            for (_, place), slope in self.slopes.items()
+        )
+
+
+def config_of(
+    width: int,
+    *,
+    mup: bool,
+    family: ModelFamily = ModelFamily.llama,
+    optimizer: OptimizerKind = OptimizerKind.adamw,
+    steps: int = STEPS,
+    seed: int = 1,
+) -> RunConfig:
+    """Two blocks of a width, with heads of one size and everything else in proportion."""
+    config = tiny_config(
+        steps=steps, seed=seed, sequence_length=64, global_batch_size=4, evaluation_samples=4
+    )
+    config.training.gradient_accumulation_steps = 1
+    model = config.model
+    model.family, model.num_layers = family, 2
+    model.hidden_size, model.intermediate_size = width, 3 * width
+    model.num_attention_heads = width // HEAD_DIM
+    model.num_key_value_heads = None if family is ModelFamily.gpt2 else width // HEAD_DIM // 2
+    if mup:
+        model.mup, model.mup_base_width = True, WIDTHS[0]
+    model.initializer_range = 0.1
+    config.precision.compute = DataType.fp32
+    config.zero_stage.stage = 0
+    config.optimizer.kind = optimizer
+    config.optimizer.lr = LEARNING_RATES.get(optimizer, 1e-2)
+    config.optimizer.weight_decay = 0.0
+    config.optimizer.gradient_clipping = 0.0
+    config.schedule.kind, config.schedule.warmup_steps = ScheduleKind.constant, 0
+    config.checkpoint.at_end = False
+    config.training.sample_tokens = 0
+    return config
+
+
+def check(
+    folder: Path,
+    *,
+    mup: bool,
+    family: ModelFamily = ModelFamily.llama,
+    optimizer: OptimizerKind = OptimizerKind.adamw,
+    widths: Sequence[int] = WIDTHS,
+    seeds: Sequence[int] = SEEDS,
+) -> Check:
+    """Train every width, in one process, and compare.
+
+    Args:
+        folder: Where the runs go; empty.
+        mup: Whether with muP, whose base is the smallest of `WIDTHS`.
+        family: Of the models.
+        optimizer: That trains them.
+        widths: To compare.
+        seeds: Whose sizes are averaged.
+    """
+    cases = []
+    for width in widths:
+        for seed in seeds:
+            config = config_of(width, mup=mup, family=family, optimizer=optimizer, seed=seed)
+            cases.append(Case(tiny_plan(config, 1), RunPaths(folder / f"{width}-{seed}")))
+    (found,) = train_cases(1, cases, probe="mup_probe:sizes")
+    by_width = {
+        width: _mean(found[index * len(seeds) : (index + 1) * len(seeds)])
+        for index, width in enumerate(widths)
+    }
+    first = by_width[widths[0]]
+    slopes = {
+        (measure, place): _slope({w: by_width[w][place][measure] for w in widths})
+        for place in first
+        for measure in first[place]
+    }
+    return Check(by_width, slopes)
+
+
+def _mean(found: Sequence[Sizes]) -> Sizes:
+    return {
+        place: {
+            measure: sum(sizes[place][measure] for sizes in found) / len(found)
+            for measure in found[0][place]
+        }
+        for place in found[0]
+    }
+
+
+def _slope(values: Mapping[int, float]) -> float:
+    """Of the least-squares line through the logarithms."""
+    points = [(math.log(width), math.log(value)) for width, value in values.items()]
+    mean_x, mean_y = (sum(point[axis] for point in points) / len(points) for axis in (0, 1))
+    above = sum((x - mean_x) * (y - mean_y) for x, y in points)
+    return above / sum((x - mean_x) ** 2 for x, _ in points)
+
+
+def table(result: Check) -> str:
+    """The slopes, and the sizes that they come from."""
+    widths = list(result.sizes)
+    lines = [f"{'':22}{''.join(f'{width:>10}' for width in widths)}     slope"]
+    for (measure, place), slope in result.slopes.items():
+        sizes = "".join(f"{result.sizes[width][place][measure]:10.4f}" for width in widths)
+        lines.append(f"{place:14}{measure:8}{sizes}{slope:+10.2f}")
+    return "\n".join(lines)

@@ -1,0 +1,82 @@
+"""What a coordinate check measures: the size of activations before and after a few updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from rank_processes import Case
+from torch import nn
+
+from trainctl.train.evaluation import inference
+from trainctl.train.families import blocks_of, family_of
+from trainctl.train.process import Process
+from trainctl.train.session import Session, assemble
+from trainctl.train.trainer import Trainer
+
+Sizes = dict[str, dict[str, float]]
+"""By place in the model: what an element is on average, and by how much it changed."""
+
+
+def sizes(cases: list[Case], process: Process) -> list[Sizes]:
+    """Train each case to its plan's end; what its activations on one held-out batch became."""
+    found = []
+    for case in cases:
+        session = assemble(case.plan, case.run, process)
+        before = activations(session)
+        Trainer(session, None).train()
+        after = activations(session)
+        found.append(
+            {
+                place: {
+                    "size": float(after[place].abs().mean()),
+                    "change": float((after[place] - before[place]).abs().mean()),
+                }
+                for place in after
+            }
+        )
+        session.engine.close()
+    return found
+
+
+def activations(session: Session) -> dict[str, torch.Tensor]:
+    """By place, in fp32, of the first held-out samples."""
+    number = session.plan.batch.micro_batch_size
+    batch = session.held_out.micro_batch(np.arange(number))
+    model: Any = session.engine.deepspeed.module.model
+    with inference(session.engine.deepspeed), _watched(model) as found:
+        session.engine.score(batch)
+    return found
+
+
+@contextmanager
+def _watched(model: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Within it, what the forward pass puts out at each place."""
+    family = family_of(model)
+    decoder, last = getattr(model, family.decoder), blocks_of(model)[-1]
+    places: dict[str, nn.Module] = {
+        "embedding": getattr(decoder, family.embedding),
+        "attention": getattr(last, family.regions[0].module),
+        "feed-forward": getattr(last, family.regions[1].module),
+        "last block": last,
+        "final norm": getattr(decoder, family.final_norm),
+        "logits": getattr(model, family.head),
+    }
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(place: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            values = output[0] if isinstance(output, tuple) else output
+            found[place] = values.detach().float()
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(place)) for place, module in places.items()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

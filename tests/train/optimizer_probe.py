@@ -1,0 +1,182 @@
+"""What a rank does for `test_optimizers`: real engines, beside optimizers that are known good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from rank_processes import Case
+from torch import nn
+from torchao.optim import AdamW8bit
+
+from trainctl.config.schema import OptimizerConfig, OptimizerKind
+from trainctl.runs.records import EventWriter
+from trainctl.train.process import Process
+from trainctl.train.session import assemble
+from trainctl.train.trainer import Trainer
+
+Step = Callable[[], None]
+
+
+def distances(cases: list[Case], process: Process) -> list[dict[str, float]]:
+    """Of each case, a plan on one process without ZeRO: how far its weights are from a reference's.
+
+    The reference gets the engine's gradients, so that only the updates are compared.
+
+    Returns:
+        By parameter, the largest difference at any of the steps, over the largest change of the
+        parameter in a step: what is wrong with an update counts, however small the update is.
+    """
+    return [_distance(case, process) for case in cases]
+
+
+def _distance(case: Case, process: Process) -> dict[str, float]:
+    session = assemble(case.plan, case.run, process)
+    engine, optimizer = session.engine, case.plan.config.optimizer
+    own = {piece.name: parameter for parameter, piece in engine.pieces.items()}
+    copies = {name: nn.Parameter(p.detach().clone()) for name, p in own.items()}
+    groups = [
+        {
+            "params": [copies[engine.pieces[p].name] for p in group["params"]],
+            "weight_decay": group["weight_decay"],
+            "uses_muon": group["uses_muon"],
+            "peak_lr": group["peak_lr"],
+            "lr": 0.0,
+        }
+        for group in engine.deepspeed.optimizer.param_groups
+    ]
+    steps = list(_reference(optimizer, groups))
+    worst = dict.fromkeys(own, 0.0)
+    for step in range(case.plan.stop_step):
+        batch = case.plan.batch
+        passes = batch.gradient_accumulation_steps
+        first = step * batch.global_batch_size
+        engine.accumulate(session.training.step(first, passes))
+        before = {name: p.detach().clone() for name, p in own.items()}
+        for name, parameter in own.items():
+            copies[name].grad = parameter.grad.detach().clone()
+        factor = 1 / (1 + step)
+        for group in groups:
+            group["lr"] = group["peak_lr"] * factor
+        engine.update(factor, norm=1.0, clip_at=None)
+        for each in steps:
+            each()
+        for name, parameter in own.items():
+            moved = (parameter - before[name]).abs().max()
+            off = (parameter - copies[name]).abs().max()
+            worst[name] = max(worst[name], float(off / moved))
+    engine.close()
+    return worst
+
+
+def _reference(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> Iterator[Step]:
+    """The steps of known good optimizers over the groups; their `lr` is read at each step."""
+    kind, betas, eps = optimizer.kind, (optimizer.beta1, optimizer.beta2), optimizer.epsilon
+    moments: dict[Any, Any] = {"step": 0}
+    if kind is OptimizerKind.lion:
+        yield lambda: _lion(groups, betas, moments)
+    elif kind is OptimizerKind.lamb:
+        yield lambda: _lamb(groups, betas, eps, moments)
+    elif kind is OptimizerKind.adamw_8bit:
+        yield _eight_bit(groups, betas, eps)
+    elif kind is OptimizerKind.muon:
+        matrices = [group for group in groups if group["uses_muon"]]
+        others = [group for group in groups if not group["uses_muon"]]
+        yield lambda: _muon(matrices, optimizer.momentum, moments)
+        yield _of(torch.optim.AdamW(_plain(others), betas=betas, eps=eps), others)
+    else:
+        plain = _plain(groups)
+        made: dict[OptimizerKind, Callable[[], torch.optim.Optimizer]] = {
+            OptimizerKind.adamw: lambda: torch.optim.AdamW(plain, betas=betas, eps=eps),
+            OptimizerKind.adam: lambda: torch.optim.Adam(plain, betas=betas, eps=eps),
+            OptimizerKind.sgd: lambda: torch.optim.SGD(plain, momentum=optimizer.momentum),
+            OptimizerKind.adafactor: lambda: torch.optim.Adafactor(plain, eps=(eps**0.5, 1e-3)),
+        }
+        yield _of(made[kind](), groups)
+
+
+def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: group[name] for name in ("params", "weight_decay", "lr")} for group in groups]
+
+
+def _of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Step:
+    def step() -> None:
+        for theirs, group in zip(optimizer.param_groups, groups, strict=True):
+            theirs["lr"] = group["lr"]
+        optimizer.step()
+
+    return step
+
+
+def _eight_bit(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> Step:
+    optimizer = AdamW8bit(_plain(groups), betas=betas, eps=eps)
+
+    def step() -> None:
+        for theirs, group in zip(optimizer.param_groups, groups, strict=True):
+            theirs["lr"].fill_(group["lr"])
+        with torch.compiler.set_stance("force_eager"):
+            optimizer.step()
+
+    return step
+
+
+@torch.no_grad()
+def _lion(
+    groups: list[dict[str, Any]], betas: tuple[float, float], moments: dict[Any, Any]
+) -> None:
+    """Algorithm 2 of arXiv:2302.06675."""
+    for group in groups:
+        for p in group["params"]:
+            m = moments.get(p, torch.zeros_like(p))
+            update = torch.sign(betas[0] * m + (1 - betas[0]) * p.grad)
+            p.sub_(group["lr"] * (update + group["weight_decay"] * p))
+            moments[p] = betas[1] * m + (1 - betas[1]) * p.grad
+
+
+@torch.no_grad()
+def _muon(groups: list[dict[str, Any]], momentum: float, moments: dict[Any, Any]) -> None:
+    """torch.optim.Muon's step (2.13), in fp32 where that one rounds to bf16."""
+    for group in groups:
+        for p in group["params"]:
+            buffer = moments.setdefault(p, torch.zeros_like(p))
+            buffer.lerp_(p.grad, 1 - momentum)
+            x = p.grad.lerp(buffer, momentum)
+            tall = x.shape[0] > x.shape[1]
+            x = x.T if tall else x
+            x = x / x.norm()
+            for _ in range(5):
+                gram = x @ x.T
+                x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+            x = x.T if tall else x
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.add_(x, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
+
+
+@torch.no_grad()
+def _lamb(
+    groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, moments: dict[Any, Any]
+) -> None:
+    """Algorithm 2 of arXiv:1904.00962, with phi the identity; vectors are not scaled."""
+    moments["step"] += 1
+    t = moments["step"]
+    for group in groups:
+        for p in group["params"]:
+            m, v = moments.get(p, (torch.zeros_like(p), torch.zeros_like(p)))
+            m = betas[0] * m + (1 - betas[0]) * p.grad
+            v = betas[1] * v + (1 - betas[1]) * p.grad**2
+            moments[p] = m, v
+            r = (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
+            r = r + group["weight_decay"] * p
+            ratio = p.norm() / r.norm() if p.dim() > 1 else 1.0
+            p.sub_(group["lr"] * ratio * r)
+
+
+def train(cases: list[Case], process: Process) -> None:
+    """Train every case, one after the other, in the same processes."""
+    for case in cases:
+        session = assemble(case.plan, case.run, process)
+        events = EventWriter(case.run.events, case.attempt) if process.is_first else None
+        Trainer(session, events).train()
+        process.barrier()
+        session.engine.close()

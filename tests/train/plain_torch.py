@@ -1,0 +1,91 @@
+"""A run as few lines of torch on one process make it: what every engine should come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from rank_processes import tiny_plan
+from torch import nn
+
+from trainctl.config.schema import AdaptiveClipping, RunConfig
+from trainctl.runs.layout import RunPaths
+from trainctl.train.build import materialise
+from trainctl.train.corpus import Corpus
+from trainctl.train.data import PackedDataset, TrainingData
+from trainctl.train.gradient_changes import normal
+from trainctl.train.model import skeleton
+from trainctl.train.prepare import prepare
+from trainctl.train.weights import SeedWeights
+
+
+@dataclass
+class Made:
+    """What came of it.
+
+    Attributes:
+        curve: Loss (cross entropy alone) and gradient norm by step.
+        limits: Of the norm, by step.
+        z_losses: By step.
+    """
+
+    curve: dict[int, tuple[float, float]] = field(default_factory=dict)
+    limits: list[float] = field(default_factory=list)
+    z_losses: list[float] = field(default_factory=list)
+
+
+def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:
+    """Train the config's first steps: AdamW, a constant learning rate, fp32, whole batches."""
+    plan, run = tiny_plan(config, 1), RunPaths(folder)
+    run.attempt(1).root.mkdir(parents=True)
+    prepare(plan, run)
+    corpus, seed = Corpus.load(run.corpus), config.training.seed
+    model = skeleton(config.model, torch.float32)
+    pieces = materialise(model, SeedWeights.of(config.model, seed), torch.device("cpu"))
+    length, size = plan.batch.sequence_length, plan.batch.global_batch_size
+    dataset = PackedDataset(corpus, corpus.train, sequence_length=length, mask_documents=False)
+    data = TrainingData(
+        dataset=dataset, seed=seed, shuffle=True, micro_batch_size=size, data_rank=0, data_size=1
+    )
+    decayed = [p for p, piece in pieces.items() if p.dim() > 1 and not piece.is_embedding]
+    others = [p for p in pieces if not any(p is q for q in decayed)]
+    rule, gradients = config.optimizer, config.gradients
+    groups = [
+        {"params": decayed, "weight_decay": rule.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    betas = (rule.beta1, rule.beta2)
+    optimizer = torch.optim.AdamW(groups, lr=rule.lr, betas=betas, eps=rule.epsilon)
+    made, norms = Made(), []
+    for step in range(steps):
+        (batch,) = data.step(step * size, 1)
+        logits = model(input_ids=batch.input_ids).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        z_loss = config.stability.z_loss * logits.logsumexp(dim=-1).square().mean()
+        made.z_losses.append(z_loss.item())
+        (loss + z_loss).backward()
+        if gradients.centralize:
+            for parameter in decayed:  # all of nn.Linear, whose weights are (outputs, inputs)
+                parameter.grad -= parameter.grad.mean(dim=1, keepdim=True)
+        norm = float(torch.cat([p.grad.flatten().double() for p in pieces]).norm())
+        made.curve[step + 1] = (loss.item(), norm)
+        for parameter, piece in pieces.items():
+            if gradients.clip_value > 0:
+                parameter.grad.clamp_(-gradients.clip_value, gradients.clip_value)
+            if gradients.noise > 0:
+                variance = gradients.noise / (1 + step) ** gradients.noise_decay
+                numbers = normal(f"{seed}/{step}/{piece.name}", torch.arange(parameter.numel()))
+                parameter.grad += (variance**0.5 * numbers).view(parameter.shape)
+        limit = rule.gradient_clipping
+        if gradients.adaptive_clipping is AdaptiveClipping.percentile:
+            limit = float(np.percentile([*norms, norm], gradients.adaptive_percentile))
+        elif gradients.adaptive_clipping is AdaptiveClipping.mean and norms:
+            limit = gradients.adaptive_factor * float(np.mean(norms))
+        made.limits.append(limit)
+        norms.append(norm)
+        nn.utils.clip_grad_norm_(list(pieces), min(limit, rule.gradient_clipping))
+        optimizer.step()
+        optimizer.zero_grad()
+    return made

@@ -1,0 +1,162 @@
+"""Runs in which the loss of chosen samples is multiplied, and runs from which samples are missing.
+
+The first are what a guard has to survive; the second, undisturbed, are what it should come to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from rank_processes import Case, train_cases
+
+from trainctl.errors import TrainctlError
+from trainctl.runs.records import EventWriter
+from trainctl.train.order import sample_indices
+from trainctl.train.session import Session, assemble
+from trainctl.train.trainer import Trainer
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Poisoned(Case):
+    """A plan to train with what is wrong with its samples.
+
+    Attributes:
+        poison: Sample counters, and what the loss of a micro-batch with that sample is multiplied
+            by.
+        missing: Ranges of sample counters that the order does not have.
+        gradient_only: The loss is as it should be, and its gradient alone multiplied.
+    """
+
+    poison: tuple[tuple[int, float], ...] = ()
+    missing: tuple[tuple[int, int], ...] = ()
+    gradient_only: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank saw of its run.
+
+    Attributes:
+        error: The message that it ended with; empty if it went well.
+        exit_code: Of that.
+        digest: Of the weights, whole.
+        is_finite: Whether all of them are.
+    """
+
+    error: str
+    exit_code: int
+    digest: str
+    is_finite: bool
+
+
+def train_poisoned(case: Poisoned, world_size: int = 2) -> list[Outcome]:
+    """Train it; the outcome of each rank."""
+    return train_cases(world_size, [case], probe="poison:train")
+
+
+def train(cases: list[Poisoned], process: Any) -> Outcome:
+    """On a rank."""
+    (case,) = cases
+    session = assemble(case.plan, case.run, process)
+    if case.poison:
+        _poison(session, case)
+    session.training = _WithoutSamples(session.training, case.missing)  # type: ignore[assignment]
+    error, exit_code = "", 0
+    with EventWriter(case.run.events if process.is_first else "/dev/null", case.attempt) as events:
+        try:
+            Trainer(session, events if process.is_first else None).train()
+        except TrainctlError as failure:
+            error, exit_code = failure.message, int(failure.exit_code)
+    digest, is_finite = _weights(session)
+    process.barrier()
+    session.engine.close()
+    return Outcome(error, exit_code, digest, is_finite)
+
+
+def _poison(session: Session, case: Poisoned) -> None:
+    data, engine = session.training, session.engine
+    counters, factors = zip(*case.poison, strict=True)
+    indices = sample_indices(
+        np.array(counters),
+        num_samples=data.dataset.num_samples,
+        seed=data.seed,
+        shuffle=data.shuffle,
+    )
+    of_sample = dict(zip(indices.tolist(), factors, strict=True))
+    factor, inputs = [1.0], engine._inputs
+
+    def note(batch: Any) -> Any:
+        factor[0] = note_factor(of_sample, batch)
+        return inputs(batch)
+
+    def multiply(module: Any, arguments: Any, loss: torch.Tensor) -> torch.Tensor | None:
+        wrong = factor[0]
+        if not module.training or wrong == 1.0:
+            return None
+        if case.gradient_only:
+            loss.register_hook(lambda gradient: gradient * wrong)
+            return None
+        return loss * wrong
+
+    engine._inputs = note  # type: ignore[method-assign]
+    if session.mesh.pipeline.size == 1:
+        engine.deepspeed.module.register_forward_hook(multiply)
+        return
+    # DeepSpeed's pipeline: the whole step's gradient, and never the loss, which is noted before.
+    assert case.gradient_only
+    accumulate, stages = engine.accumulate, engine.deepspeed
+
+    def accumulate_noted(batches: Any) -> Any:
+        worst = [note_factor(of_sample, batch) for batch in batches]
+        if session.mesh.pipeline.is_last:
+            loss_of = stages.module.loss_fn
+            stages.module.loss_fn = lambda *given: loss_of(*given) * max(worst, key=_badness)
+            try:
+                return accumulate(batches)
+            finally:
+                stages.module.loss_fn = loss_of
+        return accumulate(batches)
+
+    engine.accumulate = accumulate_noted  # type: ignore[method-assign]
+
+
+def note_factor(of_sample: dict[int, float], batch: Any) -> float:
+    """What a micro-batch is multiplied by: the worst of its samples."""
+    return max((of_sample.get(int(i), 1.0) for i in batch.sample_ids), key=_badness)
+
+
+def _badness(factor: float) -> float:
+    return float("inf") if factor != factor else factor
+
+
+class _WithoutSamples:
+    """Training data whose order leaves some samples out."""
+
+    def __init__(self, data: Any, missing: tuple[tuple[int, int], ...]) -> None:
+        self._data, self._missing = data, missing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+    def step(self, first_sample: int, passes: int) -> Any:
+        for first, end in self._missing:
+            if first_sample >= first:
+                first_sample += end - first
+        return self._data.step(first_sample, passes)
+
+
+def _weights(session: Session) -> tuple[str, bool]:
+    parameters = list(session.engine.pieces)
+    digest, is_finite = hashlib.sha256(), True
+    for parameter in parameters:
+        with deepspeed.zero.GatheredParameters([parameter]):
+            digest.update(parameter.detach().float().numpy().tobytes())
+            is_finite &= bool(parameter.isfinite().all())
+    return digest.hexdigest(), is_finite

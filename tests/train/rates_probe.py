@@ -1,0 +1,41 @@
+"""What tests of the schedule do on a rank: several schedules with one engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rank_processes import Case
+
+from trainctl.runs.records import EventWriter
+from trainctl.train.checkpoint import Progress
+from trainctl.train.process import Process
+from trainctl.train.session import assemble
+from trainctl.train.trainer import Trainer
+
+Rates = dict[str, float]
+
+
+def train_with_each(cases: list[Case], process: Process) -> list[tuple[list[Rates], Rates]]:
+    """Train as launched with the plan of each case in turn, which differ by the schedule alone.
+
+    Returns:
+        Of each case: the rates of every group when the optimizer was called for each step, and
+        those that the groups were made with.
+    """
+    session = assemble(cases[0].plan, cases[0].run, process)
+    found = []
+    for case in cases:
+        session.plan, session.run, session.progress = case.plan, case.run, Progress()
+        calls: list[Rates] = []
+
+        def note(optimizer: Any, *_: object, calls: list[Rates] = calls) -> None:
+            calls.append({group["name"]: group["lr"] for group in optimizer.param_groups})
+
+        hook = session.state.optimizer.register_step_pre_hook(note)
+        events = EventWriter(case.run.events, case.attempt) if process.is_first else None
+        Trainer(session, events).train()
+        hook.remove()
+        groups = session.state.optimizer.param_groups
+        found.append((calls, {group["name"]: group["peak_lr"] for group in groups}))
+    session.engine.close()
+    return found

@@ -1,0 +1,132 @@
+"""`data show`: what was in a sample, against the text that it was made of."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+from rank_processes import tiny_config, tiny_plan
+
+from trainctl.cli import data as command
+from trainctl.config.schema import DataConfig, DataKind
+from trainctl.errors import TrainctlError
+from trainctl.runs.layout import RunPaths
+from trainctl.train.contents import parse_counters, samples_of
+from trainctl.train.corpus import build_corpus
+from trainctl.train.prepare import corpus_of, prepare
+from trainctl.train.tokenizer import ByteTokenizer
+
+LENGTH = 64
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.txt").write_text(f"{name}:" + "".join(f" {i}" for i in range(60)))
+    lines = ["", *(json.dumps({"text": f"line {i} " * 9}) for i in range(8)), ""]
+    (folder / "b.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def plan_of(folder, pattern, **data):
+    config = tiny_config(steps=4, sequence_length=LENGTH)
+    config.data = DataConfig(
+        kind=DataKind.files, paths=[str(folder / pattern)], held_out_fraction=0.0, **data
+    )
+    return tiny_plan(config, 1)
+
+
+def shown(plan, counters, most=0):
+    corpus = build_corpus(plan.config.data, ByteTokenizer())
+    return corpus, samples_of(plan, corpus, ByteTokenizer(), counters, most_characters=most)
+
+
+def documents(folder, pattern):
+    """Text, file and line of each document, in order."""
+    for file in sorted(folder.glob(pattern)):
+        if file.suffix != ".jsonl":
+            yield file.read_text(), str(file), None
+            continue
+        for number, line in enumerate(file.read_text().split("\n"), 1):
+            if line:
+                yield json.loads(line)["text"], str(file), number
+
+
+@pytest.mark.parametrize("pattern", ["*.txt", "*.*"])
+def test_each_passage_is_where_it_says(texts, pattern):
+    plan = plan_of(texts, pattern)
+    source = list(documents(texts, pattern))
+    corpus, samples = shown(plan, list(range(12)))
+    tokens = corpus.tokens(corpus.train)
+    assert len({sample.index for sample in samples}) > 5
+    for sample in samples:
+        assert sample.first_token == sample.index * LENGTH and not sample.is_cut
+        found = ""
+        for passage in sample.passages:
+            text, file, line = source[passage.document]
+            assert (passage.file, passage.line) == (file, line)
+            found += text[passage.start : passage.end]  # one past its end is the end of document
+        assert sample.text == found
+        own = tokens[sample.first_token : sample.first_token + LENGTH]
+        assert ByteTokenizer().decode(own.tolist()) == found
+        assert sum(passage.end - passage.start for passage in sample.passages) == LENGTH
+
+
+def test_a_second_pass_has_other_places_for_the_same_samples(texts):
+    _, samples = shown(plan_of(texts, "*.txt"), [0])
+    count = (sum(len(text) + 1 for text, _, _ in documents(texts, "*.txt")) - 1) // LENGTH
+    _, again = shown(plan_of(texts, "*.txt"), list(range(count, 2 * count)))
+    assert {sample.epoch for sample in again} == {1}
+    assert sorted(sample.index for sample in again) == list(range(count))
+    assert samples[0].index in [sample.index for sample in again]
+
+
+def test_texts_are_cut_and_files_may_be_gone(texts):
+    plan = plan_of(texts, "*.txt")
+    corpus = build_corpus(plan.config.data, ByteTokenizer())
+    for file in texts.iterdir():
+        file.unlink()
+    (sample,) = samples_of(plan, corpus, ByteTokenizer(), [3], most_characters=10)
+    assert len(sample.text) == 10 and sample.is_cut
+    assert {passage.file for passage in sample.passages} == {None}
+
+
+@pytest.mark.parametrize(
+    ("text", "counters"),
+    [("7", [7]), ("12,40-44", [12, 40, 41, 42, 43, 44]), ("3-3, 9", [3, 9])],
+)
+def test_lists_of_samples(text, counters):
+    assert parse_counters(text) == counters
+
+
+@pytest.mark.parametrize("text", ["", "x", "1-", "5-3", "-4", "1,,2", "0-1000", "0-9999999999999"])
+def test_what_is_no_such_list(text):
+    with pytest.raises(TrainctlError, match="samples"):
+        parse_counters(text)
+
+
+def test_the_command_escapes_what_a_terminal_would_obey(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("\x1b[31mred\x07 text\n" * 20)
+    run = RunPaths(tmp_path / "run")
+    run.root.mkdir()
+    plan = plan_of(folder, "*.txt")
+    prepare(plan, run)
+    monkeypatch.setattr("trainctl.runs.directory.open_run", lambda path: run)
+    monkeypatch.setattr("trainctl.runs.directory.last_attempt", lambda paths: 1)
+    monkeypatch.setattr("trainctl.runs.directory.read_plan", lambda path: plan)
+    command.show(run.root, "0", characters=400)
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\x07" not in out and "red" in out
+    assert "a.txt" in out and "document 0, tokens" in out
+    command.show(run.root, "0-1", characters=5, as_json=True)
+    answer = json.loads(capsys.readouterr().out)
+    expected = samples_of(plan, corpus_of(plan, run), ByteTokenizer(), [0, 1], most_characters=5)
+    assert answer["samples"] == json.loads(json.dumps([asdict(sample) for sample in expected]))

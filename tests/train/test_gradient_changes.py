@@ -1,0 +1,186 @@
+"""What is done to gradients, against a few lines of torch on one process, at every ZeRO stage."""
+
+import functools
+
+import pytest
+import torch
+from plain_torch import plain_torch
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
+
+from trainctl.config.schema import (
+    AdaptiveClipping,
+    DataType,
+    GradientsConfig,
+    OffloadDevice,
+    ScheduleKind,
+)
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events
+from trainctl.train.clipping import NormHistory
+from trainctl.train.gradient_changes import Place, elementwise, normal
+from trainctl.train.shards import Shard
+
+STEPS = 5
+CLIPPING = 20.0  # more than any norm here
+OPTIONS = {
+    "centralize": {"centralize": True},
+    "clip_value": {"clip_value": 2e-3},
+    "noise": {"noise": 1e-6, "noise_decay": 0.55},
+    "percentile": {"adaptive_clipping": AdaptiveClipping.percentile, "adaptive_percentile": 25.0},
+    "mean": {"adaptive_clipping": AdaptiveClipping.mean, "adaptive_factor": 0.5},
+}
+TOGETHER = {
+    name: value
+    for option in ("centralize", "clip_value", "noise", "percentile")
+    for name, value in OPTIONS[option].items()
+}
+
+
+def config_of(stage, options):
+    config = tiny_config(steps=STEPS, evaluation_samples=0)
+    config.precision.compute = DataType.fp32
+    config.zero_stage.stage = stage
+    config.optimizer.lr = 1e-3
+    config.optimizer.gradient_clipping = CLIPPING
+    config.schedule.kind = ScheduleKind.constant
+    config.schedule.warmup_steps = 0
+    config.checkpoint.at_end = False
+    for name, value in options.items():
+        setattr(config.gradients, name, value)
+    return config
+
+
+def train(folder, stage, options, **layout):
+    config = config_of(stage, options)
+    for key, value in layout.items():
+        section = config.offload if key == "optimizer" else config.parallelism
+        setattr(section, key, value)
+    run = RunPaths(folder / "-".join(map(str, (stage, *options, *layout))))
+    train_cases(2, [Case(tiny_plan(config, 2), run)])
+    return run
+
+
+@functools.cache
+def reference(folder, options):
+    """Loss and gradient norm by step, and the limits of the norm, in plain torch."""
+    config = config_of(0, dict(options))
+    made = plain_torch(config, folder / f"reference-{hash(options)}", steps=STEPS)
+    return made.curve, made.limits
+
+
+def assert_as_reference(folder, stage, options, **layout):
+    run = train(folder, stage, options, **layout)
+    expected, limits = reference(folder, tuple(options.items()))
+    found = curve(run)
+    for step, (loss, norm) in expected.items():
+        assert found[step][0] == pytest.approx(loss, rel=1e-5), step
+        assert found[step][1] == pytest.approx(norm, rel=2e-5), step
+    if "adaptive_clipping" in options:
+        records = [event for event in read_events(run.events) if event["event"] == "step"]
+        noted = [event["clip_at"] for event in records if "clip_at" in event]
+        assert noted == pytest.approx(limits[-len(noted) :], rel=2e-5) and len(noted) >= STEPS - 1
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_all_of_them_at_once(tmp_path, stage):
+    assert_as_reference(tmp_path, stage, TOGETHER)
+
+
+def test_each_changes_the_curve(tmp_path):
+    """By more than the tolerance above, so that one which did nothing would be seen."""
+    plain, _ = reference(tmp_path, ())
+    for options in OPTIONS.values():
+        found, _ = reference(tmp_path, tuple(options.items()))
+        changed = max(
+            abs(found[step][at] / value - 1)
+            for step, pair in plain.items()
+            for at, value in enumerate(pair)
+        )
+        assert changed > 2e-4, options
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("stage", range(4))
+def test_each_alone(tmp_path, stage, option):
+    assert_as_reference(tmp_path, stage, OPTIONS[option])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "axis"), [(0, "tensor"), (1, "pipeline"), (3, "tensor"), (2, "sequence")]
+)
+def test_all_of_them_on_other_layouts(tmp_path, stage, axis):
+    assert_as_reference(tmp_path, stage, TOGETHER, **{axis: 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_all_of_them_in_host_memory(tmp_path, stage):
+    assert_as_reference(tmp_path, stage, TOGETHER, optimizer=OffloadDevice.cpu)
+
+
+def test_a_resumed_run_changes_them_as_the_whole_one(tmp_path):
+    config = config_of(2, TOGETHER)
+    config.checkpoint.at_end = True
+    whole, parts = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "parts")
+    plan = tiny_plan(config, 2)
+    train_cases(2, [Case(plan, whole), Case(with_stop(plan, 3), parts)])
+    train_cases(2, [Case(plan, parts, attempt=2)])
+    assert curve(parts) == curve(whole)
+    limits = [
+        [event["clip_at"] for event in read_events(run.events) if event["event"] == "step"]
+        for run in (whole, parts)
+    ]
+    assert limits[0] == limits[1] and len(limits[0]) == STEPS
+
+
+def test_noise_belongs_to_an_element_whatever_rank_has_it():
+    whole = normal("7/3/a.weight", torch.arange(24))
+    shape = torch.Size((4, 6))
+    shard, _ = Shard.split(shape, dim=1, index=1, count=3)
+    place = Place("a.weight", shard, start=3, numel=4)
+    columns = whole.view(4, 6)[:, 2:4].reshape(-1)
+    torch.testing.assert_close(
+        normal("7/3/a.weight", place.indices(torch.device("cpu"))), columns[3:7], rtol=0, atol=0
+    )
+
+
+def test_noise_is_normal_and_differs_by_key():
+    count = 200_000
+    numbers = normal("1/0/x", torch.arange(count)).double()
+    other = normal("1/1/x", torch.arange(count)).double()
+    assert abs(numbers.mean()) < 4 / count**0.5 and abs(numbers.std() - 1) < 0.01
+    assert abs((numbers * other).mean()) < 4 / count**0.5
+    assert abs((numbers[1:] * numbers[:-1]).mean()) < 4 / count**0.5
+    for limit, share in ((1.0, 0.3173), (2.0, 0.0455), (3.0, 0.0027)):  # of a normal distribution
+        assert abs(float((numbers.abs() > limit).double().mean()) - share) < 0.004
+
+
+def test_scaled_gradients_are_changed_as_if_they_were_not():
+    config = GradientsConfig(clip_value=0.5, noise=0.01)
+    values = torch.linspace(-1, 1, 9)
+    scaled = values * 8
+    place = Place("a", None, 0, 9)
+    for tensor, scale in ((values, 1.0), (scaled, 8.0)):
+        change = elementwise(config, seed=1, update=2, scale=scale)
+        assert change is not None
+        change(place, tensor)
+    torch.testing.assert_close(scaled / 8, values)
+    assert elementwise(GradientsConfig(), seed=1, update=2, scale=1.0) is None
+
+
+def test_the_history_of_norms_has_its_window_and_goes_on_from_a_checkpoint():
+    config = GradientsConfig(
+        adaptive_clipping=AdaptiveClipping.percentile, adaptive_percentile=50, adaptive_window=3
+    )
+    history = NormHistory(config)
+    for norm in (100.0, 1.0, 2.0, 3.0):
+        history.add(norm)
+    assert history.state() == [1.0, 2.0, 3.0] and history.limit(9.0) == 3.0  # of 2, 3 and 9
+    resumed = NormHistory(config)
+    resumed.restore(history.state())
+    assert resumed.limit(9.0) == 3.0
+    off = NormHistory(GradientsConfig())
+    off.add(1.0)
+    assert off.state() == [] and off.limit(2.0) is None

@@ -1,0 +1,122 @@
+"""The rates that the optimizer really had are those of the schedule, also where a run goes on."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
+
+from trainctl.cli.progress import event_lines
+from trainctl.config.schema import DataType, DecayShape, ScheduleKind
+from trainctl.plan.schedule import Curve
+from trainctl.runs import checkpoints
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events, step_curve
+
+STEPS = 6
+
+
+def config_of(kind, steps=STEPS, stage=2):
+    batch = {"global_batch_size": 4, "gradient_accumulation_steps": 1, "sequence_length": 32}
+    config = tiny_config(steps=steps, evaluation_samples=0, **batch)
+    config.precision.compute = DataType.fp32
+    config.zero_stage.stage = stage
+    config.schedule.kind = kind
+    config.schedule.warmup_steps = 2
+    config.schedule.floor_ratio = 0.1
+    config.schedule.power = 2.0
+    config.checkpoint.at_end = False
+    if kind in (ScheduleKind.step, ScheduleKind.cyclic):
+        config.schedule.step_every = 2
+    return config
+
+
+def steps_of(run):
+    return step_curve(read_events(run.events))
+
+
+def test_every_kind_trains_with_its_own_rates(tmp_path):
+    kinds = list(ScheduleKind)
+    plans = [tiny_plan(config_of(kind, stage=3), 2) for kind in kinds]
+    cases = [
+        Case(plan, RunPaths(tmp_path / kind.value)) for plan, kind in zip(plans, kinds, strict=True)
+    ]
+    (found, _) = train_cases(2, cases, probe="rates_probe:train_with_each")
+    seen = set()
+    for case, (calls, peaks) in zip(cases, found, strict=True):
+        kind = case.plan.config.schedule.kind
+        factor = Curve.of(case.plan).factor
+        records = steps_of(case.run)
+        assert len(records) == STEPS and len(peaks) > 1
+        for step, record in records.items():
+            expected = {name: peak * factor(step - 1) for name, peak in peaks.items()}
+            assert record["learning_rates"] == expected, (kind, step)
+            assert record["learning_rate"] == case.plan.config.optimizer.lr * factor(step - 1)
+        # Some wrappers call it once for each part of the weights.
+        distinct = [rates for rates, before in pairwise([*calls, {}]) if rates != before]
+        wanted = [record["learning_rates"] for record in records.values()]
+        assert distinct == [r for r, before in pairwise([*wanted, {}]) if r != before], kind
+        seen.add(tuple(record["learning_rate"] for record in records.values()))
+    assert len(seen) == len(kinds)
+
+
+WHOLE, LONGER = 10, 16
+STABLE = 7
+"""A decay of 3 after it, and 10 in the longer run."""
+
+
+def wsd(steps):
+    config = config_of(ScheduleKind.wsd, steps=steps)
+    config.schedule.decay_steps = 3
+    config.schedule.decay_shape = DecayShape.linear
+    config.checkpoint.at_end = True
+    config.checkpoint.keep = 1
+    return tiny_plan(config, 2)
+
+
+def test_a_finished_run_is_extended_from_its_stable_phase(tmp_path):
+    """Stopped, gone on with, decayed; extended from before the decay: as if planned so long."""
+    short, longer = wsd(WHOLE), wsd(LONGER)
+    run, other = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "other")
+    train_cases(2, [Case(with_stop(short, 4), run)])
+    train_cases(2, [Case(short, run, attempt=2)])
+    for step, record in steps_of(run).items():
+        assert record["learning_rate"] == short.config.optimizer.lr * Curve.of(short).factor(
+            step - 1
+        )
+    kept = {info.step: info for info in checkpoints.list_checkpoints(run)}
+    assert list(kept) == [STABLE, WHOLE]  # keep=1 has not removed the first
+    assert kept[STABLE].kept_for == "stable_phase" and kept[STABLE].attempt == 2
+    (left,) = checkpoints.leave_behind(run, STABLE, attempt=3)
+    train_cases(2, [Case(longer, run, attempt=3)])
+    train_cases(2, [Case(longer, other)])
+    assert curve(run) == curve(other)
+    rates = {step: record["learning_rates"] for step, record in steps_of(run).items()}
+    assert rates == {step: record["learning_rates"] for step, record in steps_of(other).items()}
+    peak = longer.config.optimizer.lr
+    assert all(set(rates[step].values()) == {peak} for step in range(2, LONGER - 2))
+    assert set(rates[LONGER].values()) == {0.1 * peak}
+    assert checkpoints.verify(left) == []  # the decayed model is still there
+    steps = [info.step for info in checkpoints.list_checkpoints(run)]
+    assert steps == [STABLE, LONGER - 3, LONGER]
+
+
+def test_a_run_ends_when_the_held_out_loss_stays_and_remembers_over_a_resume(tmp_path):
+    """With a rate that moves nothing the loss is the same each time: no improvement."""
+    config = config_of(ScheduleKind.constant, steps=12)
+    config.training = replace(
+        config.training, evaluation_samples=4, evaluate_every_steps=2, stop_patience=3
+    )
+    config.optimizer.lr = 1e-30
+    config.checkpoint.at_end = True
+    plan = tiny_plan(config, 2)
+    run = RunPaths(tmp_path / "run")
+    train_cases(2, [Case(with_stop(plan, 4), run)])
+    train_cases(2, [Case(plan, run, attempt=2)])
+    events = read_events(run.events)
+    ends = [(event["step"], event["reason"]) for event in events if event["event"] == "end"]
+    assert ends == [(4, "stop_after_steps"), (8, "no_improvement")]
+    assert "in 3 evaluations the held-out loss was never below" in event_lines(events[-1])[0]
+    newest, _ = checkpoints.newest_checkpoint(run)
+    assert newest is not None and newest.step == 8
+    losses = [event["loss"] for event in events if event["event"] == "evaluation"]
+    assert newest.patience == {"best": losses[0], "best_step": 2, "evaluations_since": 3}

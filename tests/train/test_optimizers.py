@@ -1,0 +1,147 @@
+"""Each optimizer against a reference, at every ZeRO stage, and from checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
+from torch.optim import _muon
+
+from trainctl.config.schema import DataType, OptimizerKind, RunConfig
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events
+from trainctl.train.optimizers.muon import orthogonalised
+
+Curve = dict[int, tuple[float, float]]
+
+STEPS = 5
+KINDS = tuple(OptimizerKind)
+
+LEARNING_RATES = {
+    OptimizerKind.lion: 1e-3,
+    OptimizerKind.muon: 3e-3,
+    OptimizerKind.lamb: 1e-2,
+    OptimizerKind.adafactor: 1e-2,
+    OptimizerKind.sgd: 0.1,
+}
+
+
+def config_of(kind: OptimizerKind, stage: int = 0, **training: object) -> RunConfig:
+    """The tiny model with one optimizer; matrices of 4096 elements and more, for 8-bit states."""
+    config = tiny_config(**training)
+    optimizer = config.optimizer
+    optimizer.kind = kind
+    optimizer.lr = LEARNING_RATES.get(kind, 3e-3)
+    optimizer.matrix_lr = 0.02 if kind is OptimizerKind.muon else None
+    optimizer.epsilon = 1e-30 if kind is OptimizerKind.adafactor else 1e-8
+    optimizer.weight_decay = 0.0 if kind in (OptimizerKind.adam, OptimizerKind.sgd) else 0.1
+    config.schedule.warmup_steps = 2
+    config.zero_stage.stage = stage
+    config.precision.compute = DataType.fp32
+    config.training.evaluation_samples = 0
+    config.training.sample_tokens = 0
+    return config
+
+
+TOLERANCE = {
+    # Rounding: sums in another order; of a momentum that is nearly nothing, the sign.
+    OptimizerKind.adafactor: 1e-4,
+    OptimizerKind.lamb: 1e-3,
+    OptimizerKind.lion: 1e-3,
+    OptimizerKind.muon: 1e-4,
+}
+
+
+def test_each_kind_makes_the_update_of_a_reference_step_by_step(tmp_path):
+    cases = [
+        Case(tiny_plan(config_of(kind, steps=STEPS), 1), RunPaths(tmp_path / kind.value))
+        for kind in KINDS
+    ]
+    (found,) = train_cases(1, cases, probe="optimizer_probe:distances")
+    for kind, worst in zip(KINDS, found, strict=True):
+        assert max(worst.values()) < TOLERANCE.get(kind, 1e-5), (kind, worst)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (24, 8), (8, 24)])
+def test_matrices_are_orthogonalised_as_by_torch(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected = _muon._zeropower_via_newtonschulz(
+        matrix, (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C), 5, _muon.EPS
+    )
+    assert torch.equal(orthogonalised(matrix, torch.bfloat16), expected)
+    values = torch.linalg.svdvals(orthogonalised(matrix, torch.float32))
+    assert values.min() > 0.5 and values.max() < 1.3
+
+
+OWN = (
+    OptimizerKind.lion,
+    OptimizerKind.muon,
+    OptimizerKind.adamw_8bit,
+    OptimizerKind.adafactor,
+    OptimizerKind.lamb,
+)
+"""Made by trainctl, and tested first."""
+
+SAVED, END = 3, 5
+"""Steps: of the checkpoint, and of the run."""
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_run_resumes_at_its_stage_bit_for_bit_and_at_another(kind, tmp_path):
+    _train_and_resume(kind, [(3, 3), (3, 1)], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_stage_trains_and_resumes_from_every_other(kind, tmp_path):
+    curves = _train_and_resume(
+        kind, [*((stage, stage) for stage in range(4)), (0, 1), (1, 2), (2, 3), (3, 0)], tmp_path
+    )
+    for trained in curves.values():
+        losses = [loss for loss, _ in trained.values()]
+        assert losses[-1] < losses[0] - 0.1
+        for step, (loss, norm) in trained.items():
+            assert loss == pytest.approx(curves[0][step][0], abs=1e-5)
+            assert norm == pytest.approx(curves[0][step][1], rel=1e-4)
+
+
+def _train_and_resume(
+    kind: OptimizerKind, ways: list[tuple[int, int]], folder: Path
+) -> dict[int, Curve]:
+    """Train at each stage that a way starts from, and from its checkpoint at where it leads.
+
+    Returns:
+        The curves of the runs that were not interrupted, by stage.
+    """
+
+    def case(stage: int, name: str, attempt: int) -> Case:
+        config = config_of(kind, stage, steps=END)
+        config.checkpoint.every_steps, config.checkpoint.at_end = SAVED, False
+        return Case(tiny_plan(config, 2), RunPaths(folder / name), attempt)
+
+    starts = {start: case(start, f"{start}", 1) for start, _ in ways}
+    train_cases(2, list(starts.values()), probe="optimizer_probe:train")
+    resumed = []
+    for start, end in ways:
+        shutil.copytree(starts[start].run.root, folder / f"{start}-{end}")
+        resumed.append(case(end, f"{start}-{end}", 2))
+    train_cases(2, resumed, probe="optimizer_probe:train")
+    curves = {start: curve(each.run) for start, each in starts.items()}
+    for (start, end), again in zip(ways, resumed, strict=True):
+        assert _resumed_from(again.run) == f"step-{SAVED:08d}"
+        for step in range(SAVED + 1, END + 1):
+            straight, other = curves[start][step], curve(again.run)[step]
+            if start == end:
+                assert other == straight, (start, step)
+            else:
+                assert other[0] == pytest.approx(straight[0], abs=1e-5), (start, end, step)
+    return curves
+
+
+def _resumed_from(run: RunPaths) -> str:
+    starts = [event for event in read_events(run.events) if event["event"] == "start"]
+    name: str = starts[-1]["resumed_from"]
+    return name

@@ -1,0 +1,243 @@
+"""Batches that spoil a run, on real ranks: what each policy leaves of it, at every ZeRO stage.
+
+A run that recovered must be, bit for bit, one that never had the samples it passed over.
+"""
+
+import itertools
+import re
+from functools import partial
+
+import pytest
+from parity_cases import enlarge
+from poison import NAN, Poisoned, train_poisoned
+from rank_processes import curve, tiny_config, tiny_plan, with_stop
+
+from trainctl.config.schema import DataType, OffloadDevice, OnBadLoss, ScheduleKind
+from trainctl.errors import ExitCode
+from trainctl.runs.checkpoints import list_checkpoints, verify
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events
+
+BATCH, STEPS = 8, 6
+NAN_EVERYWHERE, LARGE, NAN_ON_ONE = 2, 4, 5
+"""Numbers of the spoilt batches, from 0."""
+POISON = (
+    *((NAN_EVERYWHERE * BATCH + sample, NAN) for sample in range(BATCH)),
+    *((LARGE * BATCH + sample, 10.0) for sample in range(BATCH)),
+    (NAN_ON_ONE * BATCH + 2, NAN),  # of rank 1, in the first of two micro-batches
+)
+BAD = (NAN_EVERYWHERE, LARGE, NAN_ON_ONE)
+IN_LOSS = ["loss_not_finite", "loss_spike", "loss_not_finite"]
+IN_GRADIENT = ["norm_not_finite", "norm_spike", "norm_not_finite"]
+SKIPS, REWINDS = (OnBadLoss.skip_step, OnBadLoss.skip_batch), (OnBadLoss.rewind,)
+
+
+def plan(stage, compute, policy, **settings):
+    config = tiny_config(steps=STEPS, evaluation_samples=0)
+    config.zero_stage.stage = stage
+    config.precision.compute = compute
+    config.schedule.kind = ScheduleKind.constant
+    config.schedule.warmup_steps = 0
+    config.stability.on_bad_loss = policy
+    config.stability.spike_factor = 2.0
+    config.stability.norm_spike_factor = 4.0
+    config.stability.spike_after_steps = 2
+    config.checkpoint.every_steps = 2
+    for key, value in settings.items():
+        section, _, name = key.partition("__")
+        setattr(getattr(config, section), name, value)
+    if config.offload.nvme_path is not None:
+        enlarge(config)
+    return tiny_plan(config, 2)
+
+
+def events(run, kind):
+    return [event for event in read_events(run.events) if event["event"] == kind]
+
+
+def assert_recovers(folder, made, policy, *, gradient_only=False):
+    """Train it poisoned, and beside it the run that it should come to."""
+    spoilt, clean = RunPaths(folder / "spoilt"), RunPaths(folder / "clean")
+    outcomes = train_poisoned(
+        Poisoned(made(policy), spoilt, poison=POISON, gradient_only=gradient_only)
+    )
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    assert all(outcome.is_finite for outcome in outcomes)
+    if made(policy).mesh.data == 2:
+        assert len({outcome.digest for outcome in outcomes}) == 1
+
+    missing = tuple((number * BATCH, (number + 1) * BATCH) for number in BAD)
+    if policy is OnBadLoss.rewind:  # and what led up to them, since the checkpoint of step 2
+        missing = ((NAN_EVERYWHERE * BATCH, (NAN_ON_ONE + 1) * BATCH),)
+    expected = train_poisoned(Poisoned(made(OnBadLoss.stop), clean, missing=missing))
+    found = curve(spoilt)
+    if policy is OnBadLoss.skip_step:  # these steps count
+        updates = [found[step] for step in range(1, STEPS + 1) if step - 1 not in BAD]
+        assert updates == list(curve(clean).values())[: len(updates)]
+    else:
+        assert found == curve(clean)
+        assert [one.digest for one in outcomes] == [one.digest for one in expected]
+
+    noted = events(spoilt, "intervention")
+    assert [event["kind"] for event in noted] == (IN_GRADIENT if gradient_only else IN_LOSS)
+    assert {event["policy"] for event in noted} == {policy.value}
+    assert [event["samples"] for event in noted] == [[n * BATCH, n * BATCH + BATCH] for n in BAD]
+    assert [event.get("to_step") for event in noted] == [2 if policy in REWINDS else None] * 3
+    if not gradient_only:
+        assert [event["ranks"] for event in noted] == [[0, 1], [0, 1], [1]]
+        assert NAN_ON_ONE * BATCH + 2 in noted[2]["suspects"]
+        assert not {NAN_ON_ONE * BATCH, NAN_ON_ONE * BATCH + 1} & set(noted[2]["suspects"])
+
+
+QUICK = (
+    (0, DataType.fp32, OnBadLoss.rewind),
+    (0, DataType.bf16, OnBadLoss.skip_batch),
+    (1, DataType.fp32, OnBadLoss.skip_step),
+    (1, DataType.bf16, OnBadLoss.rewind),
+    (2, DataType.fp32, OnBadLoss.skip_batch),
+    (2, DataType.bf16, OnBadLoss.skip_step),
+    (3, DataType.fp32, OnBadLoss.rewind),
+    (3, DataType.bf16, OnBadLoss.skip_batch),
+)
+"""Every pair of stage and format, and each stage with two policies."""
+ALL = tuple(itertools.product(range(4), (DataType.fp32, DataType.bf16), (*SKIPS, *REWINDS)))
+
+
+@pytest.mark.parametrize(("stage", "compute", "policy"), QUICK)
+def test_a_spoilt_run_is_the_run_without_what_spoilt_it(tmp_path, stage, compute, policy):
+    assert_recovers(tmp_path, partial(plan, stage, compute), policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "compute", "policy"), [case for case in ALL if case not in QUICK]
+)
+def test_so_is_every_other(tmp_path, stage, compute, policy):
+    assert_recovers(tmp_path, partial(plan, stage, compute), policy)
+
+
+@pytest.mark.parametrize(("stage", "policy"), [(1, OnBadLoss.rewind), (2, OnBadLoss.skip_batch)])
+def test_fp32_gradients_of_bf16_weights_leave_no_trace_either(tmp_path, stage, policy):
+    """They are added up in buffers that outlive a step; stage 1 has a wrapper of its own for it."""
+    made = partial(plan, stage, DataType.bf16, precision__gradient_accumulation=DataType.fp32)
+    assert_recovers(tmp_path, made, policy)
+
+
+def test_a_gradient_alone_may_be_bad(tmp_path):
+    made = partial(plan, 2, DataType.bf16)
+    assert_recovers(tmp_path, made, OnBadLoss.skip_batch, gradient_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [OnBadLoss.skip_batch, OnBadLoss.rewind])
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        (1, {"parallelism__tensor": 2}),
+        (3, {"parallelism__tensor": 2}),
+        (1, {"parallelism__pipeline": 2}),
+        (2, {"parallelism__sequence": 2}),
+        (2, {"offload__optimizer": OffloadDevice.cpu}),
+        (3, {"offload__optimizer": OffloadDevice.cpu}),
+        (3, {"offload__optimizer": OffloadDevice.cpu, "offload__parameters": OffloadDevice.cpu}),
+    ],
+)
+def test_other_layouts_and_offload_recover_too(tmp_path, stage, changes, policy):
+    made = partial(plan, stage, DataType.fp32, **changes)
+    assert_recovers(tmp_path, made, policy, gradient_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [OnBadLoss.skip_batch, OnBadLoss.rewind])
+def test_so_do_states_on_nvme(tmp_path, policy):
+    made = partial(
+        plan,
+        3,
+        DataType.fp32,
+        offload__optimizer=OffloadDevice.nvme,
+        offload__nvme_path=str(tmp_path / "nvme"),
+    )
+    assert_recovers(tmp_path, made, policy, gradient_only=True)
+
+
+def spoil(numbers, factor=NAN):
+    """Poison in every sample of some batches."""
+    return tuple((n * BATCH + sample, factor) for n in numbers for sample in range(BATCH))
+
+
+def ends(folder, poison, *, stage=1, compute=DataType.fp32, policy=OnBadLoss.stop, **changes):
+    """The message that a run ends with, which must be the same on both ranks."""
+    run = RunPaths(folder)
+    made = plan(stage, compute, policy, **changes)
+    outcomes = train_poisoned(Poisoned(made, run, poison=poison))
+    assert all(outcome.is_finite for outcome in outcomes)
+    assert len({(outcome.error, outcome.exit_code, outcome.digest) for outcome in outcomes}) == 1
+    assert outcomes[0].exit_code == (ExitCode.training_failed if outcomes[0].error else 0)
+    return run, outcomes[0].error
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(0, DataType.bf16), (3, DataType.fp32)])
+def test_without_a_policy_it_stops_and_keeps_its_last_good_checkpoint(tmp_path, stage, compute):
+    run, error = ends(tmp_path, spoil([2]), stage=stage, compute=compute)
+    assert error == "the loss of step 3 is nan (samples 16 to 24, seen by rank 0, 1)"
+    assert [info.step for info in list_checkpoints(run)] == [2]
+    assert verify(list_checkpoints(run)[0].path) == []
+    assert list(curve(run)) == [1, 2]
+    (event,) = events(run, "intervention")
+    assert (event["policy"], event["step"], event["in_a_row"]) == ("stop", 3, 0)
+
+
+def test_a_spike_stops_too_where_one_is_looked_for(tmp_path):
+    _, error = ends(tmp_path, spoil([4], 10.0))
+    assert re.fullmatch(
+        r"the loss of step 5 is 5\d\.\d+, above 10\.\d+ \(samples 32 to 40, .*", error
+    )
+
+
+def test_it_stops_after_too_many_in_a_row(tmp_path):
+    run, error = ends(
+        tmp_path, spoil([2, 3, 4]), policy=OnBadLoss.skip_batch, stability__max_interventions=2
+    )
+    assert "step 3 is nan (samples 32 to 40, seen by rank 0, 1), after 2 interventions" in error
+    assert [event["policy"] for event in events(run, "intervention")] == ["skip_batch"] * 2 + [
+        "stop"
+    ]
+    assert [info.step for info in list_checkpoints(run)] == [2]
+
+
+def test_it_stops_where_there_is_nothing_to_go_back_to(tmp_path):
+    _, error = ends(tmp_path, spoil([2]), policy=OnBadLoss.rewind, checkpoint__every_steps=4)
+    assert error.endswith("and there is no checkpoint to go back to yet")
+
+
+def test_a_warning_goes_on_and_makes_the_update(tmp_path):
+    run, error = ends(tmp_path / "warned", spoil([4], 10.0), policy=OnBadLoss.warn)
+    blind, _ = ends(
+        tmp_path / "blind",
+        spoil([4], 10.0),
+        stability__spike_factor=None,
+        stability__norm_spike_factor=None,
+    )
+    assert error == "" and curve(run) == curve(blind)
+    (event,) = events(run, "intervention")
+    assert (event["kind"], event["policy"], event["step"]) == ("loss_spike", "warn", 5)
+
+
+@pytest.mark.parametrize("policy", [OnBadLoss.rewind, OnBadLoss.skip_batch])
+def test_a_crash_between_interventions_leaves_the_same_run(tmp_path, policy):
+    """The attempt ends after the first intervention with nothing saved since: it comes again."""
+    made = plan(1, DataType.fp32, policy, checkpoint__at_end=False)
+    whole, parts = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "parts")
+    train_poisoned(Poisoned(made, whole, poison=POISON))
+    train_poisoned(Poisoned(with_stop(made, 3), parts, poison=POISON))
+    assert len(events(parts, "intervention")) == 1
+    train_poisoned(Poisoned(made, parts, attempt=2, poison=POISON))
+    assert curve(parts) == curve(whole)
+    again = [event for event in events(parts, "intervention") if event["attempt"] == 2]
+    keys = ("step", "kind", "value", "samples", "in_a_row", "policy")
+    assert [[event[key] for key in keys] for event in again] == [
+        [event[key] for key in keys] for event in events(whole, "intervention")
+    ]
+    replayed = events(parts, "replay")
+    assert [event["step"] for event in replayed] == [3]
+    assert replayed[0]["loss"] == replayed[0]["expected"]

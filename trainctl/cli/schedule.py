@@ -1,0 +1,138 @@
+"""`trainctl schedule`: the learning rate over the run, before it is trained."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
+
+if TYPE_CHECKING:
+    from trainctl.plan.types import RunPlan
+    from trainctl.reports.schedule import Point
+
+ROWS = 18
+"""Of a chart in the terminal."""
+
+app = typer.Typer(help="Look at the learning rate over the run.", add_completion=False)
+
+
+@app.callback()
+def _group() -> None:
+    pass
+
+
+@app.command()
+def show(
+    target: TargetAndOverrides = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the chart to a .png, .svg or .html file instead.",
+            show_default=False,
+        ),
+    ] = None,
+    config_dir: ConfigDir = None,
+    as_json: Json = False,
+) -> None:
+    """Draw the learning rate of each optimizer step.
+
+    Examples: trainctl schedule show recipe=tiny schedule=wsd; trainctl schedule show runs/NAME
+    training.steps=2000 --plot schedule.png
+    """
+    from trainctl.cli.console import print_json, put, say
+    from trainctl.cli.findings import show_findings
+    from trainctl.cli.planning import compose_target
+    from trainctl.cli.planning import plan as make_plan
+    from trainctl.errors import TrainctlError
+    from trainctl.reports.schedule import chart, points_of, title_of
+
+    name, overrides = split_target(target)
+    planned = make_plan(compose_target(name, overrides, config_dir))
+    made = planned.assessment.plan
+    if made is None:
+        raise TrainctlError.from_findings(planned.findings)
+    show_findings([finding for finding in planned.findings if not finding.is_error])
+    points = points_of(made)
+    if plot is not None:
+        from trainctl.reports.figure import save_figure
+
+        save_figure(chart(made, points), plot, title=title_of(made))
+        say(f"written: {plot}")
+    if as_json:
+        print_json(_document(made, points))
+    elif plot is None:
+        if points:
+            put(_drawing(made, points))
+        for line in _phases(made):
+            put(line)
+
+
+def _document(plan: RunPlan, points: list[Point]) -> dict[str, object]:
+    from trainctl.config.codec import to_plain
+    from trainctl.plan.schedule import Curve
+
+    return {
+        "schema": 1,
+        "kind": plan.config.schedule.kind.value,
+        "unit": plan.config.schedule.unit.value,
+        "total_steps": plan.total_steps,
+        "warmup_steps": plan.warmup_steps,
+        "stable_end": Curve.of(plan).stable_end,
+        "points": to_plain(points),
+    }
+
+
+def _drawing(plan: RunPlan, points: list[Point]) -> str:
+    """The curve in characters, as wide as the console (80 columns where there is none)."""
+    import plotext
+
+    from trainctl.reports.schedule import title_of
+
+    peak = plan.config.optimizer.lr
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless")
+    figure.plot_size(shutil.get_terminal_size().columns, ROWS)
+    steps, rates = [point.step for point in points], [point.learning_rate for point in points]
+    figure.draw(figure.signal(steps, rates, marker="braille").lines())
+    levels = [peak * quarter / 4 for quarter in range(5)]
+    figure.ruler(1, 0).lim(0, peak).ticks(levels, [f"{level:.3g}" for level in levels])
+    marks = sorted({1 + (plan.total_steps - 1) * mark // 6 for mark in range(7)})
+    figure.ruler(0, 0).ticks(marks, [f"{mark:,}" for mark in marks])
+    figure.title(title_of(plan))
+    figure.label("optimizer step", 0)
+    drawn: str = plotext.uncolorize(str(figure.build()))
+    return "\n".join(line.rstrip() for line in drawn.splitlines())
+
+
+def _phases(plan: RunPlan) -> list[str]:
+    """Where the curve turns, one line each."""
+    from trainctl.plan.schedule import Curve
+
+    curve, total, peak = Curve.of(plan), plan.total_steps, plan.config.optimizer.lr
+    if total == 0:
+        return ["no step"]
+    ends = {
+        "first step": 1,
+        "end of the warmup": plan.warmup_steps,
+        "end of the stable phase": curve.stable_end or 0,
+        "last step": total,
+    }
+    rows = [
+        (name, step, plan.batches.tokens_before(step), peak * curve.factor(step - 1))
+        for name, step in ends.items()
+        if 0 < step <= total
+    ]
+    lines = [
+        f"  {name:<24} step {step:>9,}  after it {tokens:>17,} tokens  learning rate {rate:.4g}"
+        for name, step, tokens, rate in rows
+    ]
+    return lines + [
+        f"  batch of {phase.batch.global_batch_size:,} sequences from step {phase.first_step + 1:,}"
+        for phase in plan.ramp
+    ]

@@ -1,0 +1,89 @@
+"""Sizes of the batches over the run: one, or smaller ones first (`training.batch_ramp`).
+
+Everything here is a function of the step alone, so that it is the same on every rank and layout,
+and after a resume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Batch arithmetic: global = micro x accumulation x data, in sequences.
+
+    Attributes:
+        global_batch_size: Sequences in an optimizer step.
+        micro_batch_size: Sequences in one forward pass of a data-parallel rank.
+        gradient_accumulation_steps: Forward passes in an optimizer step.
+        sequence_length: Tokens in a sequence.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    sequence_length: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.sequence_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPhase:
+    """Steps that have the same batch size.
+
+    Attributes:
+        first_step: Number of the first of them, from 0.
+        batch: Of each of them.
+    """
+
+    first_step: int
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The batch of every step of a run.
+
+    Attributes:
+        phases: By their first step, ascending from 0; the last one has no end.
+    """
+
+    phases: tuple[BatchPhase, ...]
+
+    @classmethod
+    def of(cls, ramp: tuple[BatchPhase, ...], batch: Batch) -> Batches:
+        """Those of a ramp that ends in `batch`, which is the batch of all steps without one."""
+        return cls(ramp or (BatchPhase(first_step=0, batch=batch),))
+
+    def at(self, step: int) -> Batch:
+        """The batch of update number `step`, from 0."""
+        return next(phase.batch for phase in reversed(self.phases) if phase.first_step <= step)
+
+    def samples_before(self, step: int) -> int:
+        """Sequences of the updates before number `step`."""
+        return sum(count * batch.global_batch_size for count, batch in self._until(step))
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens of the updates before number `step`."""
+        return sum(count * batch.tokens_per_step for count, batch in self._until(step))
+
+    def steps_for(self, tokens: int) -> int:
+        """The smallest number of steps from the start that have at least so many tokens."""
+        last = self.phases[-1]
+        for phase, following in zip(self.phases, self.phases[1:], strict=False):
+            if self.tokens_before(following.first_step) >= tokens:
+                last = phase
+                break
+        missing = max(0, tokens - self.tokens_before(last.first_step))
+        return last.first_step + -(-missing // last.batch.tokens_per_step)
+
+    def _until(self, step: int) -> list[tuple[int, Batch]]:
+        """How many updates before number `step` each phase has, with its batch."""
+        ends = [phase.first_step for phase in self.phases[1:]] + [step]
+        return [
+            (max(0, min(end, step) - phase.first_step), phase.batch)
+            for phase, end in zip(self.phases, ends, strict=True)
+        ]

@@ -1,0 +1,185 @@
+"""The optimizer's parameter groups: which tensor is decayed, and by which learning rate it learns.
+
+One rule for the plan, which prints the groups, and the trainer, which makes them:
+
+- Matrices are decayed; vectors (norms, biases) and embeddings are not, and an output projection
+  that is tied to the embedding is one. `optimizer.decay_embeddings` decays embeddings too.
+- Muon updates the matrices inside blocks; AdamW updates all else.
+- The learning rate of a tensor is the base one, `optimizer.lr` or Muon's `optimizer.matrix_lr`,
+  times three factors: that of the first entry of `optimizer.groups` whose pattern is found in its
+  canonical name, `optimizer.layer_lr_decay` to the power of the blocks above it (arXiv:1801.06146,
+  section 3.1), and muP's, by whose inverse the weight decay is multiplied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from trainctl.config.schema import GroupOverride, OptimizerKind, RunConfig
+from trainctl.plan import mup, shapes
+from trainctl.plan.mup import TensorKind
+from trainctl.plan.shapes import TensorShape
+
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupKey:
+    """What the tensors of a group have in common.
+
+    Attributes:
+        uses_muon: Whether Muon updates them.
+        is_decayed: Whether `optimizer.weight_decay` is for them.
+        lr_factor: Of the base learning rate.
+        weight_decay: Their decay.
+    """
+
+    uses_muon: bool
+    is_decayed: bool
+    lr_factor: float
+    weight_decay: float
+
+    def name(self, config: RunConfig) -> str:
+        """Unique among the groups of a config, and the same on every layout."""
+        words = ["muon" if self.uses_muon else "decayed" if self.is_decayed else "undecayed"]
+        if self.lr_factor != 1:
+            words.append(f"lr x{self.lr_factor:.6g}")
+        if self.weight_decay != (config.optimizer.weight_decay if self.is_decayed else 0.0):
+            words.append(f"decay {self.weight_decay:.6g}")
+        return ", ".join(words)
+
+    def peak_lr(self, config: RunConfig) -> float:
+        """The group's learning rate where the schedule is at its peak."""
+        return _base_lr(config, uses_muon=self.uses_muon) * self.lr_factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """Tensors that are updated by the same rule with the same numbers.
+
+    Attributes:
+        name: As in the records and the plan.
+        lr_factor: Of the base learning rate.
+        weight_decay: Decoupled decay.
+        uses_muon: Whether Muon updates them.
+        parameters: Canonical names, in the model's order.
+        elements: Of all of them.
+    """
+
+    name: str
+    lr_factor: float
+    weight_decay: float
+    uses_muon: bool
+    parameters: tuple[str, ...]
+    elements: int
+
+    def peak_lr(self, config: RunConfig) -> float:
+        """The group's learning rate where the schedule is at its peak."""
+        return _base_lr(config, uses_muon=self.uses_muon) * self.lr_factor
+
+
+def parameter_groups(config: RunConfig) -> tuple[ParameterGroup, ...]:
+    """The groups of the whole model; every tensor is in exactly one. Pure."""
+    members: dict[GroupKey, list[TensorShape]] = {}
+    for tensor in model_tensors(config):
+        key = group_of(config, tensor.name, tensor.shape, embedding=tensor.embedding)
+        members.setdefault(key, []).append(tensor)
+    return tuple(
+        ParameterGroup(
+            name=key.name(config),
+            lr_factor=key.lr_factor,
+            weight_decay=key.weight_decay,
+            uses_muon=key.uses_muon,
+            parameters=tuple(tensor.name for tensor in members[key]),
+            elements=sum(tensor.numel for tensor in members[key]),
+        )
+        for key in in_order(members)
+    )
+
+
+def in_order(keys: Iterable[GroupKey]) -> list[GroupKey]:
+    """Keys in the order of the optimizer's groups: Muon's, the decayed, the others."""
+    return sorted(
+        keys, key=lambda k: (not k.uses_muon, not k.is_decayed, -k.lr_factor, -k.weight_decay)
+    )
+
+
+def model_tensors(config: RunConfig) -> Iterator[TensorShape]:
+    """Every tensor of the model under its canonical name; a tied one once."""
+    model = config.model
+    yield from shapes.embedding_tensors(model)
+    prefix = shapes.block_prefix(model)
+    for index in range(model.num_layers):
+        for tensor in shapes.block_tensors(model):
+            yield TensorShape(
+                name=f"{prefix}.{index}.{tensor.name}", shape=tensor.shape, sharded=tensor.sharded
+            )
+    yield from shapes.final_norm_tensors(model)
+    if not model.tie_word_embeddings:
+        yield shapes.head_tensor(model)
+
+
+def group_of(
+    config: RunConfig, name: str, shape: Sequence[int], *, embedding: bool | None = None
+) -> GroupKey:
+    """The group of one tensor.
+
+    Args:
+        config: The run's.
+        name: Canonical name.
+        shape: Of the whole tensor, whatever shard of it a rank has.
+        embedding: Whether it is looked up; none tells it by the family's names.
+    """
+    kind = mup.kind_of(name, tuple(shape))
+    if embedding:
+        kind = TensorKind.embedding
+    elif embedding is not None and kind is TensorKind.embedding:
+        kind = TensorKind.output  # tied, by name; an embedding it is not
+    optimizer, model = config.optimizer, config.model
+    override = override_of(config, name)
+    is_decayed = kind in (TensorKind.hidden, TensorKind.output) or (
+        kind is TensorKind.embedding and optimizer.decay_embeddings
+    )
+    weight_decay = optimizer.weight_decay if is_decayed else 0.0
+    if override is not None and override.weight_decay is not None:
+        weight_decay = override.weight_decay
+    lr_factor = (
+        (override.lr_factor if override is not None else 1.0)
+        * optimizer.layer_lr_decay ** blocks_above(config, name, kind)
+        * mup.lr_factor(model, optimizer, kind)
+    )
+    return GroupKey(
+        uses_muon=optimizer.kind is OptimizerKind.muon and kind is TensorKind.hidden,
+        is_decayed=is_decayed,
+        lr_factor=lr_factor,
+        weight_decay=weight_decay * mup.decay_factor(model, optimizer, kind),
+    )
+
+
+def _base_lr(config: RunConfig, *, uses_muon: bool) -> float:
+    matrix_lr = config.optimizer.matrix_lr if uses_muon else None
+    return config.optimizer.lr if matrix_lr is None else matrix_lr
+
+
+def block_of(name: str) -> int | None:
+    """Index of the block that a canonical name belongs to, if any."""
+    found = _BLOCK.search(name)
+    return int(found[1]) if found else None
+
+
+def blocks_above(config: RunConfig, name: str, kind: TensorKind) -> int:
+    """Blocks between a tensor and the output: all for embeddings, none for the last norm."""
+    block = block_of(name)
+    if block is not None:
+        return max(0, config.model.num_layers - 1 - block)
+    return config.model.num_layers if kind is TensorKind.embedding else 0
+
+
+def override_of(config: RunConfig, name: str) -> GroupOverride | None:
+    """The first entry of `optimizer.groups` whose pattern is found in the name."""
+    for entry in config.optimizer.groups:
+        if re.search(entry.match, name):
+            return entry
+    return None

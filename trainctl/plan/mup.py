@@ -1,0 +1,179 @@
+"""Maximal-update parametrisation: what depends on the width, as factors on what the config says.
+
+Tensor Programs V (arXiv:2203.03466), table 8: the form whose output weights start, and learn, like
+the embedding, so that the two may be tied; a multiplier on the logits does the rest. With m, the
+width over the base's, and everything at m = 1 as without it:
+
+| tensors | initial deviation | Adam, AdamW, Lion | SGD | Muon |
+|---|---|---|---|---|
+| embeddings | 1 | 1 | m | 1 (by AdamW) |
+| hidden matrices | 1 / sqrt(m) | 1 / m | 1 | 1 |
+| output projection | 1 | 1 | m | 1 (by AdamW) |
+| norms, biases | - | 1 | m | 1 (by AdamW) |
+
+The logits are multiplied by 1 / m. Attention's scale becomes sqrt(d0) / d for heads of width d
+where the base has d0: 1 / d, as section 4 wants it, and 1 / sqrt(d) for heads of the same width.
+
+What the table does not say:
+
+- Lion's step has the size of its learning rate, as Adam's has, so it scales as Adam's.
+- Muon's step is a matrix of spectral norm sqrt(rows / columns) times a constant of the shape's
+  ratio, whatever the width: what arXiv:2310.17813 (condition 1) asks for, with a factor of 1.
+- A step shrinks a weight by learning rate x decay. That product does not depend on the width: the
+  decay is multiplied by what the learning rate is divided by (arXiv:2405.13698).
+- Every gradient is 1 / m as large, as the logits are: so is Adam's epsilon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from trainctl.config.schema import ModelConfig, OptimizerConfig, OptimizerKind, RunConfig
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.shapes import head_dim, key_value_heads
+from trainctl.plan.types import Derived
+
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight")
+OUTPUT = "lm_head.weight"
+
+LIKE_ADAM = (
+    OptimizerKind.adamw,
+    OptimizerKind.adam,
+    OptimizerKind.adamw_8bit,
+    OptimizerKind.lion,
+)
+"""Kinds whose step has entries of the learning rate's size, whatever the gradient's."""
+
+KNOWN = (*LIKE_ADAM, OptimizerKind.muon, OptimizerKind.sgd)
+"""Kinds that have a column in the table."""
+
+
+class TensorKind(Enum):
+    """What a tensor does with widths: which of its dimensions grow with the model's."""
+
+    embedding = "embedding"
+    hidden = "hidden"
+    output = "output"
+    vector = "vector"
+
+
+def kind_of(name: str, shape: tuple[int, ...]) -> TensorKind:
+    """The kind of a tensor.
+
+    Args:
+        name: Canonical name, of a llama, mistral, qwen3 or gpt2.
+        shape: Of the whole tensor. A tied output projection is the embedding.
+    """
+    if len(shape) < 2:
+        return TensorKind.vector
+    if name.endswith(OUTPUT):
+        return TensorKind.output
+    return TensorKind.embedding if name.endswith(EMBEDDINGS) else TensorKind.hidden
+
+
+def width_factor(model: ModelConfig) -> float:
+    """m: the width over the base's; 1 without muP."""
+    if not model.mup or model.mup_base_width is None:
+        return 1.0
+    return model.hidden_size / model.mup_base_width
+
+
+def initial_factor(model: ModelConfig, kind: TensorKind) -> float:
+    """Of `initializer_range`, the standard deviation of a tensor's initial values."""
+    return width_factor(model) ** -0.5 if kind is TensorKind.hidden else 1.0
+
+
+def output_multiplier(model: ModelConfig) -> float:
+    """Of the logits."""
+    return 1 / width_factor(model)
+
+
+def attention_factor(model: ModelConfig) -> float:
+    """Of the usual attention scale, 1 / sqrt(head_dim)."""
+    if not model.mup or model.mup_base_head_dim is None:
+        return 1.0
+    return math.sqrt(model.mup_base_head_dim / head_dim(model))
+
+
+def multipliers(model: ModelConfig) -> dict[str, float]:
+    """What a model's function has besides its weights; both are 1 without muP."""
+    return {"output": output_multiplier(model), "attention": attention_factor(model)}
+
+
+def check_multipliers(model: ModelConfig, name: str, manifest: Mapping[str, Any]) -> None:
+    """A checkpoint has weights only: under other multipliers they are another model's.
+
+    Args:
+        model: The model that is to have them.
+        name: Of the checkpoint.
+        manifest: Of the checkpoint.
+
+    Raises:
+        TrainctlError: They are not the ones that it was trained with.
+    """
+    had = manifest.get("multipliers", {"output": 1.0, "attention": 1.0})
+    if had != multipliers(model):
+        raise TrainctlError(
+            f"{name} was trained with the logits multiplied by {had['output']:g} "
+            f"and attention by {had['attention']:g}, and this configuration has "
+            f"{output_multiplier(model):g} and {attention_factor(model):g}",
+            hint="keep model.mup, model.mup_base_width and model.mup_base_head_dim as they were; "
+            "`trainctl export` makes a model that needs none of them",
+            exit_code=ExitCode.run_state,
+        )
+
+
+def lr_factor(model: ModelConfig, optimizer: OptimizerConfig, kind: TensorKind) -> float:
+    """Of the learning rate of a tensor."""
+    m = width_factor(model)
+    if optimizer.kind in LIKE_ADAM:
+        return 1 / m if kind is TensorKind.hidden else 1.0
+    if optimizer.kind is OptimizerKind.sgd:
+        return 1.0 if kind is TensorKind.hidden else m
+    return 1.0
+
+
+def decay_factor(model: ModelConfig, optimizer: OptimizerConfig, kind: TensorKind) -> float:
+    """Of the weight decay of a tensor, so that learning rate x decay is that of the base."""
+    return 1 / lr_factor(model, optimizer, kind)
+
+
+def epsilon(config: RunConfig) -> float:
+    """Adam's, as small as the gradients are."""
+    if not config.trains_itself:
+        return config.optimizer.epsilon
+    return config.optimizer.epsilon / width_factor(config.model)
+
+
+def base_heads(model: ModelConfig) -> tuple[float, float]:
+    """Query heads, and key and value heads, of the model of base width; whole where it exists.
+
+    Widths grow together: that model has 1 / m of the feed-forward width as well.
+    """
+    width = head_dim(model)
+    shrink = width_factor(model) * (model.mup_base_head_dim or width) / width
+    return model.num_attention_heads / shrink, key_value_heads(model) / shrink
+
+
+def reasons(config: RunConfig) -> Iterator[Derived]:
+    """What muP makes of the model; the optimizer's groups have its learning rates."""
+    model = config.model
+    if not model.mup or not config.trains_itself:
+        return
+    m = width_factor(model)
+    widths = f"model.hidden_size {model.hidden_size} / model.mup_base_width {model.mup_base_width}"
+    yield Derived(key="mup.width_factor", value=m, reason=f"m = {widths}")
+    yield Derived(
+        key="mup.hidden_deviation",
+        value=model.initializer_range * initial_factor(model, TensorKind.hidden),
+        reason=f"of initial hidden matrices: model.initializer_range {model.initializer_range:g}"
+        " / sqrt(m)",
+    )
+    yield Derived(key="mup.output_multiplier", value=1 / m, reason="of the logits: 1 / m")
+    if model.mup_base_head_dim is not None:
+        why = f"sqrt(model.mup_base_head_dim {model.mup_base_head_dim}) / head width "
+        scale = attention_factor(model) / math.sqrt(head_dim(model))
+        yield Derived(key="mup.attention_scale", value=scale, reason=f"{why}{head_dim(model)}")

@@ -1,0 +1,198 @@
+"""What was in a sample: its text, and the files and documents that it was cut from. No torch."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.config.schema import DataConfig
+from trainctl.errors import TrainctlError
+from trainctl.plan.types import RunPlan
+from trainctl.train.corpus import Corpus, split_files
+from trainctl.train.order import sample_indices
+from trainctl.train.tokenizer import Tokenizer
+
+MOST_SAMPLES = 1000
+"""That are shown at once."""
+_CHUNK = 1 << 24
+"""Tokens that are searched for ends of documents at a time."""
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """The part of a sample that is of one document.
+
+    Attributes:
+        document: Its number in the training split, from 0; None where nothing separates them.
+        file: That the document is in now; None if that cannot be told.
+        line: Of a JSONL file, from 1.
+        start: First token of the passage in the document.
+        end: One past its last.
+    """
+
+    document: int | None
+    file: str | None
+    line: int | None
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a sample held.
+
+    Attributes:
+        counter: Its number in the run's order, as in the records.
+        index: In the dataset.
+        epoch: How often the data had been gone through before it.
+        first_token: In the training split.
+        passages: Of its documents, in order.
+        text: Of its tokens, cut to the length that was asked for.
+        is_cut: Whether there is more of it.
+    """
+
+    counter: int
+    index: int
+    epoch: int
+    first_token: int
+    passages: tuple[Passage, ...]
+    text: str
+    is_cut: bool
+
+
+def parse_counters(text: str) -> list[int]:
+    """Sample counters as ``12,40-44``: both ends of a range are in it.
+
+    Raises:
+        TrainctlError: It is not that, or more than `MOST_SAMPLES`.
+    """
+    counters: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
+            raise TrainctlError(
+                f"--samples {text}: {part!r} is neither a number nor a range",
+                hint="--samples 12,40-44",
+            )
+        if len(counters) + last - first >= MOST_SAMPLES:
+            raise TrainctlError(
+                f"--samples {text}: more than {MOST_SAMPLES:,} samples", hint="ask for fewer"
+            )
+        counters += range(first, last + 1)
+    return counters
+
+
+def samples_of(
+    plan: RunPlan,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    counters: list[int],
+    *,
+    most_characters: int,
+) -> list[Sample]:
+    """What the samples of a run's order held.
+
+    Args:
+        plan: Of the run.
+        corpus: Of the run, with its tokens in place.
+        tokenizer: Of the run.
+        counters: Which samples.
+        most_characters: Of each text; 0 keeps all of it.
+    """
+    length, tokens = plan.batch.sequence_length, corpus.tokens(corpus.train)
+    count = max(0, (corpus.train.tokens - 1) // length)
+    if not counters or count == 0:
+        return []
+    indices = sample_indices(
+        np.array(counters, dtype=np.int64),
+        num_samples=count,
+        seed=plan.config.training.seed,
+        shuffle=plan.config.data.shuffle,
+    )
+    starts = (indices * length).tolist()
+    ends = _ends_of_documents(tokens, corpus.end_of_document, max(starts) + length)
+    sources = None if plan.config.data.factory is not None else _Sources(plan.config.data)
+    found = []
+    for counter, index, first in zip(counters, indices.tolist(), starts, strict=True):
+        text = tokenizer.decode(tokens[first : first + length].tolist())
+        cut = text[:most_characters] if most_characters else text
+        passages = tuple(_passages(ends, first, first + length, sources))
+        found.append(
+            Sample(counter, index, counter // count, first, passages, cut, len(cut) < len(text))
+        )
+    return found
+
+
+def _ends_of_documents(
+    tokens: npt.NDArray[np.integer], end_of_document: int | None, limit: int
+) -> list[int] | None:
+    """Places right after the end of each document, up to a limit; None if nothing marks them."""
+    if end_of_document is None:
+        return None
+    found = [
+        np.flatnonzero(tokens[start : min(start + _CHUNK, limit)] == end_of_document) + start + 1
+        for start in range(0, limit, _CHUNK)
+    ]
+    return [int(end) for end in np.concatenate(found)]
+
+
+def _passages(
+    ends: list[int] | None, first: int, last: int, sources: _Sources | None
+) -> Iterator[Passage]:
+    if ends is None:
+        yield Passage(None, None, None, first, last)
+        return
+    number = bisect_right(ends, first)
+    inside = ends[number : bisect_right(ends, last - 1)]
+    for document, (start, end) in enumerate(pairwise([first, *inside, last]), number):
+        begins = ends[document - 1] if document else 0
+        file, line = sources.find(document) if sources else (None, None)
+        yield Passage(document, file, line, start - begins, end - begins)
+
+
+class _Sources:
+    """The files of the training split, and which document is in which; as they are now."""
+
+    def __init__(self, config: DataConfig) -> None:
+        try:
+            self._files, _ = split_files(config)
+        except TrainctlError:  # they have gone; the tokens have not
+            self._files = []
+        self._is_jsonl = any(file.suffix == ".jsonl" for file in self._files)
+        self._ends: list[int] | None = None
+
+    def find(self, document: int) -> tuple[str | None, int | None]:
+        """File and line of a document."""
+        if not self._is_jsonl:  # each file is one
+            known = document < len(self._files)
+            return (str(self._files[document]), None) if known else (None, None)
+        if self._ends is None:
+            self._ends = list(accumulate(len(_lines(file)) for file in self._files))
+        number = bisect_right(self._ends, document)
+        if number == len(self._files):
+            return None, None
+        file = self._files[number]
+        if file.suffix != ".jsonl":
+            return str(file), None
+        begin = self._ends[number - 1] if number else 0
+        return str(file), _lines(file)[document - begin]
+
+
+def _lines(file: Path) -> list[int]:
+    """Numbers of the lines of a JSONL file that are documents; of any other file, of one."""
+    if file.suffix != ".jsonl":
+        return [1]
+    try:
+        with file.open("rb") as lines:
+            return [number for number, line in enumerate(lines, 1) if line.strip()]
+    except OSError:
+        return []

@@ -1,0 +1,141 @@
+"""Changes of gradients besides clipping their norm: centralisation, clipping by value, noise."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from trainctl.config.schema import GradientsConfig
+from trainctl.train.mesh import Axis
+from trainctl.train.shards import Piece, Pieces, Shard
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Of splitmix64 (Steele, Lea and Flood, 2014)."""
+_MANTISSA = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where some elements of a gradient are in the whole parameter.
+
+    Attributes:
+        name: Canonical name of the parameter.
+        shard: The part of it that this rank has; None means all of it.
+        start: First element, in the flattened shard.
+        numel: Number of elements.
+    """
+
+    name: str
+    shard: Shard | None
+    start: int
+    numel: int
+
+    def indices(self, device: torch.device) -> torch.Tensor:
+        """Index of each element in the whole, flattened parameter, (numel,)."""
+        local = torch.arange(self.start, self.start + self.numel, device=device)
+        if self.shard is None:
+            return local
+        width, row = self.shard.width, self.shard.row
+        return local // width * row + self.shard.start + local % width
+
+
+def centralize(model: nn.Module, pieces: Pieces, axis: Axis | None) -> int:
+    """Let each gradient of a linear layer's weight lose its mean over the inputs.
+
+    (arXiv:2004.01461, eq. 1.) It is linear, so it is done to the gradient of every micro-batch,
+    whole, before ZeRO cuts it up. Embeddings, and an output projection tied to one, keep theirs.
+
+    Args:
+        model: What is trained, with this rank's parameters.
+        pieces: Of its parameters.
+        axis: The tensor axis, if it splits the matrices.
+
+    Returns:
+        The number of matrices.
+    """
+    count = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            piece = pieces.get(module.weight)
+            if piece is not None and not piece.is_embedding:
+                inputs = 0 if isinstance(module, Conv1D) else 1
+                module.weight.register_hook(_centralized(inputs, piece, axis))
+                count += 1
+    return count
+
+
+def _centralized(
+    inputs: int, piece: Piece, axis: Axis | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.sum(dim=inputs, keepdim=True, dtype=torch.float32)
+        if axis is not None and gradient.shape[inputs] != piece.shape[inputs]:
+            dist.all_reduce(total, group=axis.group)
+        mean = total / piece.shape[inputs]
+        return gradient.sub(mean.to(gradient.dtype))
+
+    return hook
+
+
+def elementwise(
+    config: GradientsConfig, *, seed: int, update: int, scale: float
+) -> Callable[[Place, torch.Tensor], None] | None:
+    """The change of every element for one update; None if there is none.
+
+    Args:
+        config: Clipping by value and noise, in this order.
+        seed: Of the run.
+        update: Number of the update, from 0.
+        scale: What the gradients are multiplied by.
+    """
+    if config.clip_value == 0 and config.noise == 0:
+        return None
+    deviation = math.sqrt(config.noise / (1 + update) ** config.noise_decay)
+
+    def change(place: Place, values: torch.Tensor) -> None:
+        if config.clip_value > 0:
+            values.clamp_(-config.clip_value * scale, config.clip_value * scale)
+        if config.noise > 0:
+            noise = normal(f"{seed}/{update}/{place.name}", place.indices(values.device))
+            values.add_((noise * (deviation * scale)).to(values.dtype))
+
+    return change
+
+
+def normal(key: str, indices: torch.Tensor) -> torch.Tensor:
+    """Standard normal numbers that are a function of a key and an index alone, in fp32.
+
+    Whatever rank has an element, it draws the same: 48 bits of a hash of the index make two uniform
+    numbers, and these a normal one (Box and Muller, 1958).
+    """
+    digest = hashlib.sha256(key.encode()).digest()
+    start = int.from_bytes(digest[:8], "little")
+    bits = _mixed(indices * _signed(_GOLDEN) + _signed(start))
+    first = ((bits >> 40) & (_MANTISSA - 1)).add_(1).float() / _MANTISSA  # in (0, 1]
+    second = ((bits >> 16) & (_MANTISSA - 1)).float() / _MANTISSA
+    return (-2 * first.log()).sqrt_() * (2 * math.pi * second).cos_()
+
+
+def _mixed(values: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64 on int64, whose products wrap around as unsigned ones do."""
+    values = (values ^ _shifted(values, 30)) * _signed(_FIRST)
+    values = (values ^ _shifted(values, 27)) * _signed(_SECOND)
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shifted right without the sign."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int64 of the same 64 bits."""
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,133 @@
+"""Adafactor (arXiv:1804.04235), whose second moment stays rows and columns at any ZeRO stage.
+
+The update is torch.optim.Adafactor's. That one, given the flat pieces of ZeRO, finds no matrix to
+factor and keeps a whole second moment: more memory, and another update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from trainctl.train.optimizers.partitioned import Part, PartitionedOptimizer
+
+DECAY_POWER = -0.8
+"""The second moment's weight on what is new is step ** this (section 7.2)."""
+SMALLEST_SCALE = 1e-3
+"""Of a parameter whose values are near 0, for its step (epsilon 2, section 8)."""
+LARGEST_STEP = 1.0
+"""Root mean square that the step is clipped to (d, section 6)."""
+
+
+class Adafactor(PartitionedOptimizer):
+    """Steps of the size of the learning rate times the parameter's root mean square.
+
+    The rows and columns of a matrix that several replicas share are on each of them.
+
+    Args:
+        groups: With `lr` and `weight_decay`.
+        eps: Smallest second moment (epsilon 1; torch's `eps[0]` is its root).
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], eps: float) -> None:
+        super().__init__(groups, {"eps": eps})
+
+    def side_ranges(self, part: Part) -> dict[str, tuple[int, int, bool]]:
+        sizes = {"variance": part.shape.numel()}
+        if len(part.shape) > 1:
+            columns = part.shape[-1]
+            sizes = {"row_var": part.shape.numel() // columns, "col_var": columns}
+        return {name: (0, size, part.is_first_here) for name, size in sizes.items()}
+
+    def update(
+        self,
+        tensor: torch.Tensor,
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+        group: dict[str, Any],
+    ) -> None:
+        parts, step = self.parts(tensor), float(self.state[tensor]["step"])
+        new_share, floor = step**DECAY_POWER, group["eps"]
+        relative_step = min(group["lr"], step**-0.5)
+        statistics = [self._statistics(part, weights, gradient) for part in parts]
+        self._sum_cut(parts, statistics)
+        scales = []
+        change = torch.empty_like(weights)
+        for part, (means, weight_square) in zip(parts, statistics, strict=True):
+            weight_rms = (weight_square / part.shape.numel()).sqrt()
+            scales.append(weight_rms.clamp_(min=SMALLEST_SCALE))
+            if not part.is_here:
+                continue
+            for state, mean in means.items():
+                self.side(tensor, part, state).lerp_(mean, new_share)
+            variance = self._variance(tensor, part, floor)
+            torch.mul(variance.clamp_(min=floor).rsqrt_(), part.of(gradient), out=part.of(change))
+        squares: list[tuple[dict[str, torch.Tensor], torch.Tensor]] = [
+            ({}, part.of(change).double().square().sum()) for part in parts
+        ]
+        self._sum_cut(parts, squares)
+        weights.mul_(1 - group["lr"] * group["weight_decay"])
+        for part, scale, (_, square) in zip(parts, scales, squares, strict=True):
+            rms = (square / part.shape.numel()).sqrt()
+            size = scale * relative_step / (rms / LARGEST_STEP).clamp(min=1.0)
+            part.of(weights).sub_(part.of(change).mul_(size.to(weights.dtype)))
+
+    @staticmethod
+    def _statistics(
+        part: Part, weights: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """This replica's share of the squared gradient's means, and of the weights' square sum."""
+        weight_square = part.of(weights).double().square().sum()
+        squares = part.of(gradient).square()
+        if len(part.shape) == 1:
+            variance = torch.zeros(part.shape, device=weights.device)
+            variance[part.start : part.end] = squares
+            return {"variance": variance}, weight_square
+        columns = part.shape[-1]
+        rows = part.shape.numel() // columns
+        row_mean = torch.zeros(rows, device=weights.device)
+        col_mean = torch.zeros(columns, device=weights.device)
+        if part.is_here:
+            first, last, whole = _whole_rows(part, squares)
+            row_mean[first:last] = whole.mean(dim=1)
+            col_mean = whole.sum(dim=0) / rows
+        return {"row_var": row_mean, "col_var": col_mean}, weight_square
+
+    def _sum_cut(
+        self, parts: Iterable[Part], statistics: list[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> None:
+        """Sum, in one go, what the replicas know of the parts that several of them have."""
+        cut = [index for index, part in enumerate(parts) if part.is_cut]
+        sums = self.reduce(torch.stack([statistics[i][1] for i in cut])) if cut else ()
+        for index, total in zip(cut, sums, strict=True):
+            statistics[index] = statistics[index][0], total
+        means = [mean for index in cut for mean in statistics[index][0].values()]
+        if means:
+            together = self.reduce(torch.cat(means))
+            for mean, total in zip(means, together.split([m.numel() for m in means]), strict=True):
+                mean.copy_(total)
+
+    def _variance(self, tensor: torch.Tensor, part: Part, floor: float) -> torch.Tensor:
+        """The second moment of the part's elements on this replica."""
+        if len(part.shape) == 1:
+            return self.side(tensor, part, "variance")[part.start : part.end].clone()
+        rows = self.side(tensor, part, "row_var")
+        columns = self.side(tensor, part, "col_var")
+        width = columns.numel()
+        first, last = part.start // width, -(-part.end // width)
+        table = torch.outer(rows[first:last], columns)
+        table.div_(rows.mean().clamp(min=floor**0.5))
+        return table.view(-1)[part.start - first * width : part.end - first * width]
+
+
+def _whole_rows(part: Part, values: torch.Tensor) -> tuple[int, int, torch.Tensor]:
+    """The rows that a range touches, [first, last), and its values in them, zeros elsewhere."""
+    width = part.shape[-1]
+    first, last = part.start // width, -(-part.end // width)
+    if part.numel == (last - first) * width:
+        return first, last, values.view(-1, width)
+    table = torch.zeros((last - first) * width, device=values.device, dtype=values.dtype)
+    table[part.start - first * width : part.end - first * width] = values
+    return first, last, table.view(-1, width)

@@ -1,0 +1,190 @@
+"""AdamW with moments in 8 bits (arXiv:2110.02861), in the same blocks at any ZeRO stage.
+
+Quantisation is torchao's. Its own optimizer counts blocks from the start of whatever tensor it is
+given, and leaves a tensor alone whose size is no multiple of 256, as ZeRO's pieces rarely are. Here
+blocks are counted from the start of each parameter; two replicas that share one agree on its scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchao.optim.quant_utils import (
+    create_dynamic_map,
+    dequant_with_qmap,
+    quantize_8bit_with_qmap,
+)
+
+from trainctl.train.optimizers.partitioned import Part, PartitionedOptimizer
+
+BLOCK = 256
+"""Elements with one scale."""
+SMALLEST = 4096
+"""Elements of a parameter that is worth it; smaller ones keep fp32 moments, as in torchao."""
+SMALLEST_SCALE = 1e-12
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamW8bit(PartitionedOptimizer):
+    """The update is made with fp32 moments; what is kept of them has 8 bits and a scale a block.
+
+    Args:
+        groups: With `lr` and `weight_decay`.
+        betas: Of the moments.
+        eps: Added to the root of the second moment.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(groups, {"betas": betas, "eps": eps})
+
+    def side_ranges(self, part: Part) -> dict[str, tuple[int, int, bool]]:
+        if not part.is_here:
+            return {}
+        if not _is_quantised(part):
+            return dict.fromkeys(MOMENTS, (part.start, part.end, True))
+        first, last = _blocks(part.start, part.end)
+        return {f"{moment}.scale": (first, last, True) for moment in MOMENTS}
+
+    def update(
+        self,
+        tensor: torch.Tensor,
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+        group: dict[str, Any],
+    ) -> None:
+        for moment in MOMENTS:
+            self.elementwise(tensor, f"{moment}.codes")  # a checkpoint expects them of all
+        betas, eps, step = group["betas"], group["eps"], self.state[tensor]["step"]
+        corrections = [1 - beta**step for beta in betas]
+        lr, decay = group["lr"], group["weight_decay"]
+        shared = self._shared_scales(tensor, gradient, betas)
+        for part in self.parts(tensor):
+            if not part.is_here:
+                continue
+            values, slope = part.of(weights), part.of(gradient)
+            moments = [
+                self._moment(tensor, part, moment, slope, beta)
+                for moment, beta in zip(MOMENTS, betas, strict=True)
+            ]
+            root = moments[1].sqrt() / corrections[1].sqrt() + eps
+            values.sub_(lr * decay * values)
+            values.sub_(lr * (moments[0] / corrections[0]) / root)
+            for moment, new in zip(MOMENTS, moments, strict=True):
+                self._keep(tensor, part, moment, new, shared)
+
+    def elementwise(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Codes of one of the moments, a byte an element; small parameters do not use them."""
+        state = self.state[tensor]
+        if name not in state:
+            state[name] = torch.zeros_like(
+                tensor, dtype=torch.uint8, memory_format=torch.contiguous_format
+            )
+        value: torch.Tensor = state[name].view(-1)
+        return value
+
+    def _moment(
+        self, tensor: torch.Tensor, part: Part, moment: str, slope: torch.Tensor, beta: float
+    ) -> torch.Tensor:
+        """A moment of the part with the new gradient in it, fp32."""
+        new = slope if moment == MOMENTS[0] else slope.square()
+        return self._kept(tensor, part, moment).lerp(new, 1 - beta)
+
+    def _kept(self, tensor: torch.Tensor, part: Part, moment: str) -> torch.Tensor:
+        if not _is_quantised(part):
+            return self.side(tensor, part, moment)
+        codes = part.of(self.elementwise(tensor, f"{moment}.codes"))
+        scale = self.side(tensor, part, f"{moment}.scale")
+        table = _table(moment, tensor.device)
+        values = dequant_with_qmap(_in_blocks(codes, part), table, scale)
+        return _out_of_blocks(values, part)
+
+    def _keep(
+        self,
+        tensor: torch.Tensor,
+        part: Part,
+        moment: str,
+        values: torch.Tensor,
+        shared: dict[tuple[str, str, int], torch.Tensor],
+    ) -> None:
+        if not _is_quantised(part):
+            self.side(tensor, part, moment).copy_(values)
+            return
+        blocks = _in_blocks(values, part)
+        scale = blocks.abs().amax(dim=1)
+        first, last = _blocks(part.start, part.end)
+        for block in {first, last - 1}:
+            if (part.name, moment, block) in shared:
+                scale[block - first] = shared[part.name, moment, block]
+        scale.clamp_(min=SMALLEST_SCALE)
+        codes = quantize_8bit_with_qmap(blocks / scale[:, None], _table(moment, tensor.device))
+        part.of(self.elementwise(tensor, f"{moment}.codes")).copy_(_out_of_blocks(codes, part))
+        self.side(tensor, part, f"{moment}.scale").copy_(scale)
+
+    def _shared_scales(
+        self, tensor: torch.Tensor, gradient: torch.Tensor, betas: Sequence[float]
+    ) -> dict[tuple[str, str, int], torch.Tensor]:
+        """The largest moment in each block that several replicas have some of."""
+        blocks = [(part, block) for part in self.parts(tensor) for block in _cut_blocks(part)]
+        if not blocks:
+            return {}
+        largest = torch.zeros(len(blocks), len(MOMENTS), device=tensor.device)
+        for row, (part, block) in enumerate(blocks):
+            low, high = max(part.start, block * BLOCK), min(part.end, (block + 1) * BLOCK)
+            if low >= high:
+                continue
+            inside = slice(low - part.start, high - part.start)
+            slope = part.of(gradient)
+            for column, (moment, beta) in enumerate(zip(MOMENTS, betas, strict=True)):
+                values = self._moment(tensor, part, moment, slope, beta)[inside]
+                largest[row, column] = values.abs().max()
+        self.reduce(largest, dist.ReduceOp.MAX)
+        return {
+            (part.name, moment, block): largest[row, column]
+            for row, (part, block) in enumerate(blocks)
+            for column, moment in enumerate(MOMENTS)
+        }
+
+
+def _is_quantised(part: Part) -> bool:
+    return part.shape.numel() >= SMALLEST
+
+
+def _blocks(start: int, end: int) -> tuple[int, int]:
+    """First and last block, [first, last), of a range of elements."""
+    return start // BLOCK, -(-end // BLOCK)
+
+
+def _cut_blocks(part: Part) -> list[int]:
+    """Blocks of a parameter that a border between replicas goes through; the same on all."""
+    if not _is_quantised(part):
+        return []
+    borders = {end for start, end in part.ranges if start < end < part.shape.numel()}
+    return sorted({border // BLOCK for border in borders if border % BLOCK})
+
+
+def _in_blocks(values: torch.Tensor, part: Part) -> torch.Tensor:
+    """The part's elements here as rows of a block each, with zeros where there are none."""
+    first, last = _blocks(part.start, part.end)
+    if part.numel == (last - first) * BLOCK:
+        return values.reshape(-1, BLOCK)
+    padded = values.new_zeros((last - first) * BLOCK)
+    padded[part.start - first * BLOCK : part.end - first * BLOCK] = values
+    return padded.view(-1, BLOCK)
+
+
+def _out_of_blocks(blocks: torch.Tensor, part: Part) -> torch.Tensor:
+    first = part.start // BLOCK
+    return blocks.view(-1)[part.start - first * BLOCK : part.end - first * BLOCK]
+
+
+@cache
+def _table(moment: str, device: torch.device) -> torch.Tensor:
+    """Values of the 256 codes; the second moment has no sign."""
+    return torch.tensor(create_dynamic_map(signed=moment == MOMENTS[0]), device=device)

@@ -1,0 +1,60 @@
+"""LAMB (arXiv:1904.00962, algorithm 2), with the norms of whole parameters at any ZeRO stage.
+
+DeepSpeed's kernel takes the norm of whatever flat piece ZeRO gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from trainctl.train.optimizers.partitioned import PartitionedOptimizer
+
+
+class Lamb(PartitionedOptimizer):
+    """AdamW's step, scaled to each tensor: by the norm of the weights over that of the step.
+
+    As in the authors' own code norms and biases are not scaled. The paper's phi is the identity.
+
+    Args:
+        groups: With `lr` and `weight_decay`.
+        betas: Of the moments.
+        eps: Added to the root of the second moment.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(groups, {"betas": betas, "eps": eps})
+
+    def update(
+        self,
+        tensor: torch.Tensor,
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+        group: dict[str, Any],
+    ) -> None:
+        (beta1, beta2), step = group["betas"], float(self.state[tensor]["step"])
+        first = self.elementwise(tensor, "exp_avg").lerp_(gradient, 1 - beta1)
+        second = self.elementwise(tensor, "exp_avg_sq")
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        change = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        change = torch.div(first / (1 - beta1**step), change, out=change)
+        change.add_(weights, alpha=group["weight_decay"])
+
+        scaled = [part for part in self.parts(tensor) if len(part.shape) > 1]
+        squares = torch.zeros(2, len(scaled), dtype=torch.float64, device=weights.device)
+        for index, part in enumerate(scaled):
+            for row, values in enumerate((weights, change)):
+                squares[row, index] = torch.linalg.vector_norm(
+                    part.of(values), dtype=torch.float64
+                ).square()
+        weight_norms, step_norms = self.reduce(squares).sqrt()
+        ratios = torch.where(
+            (weight_norms > 0) & (step_norms > 0), weight_norms / step_norms, 1.0
+        ).to(weights.dtype)
+        for part, ratio in zip(scaled, ratios, strict=True):
+            part.of(change).mul_(ratio)
+        weights.add_(change, alpha=-group["lr"])

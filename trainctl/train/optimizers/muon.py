@@ -1,0 +1,155 @@
+"""Muon (kellerjordan.github.io/posts/muon) for the blocks' matrices, AdamW for all else.
+
+The update of a matrix is torch.optim.Muon's. What a replica lacks of a matrix it gets from the
+others, and each orthogonalises its share of the cut ones: none is done twice.
+
+DeepSpeed's own form under ZeRO orthogonalises before gradients are clipped, so that the global norm
+that it clips by, and reports, is that of the orthogonal matrices: see docs/optimizers.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.adamw import adamw
+
+from trainctl.train.optimizers.partitioned import Part, PartitionedOptimizer
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+SMALLEST_NORM = 1e-7
+
+
+class MatrixOptimizer(PartitionedOptimizer):
+    """Groups with `uses_muon` by Muon, the others by AdamW.
+
+    (DeepSpeed treats a class with Muon in its name as its own.)
+
+    Args:
+        groups: With `lr`, `weight_decay` and `uses_muon`.
+        momentum: Muon's, in Nesterov's form.
+        betas: AdamW's.
+        eps: AdamW's.
+        fused: Whether AdamW's update is torch's fused kernel.
+        iterate_in: Format that matrices are orthogonalised in, and sent in: bf16 as torch does, or
+            fp32, in which another order of the gradient's sums changes next to nothing.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        momentum: float,
+        betas: tuple[float, float],
+        eps: float,
+        fused: bool,
+        iterate_in: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__(groups, {"momentum": momentum, "betas": betas, "eps": eps})
+        self._fused, self._kind = fused, iterate_in
+
+    def update(
+        self,
+        tensor: torch.Tensor,
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+        group: dict[str, Any],
+    ) -> None:
+        if not group["uses_muon"]:
+            self._adamw(tensor, weights, gradient, group)
+            return
+        lr, momentum = group["lr"], group["momentum"]
+        buffer = self.elementwise(tensor, "momentum_buffer").lerp_(gradient, 1 - momentum)
+        directions = gradient.lerp(buffer, momentum)
+        weights.mul_(1 - lr * group["weight_decay"])
+        for part, change in self._orthogonal(self.parts(tensor), directions):
+            rows, columns = part.shape
+            part.of(weights).add_(change, alpha=-lr * math.sqrt(max(1, rows / columns)))
+
+    def _orthogonal(
+        self, parts: Sequence[Part], directions: torch.Tensor
+    ) -> Iterator[tuple[Part, torch.Tensor]]:
+        """Each part here with its share of its matrix, orthogonalised."""
+        for part in parts:
+            if part.is_here and not part.is_cut:
+                yield part, self._whole(part.of(directions), part)
+        if self.replicas is not None:
+            cut = [part for part in parts if part.is_cut]
+            for first in range(0, len(cut), self.replicas.size):
+                yield from self._share(cut[first : first + self.replicas.size], directions)
+
+    def _share(
+        self, parts: Sequence[Part], directions: torch.Tensor
+    ) -> Iterator[tuple[Part, torch.Tensor]]:
+        """At most as many cut parts as there are replicas, one for each to orthogonalise."""
+        assert self.replicas is not None
+        size, mine = self.replicas.size, self.replicas.index
+        out = [part.numel for part in parts] + [0] * (size - len(parts))
+        own = parts[mine] if mine < len(parts) else None
+        back = [end - start for start, end in own.ranges] if own else [0] * size
+        pieces = torch.cat([part.of(directions) for part in parts]).to(self._kind)
+        matrix = pieces.new_empty(sum(back))
+        dist.all_to_all_single(matrix, pieces, back, out, group=self.replicas.group)
+        if own is not None:
+            matrix = self._whole(matrix, own)
+        dist.all_to_all_single(pieces, matrix, out, back, group=self.replicas.group)
+        for part, change in zip(parts, pieces.split(out[: len(parts)]), strict=True):
+            if part.is_here:
+                yield part, change
+
+    def _whole(self, values: torch.Tensor, part: Part) -> torch.Tensor:
+        """A whole matrix, flat, orthogonalised."""
+        return orthogonalised(values.view(part.shape), self._kind).reshape(-1)
+
+    def _adamw(
+        self,
+        tensor: torch.Tensor,
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+        group: dict[str, Any],
+    ) -> None:
+        step = self.state[tensor]["step"] - 1  # it counts by itself
+        if self._fused:
+            step = step.to(weights.device)
+        adamw(
+            [weights],
+            [gradient],
+            [self.elementwise(tensor, "exp_avg")],
+            [self.elementwise(tensor, "exp_avg_sq")],
+            [],
+            [step],
+            fused=self._fused,
+            foreach=False,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def orthogonalised(matrix: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """A matrix with the singular vectors of another and singular values near 1.
+
+    Five steps of the quintic Newton-Schulz iteration of Muon's author, as torch.optim.Muon's.
+
+    Args:
+        matrix: Any matrix.
+        kind: What the iteration computes in, and gives.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(kind, copy=True)
+    x = x.T if is_tall else x
+    x.div_(x.norm().clamp(min=SMALLEST_NORM))
+    for _ in range(STEPS):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if is_tall else x

@@ -1,0 +1,193 @@
+"""Update rules that need more of a parameter than the piece that ZeRO leaves on a rank.
+
+An optimizer inside ZeRO updates flat tensors in which pieces of parameters lie one after the
+other. Once `bind` has told it which, it can ask the other replicas for what it lacks, and so makes
+the same update at every stage. DeepSpeed calls `step` on all replicas in the same order, one group
+or sub-group of parameters at a time, so collectives inside it meet.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from trainctl.train.mesh import Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A parameter in one of the optimizer's tensors, and the range of it on this replica.
+
+    Attributes:
+        name: Canonical name.
+        shape: Of the whole parameter.
+        ranges: Elements [start, end) on each replica, in their order; empty ones are (0, 0).
+            Without ZeRO there is one, which is everything.
+        index: This replica's place in `ranges`.
+        offset: First of its elements in the tensor.
+    """
+
+    name: str
+    shape: torch.Size
+    ranges: tuple[tuple[int, int], ...]
+    index: int
+    offset: int
+
+    @property
+    def start(self) -> int:
+        return self.ranges[self.index][0]
+
+    @property
+    def end(self) -> int:
+        return self.ranges[self.index][1]
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_here(self) -> bool:
+        return self.numel > 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether several replicas have some of it."""
+        return sum(end > start for start, end in self.ranges) > 1
+
+    @property
+    def is_first_here(self) -> bool:
+        """Whether this is the first replica that has some of it."""
+        return self.is_here and self.start == 0
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its elements in a tensor of the optimizer's, or in a state of that size."""
+        return flat[self.offset : self.offset + self.numel]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A state of a part that is not of its size: such as a second moment by rows.
+
+    Attributes:
+        start: Its first value among those of the whole parameter.
+        values: fp32, of one dimension.
+        is_saved_here: Whether this replica saves it, and not another that has the same.
+    """
+
+    start: int
+    values: torch.Tensor
+    is_saved_here: bool
+
+
+class PartitionedOptimizer(Optimizer):
+    """Base of the rules; elementwise states are in `state` as usual, flat as the tensors are.
+
+    Args:
+        groups: With the key `lr`, which is set before each step.
+        defaults: Of the groups' other keys.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, **defaults})
+        self.replicas: Axis | None = None
+        self._parts: dict[torch.Tensor, Sequence[Part]] | None = None
+        self._sides: dict[torch.Tensor, dict[str, dict[str, torch.Tensor]]] = {}
+
+    def bind(self, parts: Mapping[torch.Tensor, Sequence[Part]], replicas: Axis | None) -> None:
+        """Say what lies where.
+
+        Args:
+            parts: Of each tensor; the same parameters in the same order on all replicas.
+            replicas: The ranks that the parameters are partitioned over; None without ZeRO.
+        """
+        for listed in parts.values():
+            for part in listed:
+                here = [each for each in part.ranges if each[1] > each[0]]
+                assert here[0][0] == 0 and here[-1][1] == part.shape.numel()
+                assert all(before[1] == after[0] for before, after in pairwise(here))
+        self._parts, self.replicas = dict(parts), replicas
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every tensor of the groups that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is None:
+                    continue
+                if self._parts is None:
+                    # DeepSpeed makes an update while it is built, to have the states allocated.
+                    assert not tensor.grad.any(), "bind the optimizer before it is used"
+                    continue
+                state = self.state[tensor]
+                if "step" not in state:
+                    state["step"] = torch.tensor(0.0)
+                state["step"] += 1
+                flat, gradient = tensor.detach().view(-1), tensor.grad.view(-1)
+                self.update(tensor, flat, gradient.to(flat.dtype), group)
+
+    @abstractmethod
+    def update(
+        self,
+        tensor: torch.Tensor,
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+        group: dict[str, Any],
+    ) -> None:
+        """Update one tensor.
+
+        Args:
+            tensor: Key of its state.
+            weights: The same, flat.
+            gradient: Flat.
+            group: Of parameters, with its numbers.
+        """
+
+    def side_ranges(self, part: Part) -> dict[str, tuple[int, int, bool]]:
+        """Of each state that is not of its part's size: first and last value, who saves it."""
+        return {}
+
+    def sides(self, tensor: torch.Tensor, name: str) -> dict[str, Side]:
+        """Those of a parameter in a tensor, by their names; writing to them changes them."""
+        part = next(part for part in self.parts(tensor) if part.name == name)
+        ranges = self.side_ranges(part)
+        return {
+            state: Side(start, self.side(tensor, part, state), saved)
+            for state, (start, _, saved) in ranges.items()
+        }
+
+    def side(self, tensor: torch.Tensor, part: Part, state: str) -> torch.Tensor:
+        """The values of one of them; zeros at first."""
+        found = self._sides.setdefault(tensor, {}).setdefault(part.name, {})
+        if state not in found:
+            start, end, _ = self.side_ranges(part)[state]
+            found[state] = torch.zeros(end - start, device=tensor.device)
+        return found[state]
+
+    def parts(self, tensor: torch.Tensor) -> Sequence[Part]:
+        """Of one of the tensors, all those that some replica has of it."""
+        assert self._parts is not None
+        return self._parts[tensor]
+
+    def elementwise(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """A state of the tensor's size, flat; zeros at first."""
+        state = self.state[tensor]
+        if name not in state:
+            state[name] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+        value: torch.Tensor = state[name].view(-1)
+        return value
+
+    def reduce(
+        self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> torch.Tensor:
+        """Over the replicas, in place; nothing to do without ZeRO."""
+        if self.replicas is not None and values.numel():
+            dist.all_reduce(values, op=op, group=self.replicas.group)
+        return values

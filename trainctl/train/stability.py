@@ -1,0 +1,155 @@
+"""Is this step fit to be made? What is looked at before each update, and how often to interfere.
+
+No torch: every number is already the sum over all ranks, so all ranks come to the same verdict.
+What the means and counts are after any sequence of steps, rewinds and resumes: docs/stability.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from trainctl.config.schema import OnBadLoss, StabilityConfig
+
+
+class Kind(StrEnum):
+    """What is wrong with a step."""
+
+    loss_not_finite = "loss_not_finite"
+    norm_not_finite = "norm_not_finite"
+    loss_spike = "loss_spike"
+    norm_spike = "norm_spike"
+
+    @property
+    def is_spike(self) -> bool:
+        return self in (Kind.loss_spike, Kind.norm_spike)
+
+    @property
+    def quantity(self) -> str:
+        """In words."""
+        return "loss" if self in (Kind.loss_not_finite, Kind.loss_spike) else "gradient norm"
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A step that should not be made.
+
+    Attributes:
+        kind: What is wrong.
+        value: The loss, or the gradient norm.
+        limit: What it must not exceed; None where it is not finite.
+    """
+
+    kind: Kind
+    value: float
+    limit: float | None
+
+    def of_step(self, step: int) -> str:
+        """Such as ``the loss of step 7 is 21.5, above 8.2``."""
+        above = "" if self.limit is None else f", above {self.limit:.4g}"
+        return f"the {self.kind.quantity} of step {step} is {self.value:.6g}{above}"
+
+
+@dataclass(slots=True)
+class RunningMean:
+    """The mean of all values at first, then one whose weights fall by 1 - 1 / window a value."""
+
+    window: int
+    mean: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.mean += (value - self.mean) / min(self.count, self.window)
+
+
+class Guard:
+    """Judges each step before its update, and counts the interventions.
+
+    Args:
+        config: The policy.
+        norm_may_overflow: In fp16 a gradient that is not finite is the loss scale's business.
+    """
+
+    def __init__(self, config: StabilityConfig, *, norm_may_overflow: bool = False) -> None:
+        self._config = config
+        self._norm_may_overflow = norm_may_overflow
+        self._loss = RunningMean(config.spike_window)
+        self._norm = RunningMean(config.spike_window)
+        self._in_a_row = 0
+        self._bad_step = 0
+
+    @property
+    def interventions(self) -> int:
+        """How many there were in a row."""
+        return self._in_a_row
+
+    def judge(self, loss: float, norm: float | None) -> Trouble | None:
+        """What is wrong with a step, if anything.
+
+        Args:
+            loss: Over the global batch, in nats.
+            norm: Of its gradient; None where it is not known before the update.
+        """
+        if not math.isfinite(loss):
+            return Trouble(Kind.loss_not_finite, loss, None)
+        if norm is not None and not math.isfinite(norm):
+            return None if self._norm_may_overflow else Trouble(Kind.norm_not_finite, norm, None)
+        limit = self._limit(self._loss, self._config.spike_factor)
+        if loss > limit:
+            return Trouble(Kind.loss_spike, loss, limit)
+        limit = self._limit(self._norm, self._config.norm_spike_factor)
+        if norm is not None and norm > limit:
+            return Trouble(Kind.norm_spike, norm, limit)
+        return None
+
+    def policy(self, trouble: Trouble) -> OnBadLoss:
+        """What to do about it, now: to stop once there were too many in a row."""
+        policy = self._config.on_bad_loss
+        if policy is OnBadLoss.warn:
+            return policy if trouble.kind.is_spike else OnBadLoss.stop
+        return policy if self._in_a_row < self._config.max_interventions else OnBadLoss.stop
+
+    def intervene(self, step: int) -> None:
+        """Count an intervention at a step, from 1."""
+        self._in_a_row += 1
+        self._bad_step = max(self._bad_step, step)
+
+    def accept(self, step: int, loss: float, norm: float | None) -> None:
+        """Note a step whose update was made, spike or not; the row ends where it got past."""
+        self._loss.add(loss)
+        if norm is not None and math.isfinite(norm):
+            self._norm.add(norm)
+        if step >= self._bad_step:
+            self._in_a_row = self._bad_step = 0
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {
+            "loss": [self._loss.mean, self._loss.count],
+            "norm": [self._norm.mean, self._norm.count],
+            "in_a_row": self._in_a_row,
+            "bad_step": self._bad_step,
+        }
+
+    def restore(self, state: Mapping[str, Any], *, rewound: bool = False) -> None:
+        """Go on from a checkpoint; empty for one that knows nothing of it.
+
+        Args:
+            state: What `state` gave.
+            rewound: In the running process: the interventions of the row are not forgotten, or it
+                would never end.
+        """
+        for mean, name in ((self._loss, "loss"), (self._norm, "norm")):
+            mean.mean, mean.count = state.get(name, (0.0, 0))
+        if not rewound:
+            self._in_a_row = int(state.get("in_a_row", 0))
+            self._bad_step = int(state.get("bad_step", 0))
+
+    def _limit(self, mean: RunningMean, factor: float | None) -> float:
+        if factor is None or mean.count < self._config.spike_after_steps:
+            return math.inf
+        return factor * mean.mean

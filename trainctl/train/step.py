@@ -1,0 +1,256 @@
+"""One optimizer step, and what is done instead when it should not be made.
+
+The gradient of a step is looked at before its update. Every number that decides is a sum over all
+ranks, so that all of them decide the same. docs/stability.md says what each policy leaves behind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainctl.config.schema import OnBadLoss
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.batches import Batch
+from trainctl.plan.schedule import Curve
+from trainctl.train.data import MicroBatch
+from trainctl.train.gradient_changes import elementwise
+from trainctl.train.gradients import Norms
+from trainctl.train.restore import newest_intact
+from trainctl.train.rewind import load_into_running
+from trainctl.train.session import Session, seed_step
+from trainctl.train.stability import Trouble
+
+LISTED_SAMPLES = 64
+"""Suspected samples that a record lists, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An optimizer step that was counted.
+
+    Attributes:
+        loss: Over the global batch, in nats: the cross entropy alone.
+        grad_norm: Of its gradient, before anything but centralisation changed it; None where a
+            technique has none at this step.
+        group_norms: The same of each parameter group; empty where only DeepSpeed knows norms.
+        factor: Of the peak learning rates.
+        batch: Its size.
+        first_sample: Counter of its first sample.
+        clip_at: What the norm was clipped at, if that followed from the norms before.
+        z_loss: Beside the loss; None without one.
+        intervention: The policy by which no update was made; None if there was one.
+    """
+
+    loss: float
+    grad_norm: float | None
+    group_norms: dict[str, float]
+    factor: float
+    batch: Batch
+    first_sample: int
+    clip_at: float | None = None
+    z_loss: float | None = None
+    intervention: OnBadLoss | None = None
+
+    def extras(self) -> dict[str, Any]:
+        """For the record: what not every run has."""
+        found = {
+            "grad_norms": self.group_norms or None,
+            "clip_at": self.clip_at,
+            "z_loss": self.z_loss,
+            "intervention": self.intervention and self.intervention.value,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Stepper:
+    """Makes optimizer steps of a session.
+
+    Args:
+        session: The assembled rank.
+        record: Writes a record; on ranks other than the first it does nothing.
+        wait_for_save: Returns when no checkpoint is being written.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        record: Callable[..., None],
+        wait_for_save: Callable[[], None],
+    ) -> None:
+        self._session, self._record, self._wait_for_save = session, record, wait_for_save
+        self._curve = Curve.of(session.plan)
+        self._batches = session.plan.batches
+
+    def make(self) -> Step:
+        """The next step that counts; batches may be passed over and the run rewound on the way.
+
+        Raises:
+            TrainctlError: It cannot be made, by the policy or after too many interventions; the
+                weights are those of before. On all ranks.
+        """
+        while True:
+            step = self._attempt()
+            if step is not None:
+                return step
+
+    def _attempt(self) -> Step | None:
+        session = self._session
+        plan, progress, engine = session.plan, session.progress, session.engine
+        seed_step(plan.config.training.seed, progress.step, session.mesh.replicas.index)
+        batch = self._batches.at(progress.step)
+        engine.set_batch(batch)
+        with engine.times.host_part("data"):
+            batches = session.training.step(progress.samples, batch.gradient_accumulation_steps)
+        engine.set_learning_rate(self._curve.factor(progress.step))
+        loss, _ = engine.accumulate(batches)
+        norms = session.gradients.norms() if session.gradients.are_visible else None
+        trouble = session.guard.judge(loss, norms.total if norms else None)
+        if trouble is not None:
+            policy = self._intervene(trouble, batch, batches)
+            if policy is OnBadLoss.skip_step:
+                return self._count(loss, norms, batch, intervention=policy)
+            if policy is not OnBadLoss.warn:
+                return None
+        expected = session.replay.check(progress.step + 1, loss, progress.samples)
+        if expected is not None:
+            self._record(
+                "replay",
+                step=progress.step + 1,
+                loss=loss,
+                expected=expected.loss,
+                expected_attempt=expected.attempt,
+            )
+        return self._update(loss, norms, batch)
+
+    def _update(self, loss: float, norms: Norms | None, batch: Batch) -> Step:
+        session = self._session
+        config, engine = session.plan.config, session.engine
+        norm = norms.total if norms is not None else None
+        limit = None
+        if norms is not None and norms.is_finite:  # fp16 may overflow: then no update is made
+            limit = session.norms.limit(norms.total)
+            change = elementwise(
+                config.gradients,
+                seed=config.training.seed,
+                update=session.progress.step,
+                scale=session.gradients.scale,
+            )
+            if change is not None:
+                session.gradients.change(change)
+                norm = session.gradients.norms().total
+        limits = [value for value in (config.optimizer.gradient_clipping, limit) if value]
+        engine.update(norm=norm, clip_at=min(limits, default=None))
+        step = self._count(loss, norms, batch, clip_at=limit)
+        if not engine.was_skipped:
+            session.guard.accept(session.progress.step, loss, norms.total if norms else None)
+            if norms is not None:
+                session.norms.add(norms.total)
+        return step
+
+    def _count(
+        self,
+        loss: float,
+        norms: Norms | None,
+        batch: Batch,
+        *,
+        clip_at: float | None = None,
+        intervention: OnBadLoss | None = None,
+    ) -> Step:
+        progress, engine = self._session.progress, self._session.engine
+        step = Step(
+            loss=loss,
+            grad_norm=norms.total if norms is not None else engine.norm_of_update,
+            group_norms=norms.groups if norms is not None else {},
+            factor=self._curve.factor(progress.step),
+            batch=batch,
+            first_sample=progress.samples,
+            clip_at=clip_at,
+            z_loss=engine.z_loss,
+            intervention=intervention,
+        )
+        progress.step += 1
+        progress.samples += batch.global_batch_size
+        progress.tokens += batch.tokens_per_step
+        return step
+
+    def _intervene(
+        self, trouble: Trouble, batch: Batch, batches: Sequence[MicroBatch]
+    ) -> OnBadLoss:
+        """Do what the policy wants with a step that should not be made; which one it was."""
+        session = self._session
+        progress, guard = session.progress, session.guard
+        number, first = progress.step + 1, progress.samples
+        end = first + batch.global_batch_size
+        policy = guard.policy(trouble)
+        ranks, suspects = self._seen_by(trouble, batch, batches)
+        checkpoint, problem = None, ""
+        if policy is OnBadLoss.rewind:
+            self._wait_for_save()
+            checkpoint = newest_intact(session.run, session.process)
+            if checkpoint is None:
+                policy, problem = OnBadLoss.stop, ", and there is no checkpoint to go back to yet"
+        self._record(
+            "intervention",
+            step=number,
+            kind=trouble.kind.value,
+            value=trouble.value,
+            limit=trouble.limit,
+            policy=policy.value,
+            samples=[first, end],
+            ranks=ranks,
+            suspects=suspects[:LISTED_SAMPLES],
+            in_a_row=guard.interventions,
+            **({} if checkpoint is None else {"to_step": checkpoint.progress.step}),
+        )
+        if policy is OnBadLoss.stop:
+            raise self._stopped(trouble, number, first, end, ranks, problem)
+        if policy is OnBadLoss.warn:
+            return policy
+        guard.intervene(number)
+        session.gradients.discard()
+        if policy is OnBadLoss.skip_batch:
+            progress.samples = end
+        if checkpoint is not None:
+            load_into_running(session.engine, session.state, checkpoint)
+            session.restore(checkpoint.manifest, rewound=True)
+            progress.step, progress.tokens = checkpoint.progress.step, checkpoint.progress.tokens
+            progress.samples = end  # with the poison goes what led up to it (docs/stability.md)
+        return policy
+
+    def _seen_by(
+        self, trouble: Trouble, batch: Batch, batches: Sequence[MicroBatch]
+    ) -> tuple[list[int], list[int]]:
+        """Ranks on whose own samples the loss is bad, and these samples' counters; often none."""
+        session = self._session
+        engine, mesh = session.engine, session.mesh
+        labels = sum(each.num_labels for each in batches) / mesh.sequence.size
+        mean = engine.summed_loss / max(1.0, labels)
+        limit = math.inf if trouble.limit is None else trouble.limit
+        is_bad = mesh.pipeline.is_last and (
+            not math.isfinite(mean) or (trouble.kind.quantity == "loss" and mean > limit)
+        )
+        counters = session.training.counters(
+            session.progress.samples, batch.gradient_accumulation_steps
+        )
+        seen = session.process.gather(counters.flatten().tolist() if is_bad else None)
+        ranks = [rank for rank, found in enumerate(seen) if found is not None]
+        return ranks, sorted(set().union(*(found for found in seen if found is not None)))
+
+    def _stopped(
+        self, trouble: Trouble, number: int, first: int, end: int, ranks: list[int], why: str
+    ) -> TrainctlError:
+        seen = f", seen by rank {', '.join(map(str, ranks))}" if ranks else ""
+        count = self._session.guard.interventions
+        after = f", after {count} interventions in a row" if count else ""
+        # ZenFlow has updated its columns by then.
+        kept = "" if self._session.engine.has_zenflow else "the weights were not updated; "
+        return TrainctlError(
+            f"{trouble.of_step(number)} (samples {first} to {end}{seen}){after}{why}",
+            hint=f"{kept}resume goes on from the last checkpoint; "
+            f"trainctl data show {self._session.run.root.name} --samples {first}-{end - 1} tells "
+            "what was in them, stability.on_bad_loss what else can be done",
+            exit_code=ExitCode.training_failed,
+        )
