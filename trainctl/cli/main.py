@@ -20,6 +20,7 @@ from trainctl.cli import (
     evaluate,
     export,
     launch,
+    plan_search,
     recipes,
     runs,
     sample,
@@ -49,6 +50,7 @@ app.command(rich_help_panel="Use what was trained")(sample.sample)
 app.command(rich_help_panel="Use what was trained")(export.export)
 app.command(rich_help_panel="Plan", cls=CommandWithWords)(check.validate)
 app.command(rich_help_panel="Plan", cls=CommandWithWords)(check.estimate_memory)
+app.command(rich_help_panel="Plan")(plan_search.plan)
 app.add_typer(config.app, name="config", rich_help_panel="Plan")
 app.command(rich_help_panel="Plan")(recipes.recipes)
 app.command(rich_help_panel="Plan")(doctor.doctor)

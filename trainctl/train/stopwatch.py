@@ -16,6 +16,8 @@ from contextlib import contextmanager
 
 import torch
 
+from trainctl.train.phase_memory import PhaseMemory
+
 
 class Stopwatch:
     """Adds up seconds by the name of the part that they were spent in.
@@ -24,6 +26,9 @@ class Stopwatch:
 
     Args:
         device: Of this rank; its current stream is the one that is timed.
+
+    Attributes:
+        memory: Measures the peak of each part too, where it is set.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,10 +36,20 @@ class Stopwatch:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._open: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._idle: list[torch.cuda.Event] = []
+        self.memory: PhaseMemory | None = None
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Time what is started on the device within it."""
+        if self.memory is None:
+            with self._timed(name):
+                yield
+            return
+        with self.memory.phase(name), self._timed(name):
+            yield
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
         if not self._on_device:
             with self.host_part(name):
                 yield
