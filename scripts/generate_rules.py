@@ -24,6 +24,7 @@ Every finding names its rule. `TC0xx` look at trainctl's configuration and the p
 """
 
 FOUND_ELSEWHERE = {
+    "TC100": "An override that uses another name for a key.",
     "TC101": "A key that the schema does not have.",
     "TC102": "A value that is not of its key's type.",
     "TC103": "A number outside its key's range.",
@@ -63,6 +64,7 @@ FOUND_ELSEWHERE = {
     "TC150": "The plan does not fit into a device's memory.",
     "TC151": "The plan does not fit into a node's memory.",
     "TC152": "The plan does not fit onto a node's NVMe.",
+    "TC159": "No layout of a model fits the hardware, as far as `trainctl plan` searches.",
     "TC160": "A word of a scheduler's option that is not plain.",
     "TC161": "A path that a scheduler's script could not carry.",
     "TC162": "mpirun, or the program that launcher.mpi_* names, is missing.",

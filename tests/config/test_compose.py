@@ -437,6 +437,37 @@ def test_a_wrong_override_is_told_with_the_nearest_right_one(
     assert found.source == override
 
 
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("4M", 4_000_000), ("1.5k", 1500), ("2T", 2 * 10**12), ("0.5B", 500_000_000), ("64", 64)],
+)
+def test_tokens_are_counted_in_powers_of_ten(text: str, tokens: int) -> None:
+    composed = compose([f"training.global_batch_tokens={text}", f"training.tokens={text}"])
+    assert composed.config.training.global_batch_tokens == tokens
+    assert composed.config.training.tokens == tokens
+
+
+@pytest.mark.parametrize("text", ["4X", "M", "1.0001k", "4MB", "-4M"])
+def test_what_is_no_count_of_tokens(text: str) -> None:
+    with pytest.raises(TrainctlError) as caught:
+        compose([f"training.tokens={text}"])
+    (found,) = caught.value.findings
+    assert found.rule in ("TC102", "TC103")
+
+
+def test_only_tokens_have_suffixes() -> None:
+    with pytest.raises(TrainctlError):
+        compose(["training.steps=4k"])
+
+
+def test_another_name_of_a_key_says_the_keys_own() -> None:
+    composed = compose(["data.sequence_length=512"])
+    assert composed.config.training.sequence_length == 512
+    (found,) = composed.findings
+    assert (found.rule, found.key) == ("TC100", "training.sequence_length")
+    assert found.source == "data.sequence_length=512"
+
+
 def test_an_override_that_is_overridden_is_a_warning() -> None:
     composed = compose(["training.seed=1", "training.seed=2", "model=gpt2-124m", "model=llama-7b"])
     assert composed.config.training.seed == 2

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from trainctl.config.catalog import shipped_root
-from trainctl.config.json_schema import option_schema, recipe_schema
+from trainctl.config.json_schema import option_schema, recipe_schema, value_schema
 from trainctl.config.keys import leaves
 from trainctl.config.schema import GROUPS
 from trainctl.config.yaml_files import _loader_class
@@ -88,3 +88,15 @@ def test_an_unknown_group_is_told_with_the_nearest() -> None:
     with pytest.raises(TrainctlError, match="no group optimiser") as caught:
         option_schema("optimiser")
     assert caught.value.hint.startswith("did you mean optimizer?")
+
+
+def test_tokens_may_be_written_with_a_suffix() -> None:
+    def accepts(key: str, value: object) -> bool:
+        section, name = key.split(".")
+        schema = value_schema(leaves()[f"{section}.{name}"])
+        return not list(jsonschema.Draft202012Validator(schema).iter_errors(value))
+
+    assert accepts("training.tokens", "1.5T")
+    assert accepts("training.tokens", 1500)
+    assert not accepts("training.tokens", "4X")
+    assert not accepts("training.steps", "4M")

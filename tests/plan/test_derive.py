@@ -127,3 +127,43 @@ def test_a_launch_stops_early_but_never_late():
     assert derive_stop_step(TrainingConfig(stop_after_steps=20), 40)[0] == 20
     assert derive_stop_step(TrainingConfig(stop_after_steps=50), 40)[0] == 40
     assert derive_stop_step(TrainingConfig(), 40)[0] == 40
+
+
+@given(
+    tokens=st.integers(1, 10**9),
+    length=st.integers(2, 8192),
+    data=sizes,
+    micro=st.none() | sizes,
+    accumulation=st.none() | sizes,
+)
+def test_a_batch_in_tokens_is_the_nearest_that_ranks_share(
+    tokens, length, data, micro, accumulation
+):
+    training = TrainingConfig(
+        global_batch_tokens=tokens,
+        sequence_length=length,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=None if micro else accumulation,
+    )
+    batch, reasons = derive_batch(training, data)
+    assert batch is not None
+    each = data * (micro or accumulation or 1)
+    count = batch.global_batch_size
+    assert count % each == 0
+    assert count == each or abs(count - tokens / length) <= each / 2
+    reason = next(item for item in reasons if item.key == "training.global_batch_size")
+    assert ("nearest multiple" in reason.reason) == (count * length != tokens)
+
+
+def test_both_sizes_of_a_micro_batch_have_to_agree_with_the_tokens():
+    def batch_of(accumulation):
+        training = TrainingConfig(
+            global_batch_tokens=4_000_000,
+            sequence_length=8192,
+            micro_batch_size=2,
+            gradient_accumulation_steps=accumulation,
+        )
+        return derive_batch(training, 64)[0]
+
+    assert batch_of(4) is not None
+    assert batch_of(3) is None

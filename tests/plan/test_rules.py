@@ -247,6 +247,24 @@ ERRORS = [
         "floor_ratio=0.01",
     ),
     (
+        "TC026",
+        {"training__global_batch_tokens": 16_384, "training__global_batch_size": 8},
+        gpus(8),
+        "both say",
+        "training.global_batch_size=null",
+    ),
+    (
+        "TC026",
+        {
+            "training__global_batch_tokens": 32_768,
+            "training__micro_batch_size": 1,
+            "training__gradient_accumulation_steps": 3,
+        },
+        gpus(8),
+        "accumulation 3 x data 8",
+        "it is derived",
+    ),
+    (
         "TC030",
         {"parallelism__pipeline": 2, "zero_stage__stage": 2},
         gpus(),
@@ -899,6 +917,7 @@ WARNINGS = [
     ),
     ("TC002", {"parallelism__tensor": 4, "launcher__kind": "slurm"}, gpus(6, nodes=2), "4"),
     ("TC007", {"parallelism__pipeline": 4}, gpus(), "idle 75%"),
+    ("TC026", {"training__global_batch_tokens": 20_000}, gpus(8), "rounded to 16384 (-18.1%)"),
     ("TC023", {"training__stop_after_steps": 101}, gpus(), "end of the run at step 100"),
     ("TC076", {"checkpoint__at_end": False}, gpus(), "no checkpoint"),
     (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from dataclasses import replace
+from math import log
 
 import pytest
 from test_assess import GIB, H100, llama_7b
@@ -11,15 +13,23 @@ from test_assess import GIB, H100, llama_7b
 from trainctl.config.schema import (
     Accelerator,
     CheckpointingMode,
+    CrossEntropyKind,
     LauncherKind,
     OffloadDevice,
     RunConfig,
 )
 from trainctl.hardware import Hardware
 from trainctl.planner.assess import assess
-from trainctl.planner.suggest import Suggestion, what_fits
+from trainctl.planner.suggest import (
+    CHANGED_DIMENSION_COST,
+    Suggestion,
+    what_fits,
+    what_slack_buys,
+)
+from trainctl.planner.variants import timed
 
 ENUMS = {
+    "kernels.cross_entropy": CrossEntropyKind,
     "activation_checkpointing.mode": CheckpointingMode,
     "offload.optimizer": OffloadDevice,
     "offload.parameters": OffloadDevice,
@@ -35,7 +45,7 @@ def apply(
     for override in suggestion.overrides:
         key, value = override.split("=")
         section, name = key.split(".")
-        typed = ENUMS[key](value) if key in ENUMS else int(value)
+        typed = ENUMS[key](value) if key in ENUMS else json.loads(value)
         setattr(getattr(config, section), name, typed)
         if section == "hardware":
             hardware = replace(hardware, **{name: typed})
@@ -77,13 +87,76 @@ def test_every_suggestion_fits_and_keeps_the_global_batch(case: str) -> None:
         assert result.budget.device_peak_bytes == suggestion.peak_bytes
 
 
-def test_a_single_change_comes_before_combinations() -> None:
+def test_changes_are_few_and_ordered_by_what_they_cost() -> None:
     suggestions = what_fits(*CASES["large micro batch"])
-    first = {override.partition("=")[0] for override in suggestions[0].overrides}
-    assert first in (
-        {"training.micro_batch_size", "training.gradient_accumulation_steps"},
-        {"activation_checkpointing.mode"},
-    )
+    dimensions = [
+        {override.partition("=")[0] for override in suggestion.overrides}
+        - {"training.gradient_accumulation_steps", "zero_stage.overlap_comm"}  # go with others
+        for suggestion in suggestions
+    ]
+    assert {"training.micro_batch_size"} in dimensions
+    assert len(dimensions[0]) <= 2
+    costs = [
+        CHANGED_DIMENSION_COST * len(kinds) - log(suggestion.speed)
+        for kinds, suggestion in zip(dimensions, suggestions, strict=True)
+    ]
+    assert costs == sorted(costs)
+
+
+def test_saved_memory_and_speed_are_against_the_configuration_as_it_is() -> None:
+    config, hardware = CASES["small cards"]
+    before = assess(config, hardware).budget
+    now = timed(config, hardware)
+    assert before is not None
+    assert now is not None
+    for suggestion in what_fits(config, hardware):
+        changed = apply(suggestion, config, hardware)
+        after = timed(*changed)
+        assert after is not None
+        assert suggestion.saved_bytes == before.device_peak_bytes - suggestion.peak_bytes > 0
+        assert suggestion.speed == pytest.approx(now.time.seconds / after.time.seconds)
+
+
+def roomy() -> RunConfig:
+    config = llama_7b(stage=3)
+    config.training.gradient_accumulation_steps = 8
+    config.activation_checkpointing.mode = CheckpointingMode.full
+    return config
+
+
+def test_free_memory_buys_speed_and_nothing_else() -> None:
+    config = roomy()
+    before, now = assess(config, H100), timed(config, H100)
+    suggestions = what_slack_buys(config, H100)
+    assert 0 < len(suggestions) <= 4
+    assert before.plan is not None
+    assert now is not None
+    for suggestion in suggestions:
+        result = assess(*apply(suggestion, config, H100))
+        assert result.fits, suggestion
+        assert result.plan is not None
+        assert result.plan.batch.global_batch_size == before.plan.batch.global_batch_size
+        assert suggestion.speed >= 1.02
+    speeds = [suggestion.speed for suggestion in suggestions]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_what_does_not_fit_or_is_at_its_best_has_no_slack() -> None:
+    assert what_slack_buys(*CASES["small cards"]) == []
+    assert what_slack_buys(roomy(), replace(H100, device_memory_bytes=None)) == []
+    best = roomy()
+    for suggestion in what_slack_buys(best, H100)[:1]:
+        best, _ = apply(suggestion, best, H100)
+    assert all(later.speed < 1.2 for later in what_slack_buys(best, H100))
+
+
+def test_a_batch_in_tokens_stays_one() -> None:
+    config = too_large()
+    config.training.gradient_accumulation_steps = None
+    config.training.global_batch_tokens = 2_000_000
+    for suggestion in what_fits(config, H100):
+        assert not any("accumulation" in override for override in suggestion.overrides)
+        assert assess(*apply(suggestion, config, H100)).fits
 
 
 def test_no_suggestion_only_adds_to_an_earlier_one() -> None:

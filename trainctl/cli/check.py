@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Json, Overrides
+from trainctl.cli.arguments import ConfigDir, Force, Json, Overrides
 from trainctl.errors import TrainctlError
+
+if TYPE_CHECKING:
+    from trainctl.cli.memory_comparison import Compared
 
 DeepSpeedFile = Annotated[
     Path | None,
@@ -30,6 +33,36 @@ ModelDirectory = Annotated[
         metavar="DIR",
         help="With --deepspeed: a transformers directory.",
         show_default=False,
+    ),
+]
+
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Also draw it: .png, .svg or .html.",
+        show_default=False,
+    ),
+]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Trace the model itself instead of deriving it from its shape; needs a few seconds.",
+    ),
+]
+Measure = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="Make two real steps here, show predicted beside measured, and keep what differs by "
+        "machine for later estimates.",
+    ),
+]
+UseCalibration = Annotated[
+    bool,
+    typer.Option(
+        "--calibration/--no-calibration", help="Use what --measure has kept on this machine."
     ),
 ]
 
@@ -109,29 +142,74 @@ def _validate_file(
 
 
 def estimate_memory(
-    overrides: Overrides = None, config_dir: ConfigDir = None, as_json: Json = False
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    as_json: Json = False,
+    plot: Plot = None,
+    exact: Exact = False,
+    run_steps: Measure = False,
+    calibration: UseCalibration = True,
+    force: Force = False,
 ) -> None:
     """Estimate memory on device, host, NVMe and disk.
 
-    Exits with 0 if it fits (or may fit), 3 if not.
+    Exits with 0 if it fits (or may fit), 3 if not. A key with several values compares them.
 
-    Example: trainctl estimate-memory recipe=7b-zero3 hardware=8xa100-80g offload=cpu
+    Examples: trainctl estimate-memory recipe=7b-zero3 hardware=8xa100-80g offload=cpu;
+    trainctl estimate-memory recipe=7b-zero3 zero_stage=1,2,3 --plot memory.png
     """
-    from trainctl.cli.budget_view import show_budget
-    from trainctl.cli.console import print_json
-    from trainctl.cli.findings import show_findings
-    from trainctl.cli.planning import compose, plan, show_suggestions
+    from trainctl.cli.memory_comparison import compare_memory, save_chart
 
-    planned = plan(compose(overrides, config_dir))
+    if run_steps:
+        from trainctl.cli.measure import measure
+
+        measure(overrides or [], config_dir, force=force, as_json=as_json)
+        return
+    compared = compare_memory(overrides or [], config_dir, exact=exact, calibrated=calibration)
+    if len(compared) > 1:
+        _compare(compared, as_json)
+        status = 0
+    else:
+        status = _estimate(compared[0], as_json)
+    if plot is not None:
+        save_chart(compared, plot)
+    if status:
+        raise typer.Exit(status)
+
+
+def _compare(compared: list[Compared], as_json: bool) -> None:
+    from trainctl.cli.console import print_json
+    from trainctl.cli.memory_comparison import show_comparison
+
+    if as_json:
+        print_json({"schema": 1, "configurations": [item.to_json() for item in compared]})
+    else:
+        show_comparison(compared)
+
+
+def _estimate(one: Compared, as_json: bool) -> int:
+    """Show one budget; the exit code."""
+    from trainctl.cli.budget_view import show_budget
+    from trainctl.cli.console import print_json, put
+    from trainctl.cli.findings import show_findings
+    from trainctl.cli.memory_comparison import trace_lines, trace_report
+    from trainctl.cli.planning import show_slack, show_suggestions
+
+    planned = one.planned
+    assert planned is not None  # a single one that cannot be planned has raised
     budget = planned.assessment.budget
     if budget is None:
         raise TrainctlError.from_findings(planned.findings)
+    traced = trace_report(planned)
     if as_json:
-        print_json(budget.to_json())
+        print_json(budget.to_json() | ({"traced": traced} if traced else {}))
     else:
         show_budget(budget.to_json(), host_capacity_bytes=planned.hardware.host_memory_bytes)
+        for line in trace_lines(traced):
+            put(line)
     show_findings(planned.findings)
     if not planned.errors_but_fit and planned.errors and not as_json:
         show_suggestions(planned.composed.config, planned.hardware)
-    if planned.errors:
-        raise typer.Exit(planned.errors[0].exit_code)
+    if not planned.errors and not as_json:
+        show_slack(planned.composed.config, planned.hardware)
+    return int(planned.errors[0].exit_code) if planned.errors else 0

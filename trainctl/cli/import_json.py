@@ -45,7 +45,7 @@ def import_json(
     if as_json:
         print_json(_to_json(imported))
     elif as_recipe:
-        put("\n".join(_recipe(imported, file)))
+        put(_recipe(imported, file))
     else:
         from shlex import quote
 
@@ -64,32 +64,10 @@ def _to_json(imported: Imported) -> dict[str, Any]:
     }
 
 
-def _recipe(imported: Imported, file: Path) -> list[str]:
-    """Lines of a recipe that starts from the base."""
-    from json import dumps
+def _recipe(imported: Imported, file: Path) -> str:
+    """A recipe that starts from the base."""
+    from trainctl.cli.recipe_text import recipe_text
 
-    lines = [f"# Imported from {file.name}.", "defaults:", "  - base"]
-    for group, option in imported.choices.items():
-        lines.append(f"  - override /{group}: {dumps(option)}")
-    lines.append("  - _self_")
-    nested: dict[str, Any] = {}
     passed = {f"deepspeed.{key}": value for key, value in imported.passed.items()}
-    for key, value in {**imported.settings, **passed}.items():
-        *parents, name = key.split(".")
-        level = nested
-        for parent in parents:
-            level = level.setdefault(parent, {})
-        level[name] = value
-    return [*lines, *_yaml(nested, "")]
-
-
-def _yaml(level: dict[str, Any], indent: str) -> list[str]:
-    from json import dumps
-
-    lines = []
-    for name, value in level.items():
-        if isinstance(value, dict) and value:
-            lines += [f"{indent}{name}:", *_yaml(value, f"{indent}  ")]
-        else:
-            lines.append(f"{indent}{name}: {dumps(value)}")
-    return lines
+    settings = {**imported.settings, **passed}
+    return recipe_text([f"Imported from {file.name}."], "base", imported.choices, settings)

@@ -21,6 +21,7 @@ from trainctl.cli import (
     evaluate,
     export,
     launch,
+    plan_search,
     recipes,
     runs,
     sample,
@@ -52,6 +53,7 @@ app.command(rich_help_panel="Use what was trained")(sample.sample)
 app.command(rich_help_panel="Use what was trained")(export.export)
 app.command(rich_help_panel="Plan", cls=CommandWithWords)(check.validate)
 app.command(rich_help_panel="Plan", cls=CommandWithWords)(check.estimate_memory)
+app.command(rich_help_panel="Plan")(plan_search.plan)
 app.add_typer(config.app, name="config", rich_help_panel="Plan")
 app.add_typer(schedule.app, name="schedule", rich_help_panel="Plan")
 app.command(rich_help_panel="Plan")(recipes.recipes)

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from trainctl.config.compose import Composed
     from trainctl.config.schema import RunConfig
     from trainctl.hardware import Hardware
+    from trainctl.memory.traced import TracedModel
     from trainctl.planner.assess import Assessment
+    from trainctl.planner.suggest import Suggestion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +28,14 @@ class Planned:
         hardware: Declared or detected machines.
         assessment: Plan, budget and findings; the plan is none when it cannot be made.
         findings: Those of the composition and of the assessment, each naming what set its key.
+        traced: What a trace found of the model, if it was asked for.
     """
 
     composed: Composed
     hardware: Hardware
     assessment: Assessment
     findings: tuple[Finding, ...]
+    traced: TracedModel | None = None
 
     @property
     def errors(self) -> list[Finding]:
@@ -60,26 +64,42 @@ def compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Compose
     return composed
 
 
-def plan(composed: Composed, *, with_files: bool = False, folder: Path | None = None) -> Planned:
+def plan(
+    composed: Composed,
+    *,
+    with_files: bool = False,
+    folder: Path | None = None,
+    exact: bool = False,
+    calibrated: bool = True,
+) -> Planned:
     """Resolve, check and budget a composed configuration.
 
     Args:
         composed: The configuration.
         with_files: Also look for the files that it names, as whoever starts from here must.
         folder: Where the user's own code is looked for; None is the current folder.
+        exact: Trace the model for its budget, which imports torch.
+        calibrated: Take what was measured on this machine, for hardware that is here.
     """
     from trainctl.config.files import missing_files
     from trainctl.hardware import resolve_hardware
     from trainctl.planner.assess import assess
 
-    hardware = resolve_hardware(composed.config.hardware)
+    hardware = resolve_hardware(composed.config.hardware, calibrated=calibrated)
     assessment = assess(composed.config, hardware)
+    traced = None
+    if exact and assessment.plan is not None:
+        from trainctl.train.trace import trace
+
+        traced = trace(composed.config, folder or Path.cwd())
+        assessment = assess(composed.config, hardware, traced)
     found = (*assessment.findings, *(missing_files(composed.config, folder) if with_files else ()))
     return Planned(
         composed=composed,
         hardware=hardware,
         assessment=assessment,
         findings=(*composed.findings, *name_sources(composed, found)),
+        traced=traced,
     )
 
 
@@ -118,7 +138,6 @@ def compose_target(
 
 def show_suggestions(config: RunConfig, hardware: Hardware) -> None:
     """On stderr: overrides with which the configuration would fit."""
-    from trainctl.cli.console import gib
     from trainctl.planner.suggest import what_fits
 
     suggestions = what_fits(config, hardware)
@@ -127,4 +146,29 @@ def show_suggestions(config: RunConfig, hardware: Hardware) -> None:
         return
     say("what would fit:")
     for suggestion in suggestions:
-        say(f"  {' '.join(suggestion.overrides)}  (peak {gib(suggestion.peak_bytes)})")
+        say(f"  {_suggestion(suggestion)}")
+
+
+def show_slack(config: RunConfig, hardware: Hardware) -> None:
+    """On stderr: what the memory that a configuration leaves free could buy."""
+    from trainctl.planner.suggest import what_slack_buys
+
+    suggestions = what_slack_buys(config, hardware)
+    if suggestions:
+        say("what the free memory could buy:")
+    for suggestion in suggestions:
+        say(f"  {_suggestion(suggestion)}")
+
+
+def _suggestion(suggestion: Suggestion) -> str:
+    """A change with its memory and its cost in speed."""
+    from trainctl.cli.console import gib
+
+    change = suggestion.speed - 1
+    speed = "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} "
+    if speed != "as fast":
+        speed += "faster" if change > 0 else "slower"
+    saved = suggestion.saved_bytes
+    memory = f"{gib(abs(saved))} {'less' if saved >= 0 else 'more'}"
+    peak = gib(suggestion.peak_bytes)
+    return f"{' '.join(suggestion.overrides)}  (peak {peak}, {memory}; {speed})"

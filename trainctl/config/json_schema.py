@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trainctl.config.catalog import options, recipes
-from trainctl.config.keys import Leaf, leaves
+from trainctl.config.keys import COUNT, Leaf, leaves
 from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.config.suggest import did_you_mean, nearest
 from trainctl.errors import TrainctlError
@@ -110,7 +110,10 @@ def _types(hint: Any, limits: Any) -> list[dict[str, Any]]:
     kind = names[hint]
     if kind == "string":
         return [{"type": ["string", "number", "boolean"]}]
-    return [{"type": kind, **(limited if kind in ("integer", "number") else {})}]
+    accepted = [{"type": kind, **(limited if kind in ("integer", "number") else {})}]
+    if kind == "integer" and limits.get("unit") == "tokens":
+        accepted.append({"type": "string", "pattern": f"^{COUNT.pattern}$"})
+    return accepted
 
 
 def _defaults() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -15,6 +16,9 @@ from trainctl.config.schema import RunConfig
 from trainctl.config.suggest import nearest
 
 LARGEST_INTEGER = 2**63 - 1
+COUNT = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([kKMBT])")
+SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+"""Of counts of tokens: powers of ten."""
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -95,6 +99,8 @@ def accept(leaf: Leaf, value: Any, text: str | None = None) -> Any:
     Raises:
         ValueProblem: The value is of another type, or out of range.
     """
+    if leaf.metadata.get("unit") == "tokens" and isinstance(value, str):
+        value = _with_suffix(value)
     accepted = _accept(leaf.hint, value, text, leaf.default)
     problem = range_problem(leaf.metadata, accepted)
     if problem:
@@ -115,6 +121,12 @@ def range_problem(metadata: Mapping[str, Any], value: Any) -> ValueProblem | Non
     if above is not None and value <= above:
         return _outside(f"{value} must be above {_number(above)}", f"more than {_number(above)}")
     return None
+
+
+def _with_suffix(text: str) -> Any:
+    """A count of tokens written as 4M or 1.5B; anything else as it is."""
+    number = COUNT.fullmatch(text.strip())
+    return float(number[1]) * SUFFIXES[number[2].upper()] if number else text
 
 
 def _outside(message: str, nearest_legal: str) -> ValueProblem:

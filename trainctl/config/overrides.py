@@ -22,7 +22,10 @@ from trainctl.config.check import REFUSED, Setting, check_setting
 from trainctl.config.schema import GROUPS
 from trainctl.errors import Finding, Severity
 
-SYNTAX, GIVEN_TWICE = "TC110", "TC111"
+ALIAS, SYNTAX, GIVEN_TWICE = "TC100", "TC110", "TC111"
+
+ALIASES = {"data.sequence_length": "training.sequence_length"}
+"""Names that an override may use for a key, and the key's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,10 @@ def _read(parsed: Any, text: str, folders: list[Folder], result: Overrides) -> N
     elif name in GROUPS:
         _choose(name, value if isinstance(value, str) else written, text, folders, result)
     else:
-        setting = Setting(tuple(name.split(".")), value, text, written)
+        key = ALIASES.get(name, name)
+        if key != name:
+            result.findings.append(_alias(key, name, text))
+        setting = Setting(tuple(key.split(".")), value, text, written)
         settings, findings = check_setting(setting)
         result.settings += settings
         result.findings += findings
@@ -144,6 +150,17 @@ def _syntax(text: str, message: str, hint: str) -> Finding:
 
 def _refused(key: str, text: str, message: str, hint: str) -> Finding:
     return Finding(rule=REFUSED, key=key, message=message, hint=hint, source=text)
+
+
+def _alias(key: str, name: str, text: str) -> Finding:
+    return Finding(
+        rule=ALIAS,
+        key=key,
+        message=f"{name} is read as {key}",
+        hint=f"write {key}=",
+        severity=Severity.warning,
+        source=text,
+    )
 
 
 def _given_twice(name: str, earlier: str, text: str) -> Finding:

@@ -27,9 +27,15 @@ class Hardware:
         memory_bandwidth_gb_per_second: Of a device's memory.
         device_link_gb_per_second: Between devices of a node, one direction.
         network_gb_per_second: Between nodes, per device.
+        host_link_gb_per_second: Between a device and its host, one direction.
+        matrix_efficiency: Share of the peak rates that large matrix products reach.
+        attention_efficiency: Share of the peak rates that attention as one kernel reaches.
         supports_bf16: Whether the device computes in bf16.
         supports_fp8: Whether the device computes in fp8.
         detected: Whether the facts were read off this machine.
+        runtime_bytes: Of a process on its device outside of tensors, where it was measured here.
+        fragmentation: Reserved over allocated memory, minus one, where it was measured here.
+        calibrated_on: Day of that measurement.
     """
 
     name: str
@@ -46,9 +52,15 @@ class Hardware:
     memory_bandwidth_gb_per_second: float | None = None
     device_link_gb_per_second: float | None = None
     network_gb_per_second: float | None = None
+    host_link_gb_per_second: float | None = None
+    matrix_efficiency: float | None = None
+    attention_efficiency: float | None = None
     supports_bf16: bool = True
     supports_fp8: bool = False
     detected: bool = False
+    runtime_bytes: int | None = None
+    fragmentation: float | None = None
+    calibrated_on: str | None = None
 
     @property
     def world_size(self) -> int:

@@ -17,6 +17,9 @@ RATES = (
     "memory_bandwidth_gb_per_second",
     "device_link_gb_per_second",
     "network_gb_per_second",
+    "host_link_gb_per_second",
+    "matrix_efficiency",
+    "attention_efficiency",
 )
 """Keys that are taken over; memory and number formats are read off the device itself."""
 

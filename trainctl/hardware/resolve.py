@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import Any
 
 from trainctl.config.schema import Accelerator, HardwareConfig
+from trainctl.hardware.calibration import Calibration, read_calibration
 from trainctl.hardware.detect import Device, host_memory_limit, visible_devices
 from trainctl.hardware.facts import Hardware
 from trainctl.hardware.known import RATES, known_rates
@@ -13,11 +15,15 @@ MEMORY_TOLERANCE = 0.03
 """Drivers of one kind of card report its memory within this share of each other."""
 
 
-def resolve_hardware(config: HardwareConfig) -> Hardware:
+def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hardware:
     """The hardware of a plan: declared facts as they are, the others read off this machine.
 
     What is declared for devices that are not here stays unknown where it is not declared. A
     declared kind of device without a count means as many as are here, or one.
+
+    Args:
+        config: The hardware group.
+        calibrated: Whether to take what was measured on this machine, for devices that are here.
     """
     declared = config.accelerator is not Accelerator.auto
     on_cpu = config.accelerator is Accelerator.cpu
@@ -51,6 +57,7 @@ def resolve_hardware(config: HardwareConfig) -> Hardware:
     known = known_rates(found[0].name) if alike else {}
     declared_rates = {key: getattr(config, key) for key in RATES}
     rates = known | {key: rate for key, rate in declared_rates.items() if rate is not None}
+    calibration = read_calibration(one) if calibrated and is_here else None
     return Hardware(
         name=prefix + one,
         accelerator=accelerator,
@@ -67,7 +74,19 @@ def resolve_hardware(config: HardwareConfig) -> Hardware:
             all(device.supports_fp8 for device in found) if read_off else config.supports_fp8
         ),
         detected=not declared,
+        **_calibrated(calibration, config.nodes * devices),
     )
+
+
+def _calibrated(calibration: Calibration | None, world_size: int) -> dict[str, Any]:
+    """The facts that a calibration adds."""
+    if calibration is None:
+        return {}
+    return {
+        "runtime_bytes": calibration.runtime_bytes(world_size),
+        "fragmentation": calibration.fragmentation,
+        "calibrated_on": calibration.date,
+    }
 
 
 def _are_here(config: HardwareConfig, found: tuple[Device, ...]) -> bool:

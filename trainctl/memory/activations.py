@@ -116,8 +116,9 @@ def block_activations(
 
     scores = 0.0
     if eager:
-        # Softmax runs in fp32 (in the compute type in GPT-2), then is cast for the product.
-        fp32_copy = FP32 if element < FP32 and not gpt2 else 0
+        # Softmax runs in fp32 (GPT-2's in the compute type, unless autocast knows better), then is
+        # cast for the product.
+        fp32_copy = FP32 if element < FP32 and (autocast or not gpt2) else 0
         scores = heads * sequence_length * (element + fp32_copy)
     if eager or _expands_keys(model, sequence_length):
         key_heads = heads
@@ -154,7 +155,13 @@ def block_activations(
 
 
 def stage_activations(
-    plan: RunPlan, *, blocks: int, in_flight: int, element: int, autocast: bool
+    plan: RunPlan,
+    *,
+    blocks: int,
+    in_flight: int,
+    element: int,
+    autocast: bool,
+    traced: BlockActivations | None = None,
 ) -> StageActivations:
     """Activations of the blocks of a pipeline stage.
 
@@ -164,10 +171,11 @@ def stage_activations(
             last stage, and no more than there are).
         element: Bytes of the compute type.
         autocast: Whether weights and residual stream are fp32.
+        traced: One of the blocks on this rank, where the model was traced.
     """
     settings = plan.config.activation_checkpointing
     tokens = tokens_per_rank(plan)
-    block = block_activations(
+    block = traced or block_activations(
         plan.config.model,
         sequence_length=plan.batch.sequence_length,
         element=element,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from trainctl.config.schema import (
@@ -12,10 +13,9 @@ from trainctl.config.schema import (
     DataType,
     ModelFamily,
 )
-from trainctl.memory import constants
+from trainctl.memory.activations import block_activations, compute_bytes
 from trainctl.memory.components import Components, fullest
-from trainctl.memory.constants import Range
-from trainctl.memory.engine import read_engine
+from trainctl.memory.engine import Engine, read_engine
 from trainctl.memory.host import (
     HostBudget,
     checkpoint_bytes,
@@ -24,7 +24,9 @@ from trainctl.memory.host import (
     nvme_bytes,
 )
 from trainctl.memory.phases import phases
-from trainctl.memory.stages import stages
+from trainctl.memory.runtime import band, fits, fragmentation_of, runtime_of, workspace_bytes
+from trainctl.memory.stages import Stage, stage_of_traced, stages
+from trainctl.memory.traced import TracedModel, shared_over_tensor_ranks
 from trainctl.plan.types import RunPlan
 
 BUDGET_SCHEMA = 1
@@ -33,19 +35,30 @@ BUDGET_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBudget:
-    """Peak of one rank of a pipeline stage.
+    """Memory of one rank of a pipeline stage.
 
     Attributes:
         pipeline_stage: Its index.
-        peak_phase: Phase of the peak.
-        phases: Phase to bytes.
-        components: What the peak is made of.
+        moments: What is on the device in each phase.
     """
 
     pipeline_stage: int
-    peak_phase: str
-    phases: Mapping[str, int]
-    components: Components
+    moments: Mapping[str, Components]
+
+    @property
+    def peak_phase(self) -> str:
+        """Phase of the peak."""
+        return fullest(self.moments)
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Phase to bytes."""
+        return {name: moment.total for name, moment in self.moments.items()}
+
+    @property
+    def components(self) -> Components:
+        """What the peak is made of."""
+        return self.moments[self.peak_phase]
 
     @property
     def peak_bytes(self) -> int:
@@ -65,9 +78,6 @@ class MemoryBudget:
         device_peak_low_bytes: The least that it may be.
         device_peak_high_bytes: The most that it may be, allocator fragmentation included.
         device_reserved_bytes: Held by torch's allocator at that moment, context excluded.
-        peak_phase: When that is.
-        phases: Peak of each phase.
-        components: What the peak is made of.
         stages: Each pipeline stage.
         host: Memory of one machine.
         nvme_bytes_per_node: Swap files of one machine.
@@ -82,15 +92,32 @@ class MemoryBudget:
     device_peak_low_bytes: int
     device_peak_high_bytes: int
     device_reserved_bytes: int
-    peak_phase: str
-    phases: Mapping[str, int]
-    components: Components
     stages: tuple[StageBudget, ...]
     host: HostBudget
     nvme_bytes_per_node: int
     checkpoint_bytes: int
     checkpoints_kept_bytes: int
     notes: tuple[str, ...]
+
+    @property
+    def worst_stage(self) -> StageBudget:
+        """The fullest pipeline stage."""
+        return max(self.stages, key=lambda stage: stage.peak_bytes)
+
+    @property
+    def peak_phase(self) -> str:
+        """When the peak is."""
+        return self.worst_stage.peak_phase
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Bytes of each phase, on the fullest stage."""
+        return self.worst_stage.phases
+
+    @property
+    def components(self) -> Components:
+        """What the peak is made of."""
+        return self.worst_stage.components
 
     def to_json(self) -> dict[str, Any]:
         """The machine-readable form of `trainctl estimate-memory --json`."""
@@ -103,7 +130,7 @@ class MemoryBudget:
             "device_peak_high_bytes": self.device_peak_high_bytes,
             "device_reserved_bytes": self.device_reserved_bytes,
             "peak_phase": self.peak_phase,
-            "phases": dict(self.phases),
+            "phases": self.phases,
             "components": self.components.to_json(),
             "stages": [
                 {
@@ -124,26 +151,23 @@ class MemoryBudget:
         }
 
 
-def budget(plan: RunPlan) -> MemoryBudget:
-    """The memory budget of a plan."""
+def budget(plan: RunPlan, traced: TracedModel | None = None) -> MemoryBudget:
+    """The memory budget of a plan.
+
+    Args:
+        traced: What a trace found of its model; none is the closed form of its shape.
+    """
     engine = read_engine(plan)
-    runtime = _runtime(plan)
-    held = stages(plan.config.model, tensor=plan.mesh.tensor, stage_blocks=plan.stage_blocks)
-    budgets = []
-    for stage in held:
-        moments = phases(plan, engine, stage, runtime.usual)
-        worst = fullest(moments)
-        budgets.append(
-            StageBudget(
-                pipeline_stage=stage.index,
-                peak_phase=worst,
-                phases={name: moment.total for name, moment in moments.items()},
-                components=moments[worst],
-            )
-        )
+    runtime = runtime_of(plan)
+    held = _stages(plan, engine, traced)
+    budgets = [
+        StageBudget(pipeline_stage=stage.index, moments=phases(plan, engine, stage, runtime.usual))
+        for stage in held
+    ]
     worst_stage = max(budgets, key=lambda item: item.peak_bytes)
     peak = worst_stage.peak_bytes
-    low, high = _band(worst_stage.components, runtime)
+    fragmentation = fragmentation_of(plan)
+    low, high = band(worst_stage.components, runtime, fragmentation)
     capacity = plan.hardware.device_memory_bytes
     one = checkpoint_bytes(plan, engine)
     # The machine that holds the largest stage may hold only ranks of it.
@@ -152,75 +176,61 @@ def budget(plan: RunPlan) -> MemoryBudget:
         key=lambda item: item.bytes_per_node,
     )
     return MemoryBudget(
-        fits=_fits(capacity, low, high),
+        fits=fits(capacity, low, high),
         device_capacity_bytes=capacity or 0,
         device_peak_bytes=peak,
         device_peak_low_bytes=low,
         device_peak_high_bytes=high,
-        device_reserved_bytes=int(worst_stage.components.allocated * (1 + constants.FRAGMENTATION)),
-        peak_phase=worst_stage.peak_phase,
-        phases=worst_stage.phases,
-        components=worst_stage.components,
+        device_reserved_bytes=int(
+            (worst_stage.components.allocated + workspace_bytes(plan)) * (1 + fragmentation.usual)
+        ),
         stages=tuple(budgets),
         host=host,
         nvme_bytes_per_node=max(nvme_bytes(plan, engine, stage) for stage in held),
         checkpoint_bytes=one,
         checkpoints_kept_bytes=checkpoints_kept_bytes(plan, one),
-        notes=tuple(_notes(plan)),
+        notes=tuple(_notes(plan, traced)),
     )
 
 
-def _runtime(plan: RunPlan) -> Range:
-    """Memory of a rank that is in no tensor."""
-    accelerator = plan.hardware.accelerator
-    parts = [constants.CONTEXT[accelerator]]
-    if accelerator is not Accelerator.cpu:
-        parts.append(constants.LIBRARY_WORKSPACE)
-        if plan.mesh.world_size > 1:
-            parts.append(constants.COMMUNICATION_LIBRARY)
-    return Range(
-        low=sum(part.low for part in parts),
-        usual=sum(part.usual for part in parts),
-        high=sum(part.high for part in parts),
+def _stages(plan: RunPlan, engine: Engine, traced: TracedModel | None) -> tuple[Stage, ...]:
+    """The pipeline's stages; sharded ones are of families whose tensors are known exactly."""
+    model, tensor = plan.config.model, plan.mesh.tensor
+    if traced is not None and tensor == 1 and plan.mesh.pipeline == 1:
+        return (stage_of_traced(traced),)
+    held = stages(model, tensor=tensor, stage_blocks=plan.stage_blocks)
+    if traced is None:
+        return held
+    closed = partial(
+        block_activations,
+        model,
+        sequence_length=plan.batch.sequence_length,
+        element=compute_bytes(plan),
+        autocast=engine.autocast,
+        liger=plan.config.kernels.liger,
     )
+    block = shared_over_tensor_ranks(traced.block, whole=closed(), shard=closed(tensor=tensor))
+    return tuple(replace(stage, traced=block) for stage in held)
 
 
-def _band(peak: Components, runtime: Range) -> tuple[int, int]:
-    """The least and most that a peak may be.
-
-    States are known almost exactly, activations less so; the allocator adds fragmentation.
-    """
-    exact = peak.allocated - peak.estimated
-    doubt = constants.STATE_UNCERTAINTY * exact + constants.ACTIVATION_UNCERTAINTY * peak.estimated
-    low = (peak.allocated - doubt) * (1 + constants.FRAGMENTATION_LOW)
-    high = (peak.allocated + doubt) * (1 + constants.FRAGMENTATION_HIGH)
-    return int(low) + runtime.low, int(high) + runtime.high
-
-
-def _fits(capacity: int | None, low: int, high: int) -> bool | None:
-    if capacity is None:
-        return None
-    if high <= capacity:
-        return True
-    return False if low > capacity else None
-
-
-def _notes(plan: RunPlan) -> list[str]:
+def _notes(plan: RunPlan, traced: TracedModel | None) -> list[str]:
     config, notes = plan.config, []
     if plan.hardware.device_memory_bytes is None:
         notes.append("The device's memory is not known, so whether this fits is not decided.")
+    if plan.hardware.runtime_bytes is not None:
+        notes.append(f"Calibrated on this machine on {plan.hardware.calibrated_on}.")
     if plan.hardware.accelerator is Accelerator.cpu:
         notes.append(
             "On cpu a device is a process: the host's figure contains the devices' memory."
         )
-    if config.model.family is ModelFamily.hf:
-        notes.append("The model directory is counted as a Llama of the same shape.")
+    if config.model.family is ModelFamily.hf and traced is None:
+        notes.append(
+            "The model directory is counted as a Llama of the same shape; --exact traces it."
+        )
     if config.precision.compute is DataType.fp8:
         notes.append("fp8 is counted as bf16: its savings are in compute, not in states.")
     if config.kernels.compile is not CompileKind.none:
         notes.append("Compiled blocks are counted as transformers' own code: they keep less.")
-    if config.zero_stage.quantized_weights or config.zero_stage.quantized_gradients:
-        notes.append("Buffers of quantized communication (ZeRO++) are not counted.")
     if plan.mesh.expert > 1:
         notes.append("Expert parallelism is not counted: no model here has experts yet.")
     return notes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Components:
 
     @property
     def total(self) -> int:
-        return sum(self.to_json().values())
+        return sum(getattr(self, name) for name in NAMES)
 
     @property
     def allocated(self) -> int:
@@ -52,16 +52,18 @@ class Components:
 
     def plus(self, **extra: int) -> Components:
         """A moment with more of some parts."""
-        names = {item.name for item in fields(self)}
-        unknown = set(extra) - names
+        unknown = extra.keys() - NAMES
         if unknown:
             raise KeyError(f"no such component: {sorted(unknown)}")
-        return Components(**{name: getattr(self, name) + extra.get(name, 0) for name in names})
+        return replace(self, **{name: getattr(self, name) + size for name, size in extra.items()})
 
     def to_json(self) -> dict[str, int]:
         """Name to bytes, in the order of the schema."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in NAMES}
 
+
+NAMES = tuple(item.name for item in fields(Components))
+"""Of the parts, from the bottom of a bar to its top."""
 
 PHASES = ("load", "forward_end", "backward_start", "backward_end", "step")
 """The moments at which a device can be at its fullest, in the order of a step."""

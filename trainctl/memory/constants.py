@@ -15,17 +15,32 @@ GIB = 2**30
 BYTES = {DataType.fp32: 4, DataType.bf16: 2, DataType.fp16: 2, DataType.fp8: 2}
 """Bytes of an element. fp8 training keeps weights in bf16 and casts for each product."""
 
-LOGIT_BYTES_FORWARD = {2: 10, 4: 8}
-"""Bytes per logit at the end of the forward pass, by the logits' element size.
 
-Cross entropy upcasts bf16 logits (2) to fp32 (4) and keeps the log-softmax (4); fp32 logits are
-not copied. Read off torch's graph of ``cross_entropy(logits.float(), labels)``.
-"""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitBytes:
+    """Bytes per logit that a plain loss holds.
 
-LOGIT_BYTES_BACKWARD = {2: 14, 4: 16}
-"""The same at the start of the backward pass: logits, log-softmax, and the fp32 gradients of both
-the loss and the log-softmax (4 each). ALST's Llama-8B runs give 14.6 between 32k and 65k tokens.
-"""
+    Attributes:
+        forward: At the end of the forward pass.
+        backward: At the start of the backward pass.
+    """
+
+    forward: int
+    backward: int
+
+
+FUSED_HEAD_GRADIENT_BYTES = 8
+"""Bytes per element of the output projection while liger-kernel's fused loss adds to its gradient:
+the gradient (2), the product of a chunk (2) and its fp32 copy (4)
+(ops/fused_linear_cross_entropy.py)."""
+
+LOGIT_BYTES = {2: LogitBytes(forward=10, backward=14), 4: LogitBytes(forward=8, backward=16)}
+"""trainctl's plain loss, by the logits' element size: ``cross_entropy(logits.float(), labels)``.
+
+Forward: 16-bit logits (2) are copied to fp32 (4), and the log-softmax is kept (4); fp32 logits are
+not copied. Backward: logits, log-softmax, and the fp32 gradients of the loss and of the
+log-softmax (4 each). Read off torch's graph; ALST's Llama-8B runs give 14.6 between 32k and 65k
+tokens. """
 
 STAGE0_ALLREDUCE_ELEMENTS = 500_000_000
 """Gradients flattened at once at stage 0 (MEMORY_OPT_ALLREDUCE_SIZE, runtime/engine.py)."""
@@ -55,18 +70,39 @@ CONTEXT = {
 stas00/ml-engineering); on a CPU the resident set of Python with torch, deepspeed and transformers
 (0.35 GiB measured before the first step, torch 2.13) and its thread pools."""
 
-LIBRARY_WORKSPACE = Range(low=0, usual=int(0.06 * GIB), high=int(0.2 * GIB))
-"""cuBLAS and similar: what the 6.86B ZeRO-3 row of DeepSpeedExamples leaves unexplained."""
+LIBRARY_WORKSPACE = Range(low=int(0.016 * GIB), usual=2 * 2**25, high=6 * 2**25)
+"""Inside torch's allocator: cuBLAS's workspace of 32 MiB on Hopper (8 on older devices) for each
+thread that multiplies, which are that of the forward pass and autograd's
+(ATen/cuda/CublasHandlePool.cpp). It is what DeepSpeedExamples' runs have allocated beyond their
+tensors, to 0.01 GiB."""
 
-COMMUNICATION_LIBRARY = Range(low=int(0.3 * GIB), usual=int(0.8 * GIB), high=int(1.6 * GIB))
-"""NCCL's or RCCL's own buffers with more than one rank: 1.45 GiB at the first barrier of two ranks
-on torch 2.1 (stas00/ml-engineering), a few hundred MiB on newer ones."""
+COMMUNICATOR = Range(low=int(0.3 * GIB), usual=int(0.8 * GIB), high=int(1.6 * GIB))
+"""NCCL's or RCCL's own buffers for one group of ranks: 1.45 GiB at the first barrier of two ranks
+on torch 2.1 (stas00/ml-engineering), a few hundred MiB on newer ones. With several groups 0.8 GiB
+each meets what ten runs of BLOOM took beyond their tensors (bigscience, tr11-200B-ml)."""
 
 HOST_RUNTIME = Range(low=GIB, usual=int(2.5 * GIB), high=4 * GIB)
 """Resident host memory of one rank on an accelerator: Python, torch's libraries, the driver."""
 
-FRAGMENTATION_LOW, FRAGMENTATION, FRAGMENTATION_HIGH = 0.0, 0.03, 0.07
-"""Reserved over allocated, minus one: what the caching allocator holds but cannot use."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragmentation:
+    """What the caching allocator holds but cannot use, as a share of what is allocated."""
+
+    low: float
+    usual: float
+    high: float
+
+
+FRAGMENTATION = Fragmentation(low=0.0, usual=0.12, high=0.20)
+"""Blocks of many sizes: a Llama 8B at ZeRO-2 took 10 and 19 % more than its tensors
+(stas00/ml-engineering), ten runs of BLOOM 5 to 20 %."""
+
+FRAGMENTATION_LARGE = Fragmentation(low=0.0, usual=0.03, high=0.07)
+"""The same where the hidden states of a micro batch take `LARGE_TENSOR_BYTES` or more, so that each
+tensor has a block of its own: 2 to 6 % on a Llama 8B with 64k to 256k tokens (the same source)."""
+
+LARGE_TENSOR_BYTES = 2**29
 
 STATE_UNCERTAINTY = 0.01
 """Relative error of states and buffers: padding, and tensors not in any formula."""
@@ -74,3 +110,6 @@ STATE_UNCERTAINTY = 0.01
 ACTIVATION_UNCERTAINTY = 0.12
 """Relative error of activations, logits and gathered weights: their lifetimes overlap in ways
 that the phases simplify."""
+
+CALIBRATION_UNCERTAINTY = 0.05
+"""Relative error of a runtime that was measured on the machine: another run there differs so."""

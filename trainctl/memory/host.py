@@ -47,7 +47,7 @@ def host_budget(plan: RunPlan, engine: Engine, stage: Stage, device_peak: int) -
     per_rank = {"processes": device_peak if on_cpu else HOST_RUNTIME.usual}
     per_rank |= _offloaded_optimizer(engine, stage)
     per_rank |= _offloaded_parameters(engine, stage)
-    per_rank |= _checkpoint_copy(plan, engine)
+    per_rank |= _checkpoint_copy(plan, engine) or _checkpoint_tensor(engine, stage)
     settings = plan.config.activation_checkpointing
     if settings.offload_to_cpu:
         activations = stage_activations(
@@ -56,6 +56,7 @@ def host_budget(plan: RunPlan, engine: Engine, stage: Stage, device_peak: int) -
             in_flight=min(plan.batch.gradient_accumulation_steps, plan.mesh.pipeline - stage.index),
             element=BYTES[plan.config.precision.compute],
             autocast=engine.autocast,
+            traced=stage.traced,
         )
         per_rank["activations"] = activations.offloaded
     ranks = plan.hardware.devices_per_node
@@ -76,8 +77,11 @@ def _offloaded_optimizer(engine: Engine, stage: Stage) -> dict[str, int]:
     staging = {"optimizer_staging": _pinned(engine, engine.weight_bytes * own)}
     if engine.stage == 3:
         staging = {"gradients": _pinned(engine, engine.gradient_bytes * own)}
-    elif engine.accumulates:
-        staging["gradients"] = engine.weight_bytes * own
+    elif engine.accumulates and engine.stage == 2:
+        # Reduced after each micro batch (stage 1 leaves them on the device until the last), in
+        # buffers of whole tensors: those that a partition begins and ends in count fully.
+        cut = stage.largest if engine.ranks > 1 else 0
+        staging["gradients"] = engine.weight_bytes * (own + cut)
     if engine.offload.optimizer is OffloadDevice.nvme:
         largest = max((engine.sub_group(group) for group in groups), default=0)
         pool = NVME_OPTIMIZER_BUFFERS * FP32 * largest
@@ -118,6 +122,15 @@ def _checkpoint_copy(plan: RunPlan, engine: Engine) -> dict[str, int]:
     share = checkpoint_bytes(plan, engine) // plan.mesh.world_size
     on_host = engine.offloads_optimizer or engine.on_cpu
     return {"checkpoint_copy": share if on_host else _pinned(engine, share)}
+
+
+def _checkpoint_tensor(engine: Engine, stage: Stage) -> dict[str, int]:
+    """Bytes per rank of the one tensor that is being written or read: its part of the largest, in
+    the master's type. What is on the host already is written from where it is."""
+    if engine.offloads_optimizer or engine.on_cpu:
+        return {}
+    largest = min(stage.largest, engine.optimized(stage.parameters))
+    return {"checkpoint_tensor": engine.master_bytes * largest}
 
 
 def _pinned(engine: Engine, size: int) -> int:

@@ -6,63 +6,44 @@ Each function follows what DeepSpeed 0.19 does at that moment; file names in com
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from trainctl.config.schema import CheckpointingMode, CrossEntropyKind, ModelFamily
+from trainctl.config.schema import (
+    DataType,
+    ModelFamily,
+)
 from trainctl.memory.activations import (
-    StageActivations,
     compute_bytes,
     stage_activations,
     tokens_per_rank,
 )
 from trainctl.memory.components import Components
 from trainctl.memory.constants import (
-    LOGIT_BYTES_BACKWARD,
-    LOGIT_BYTES_FORWARD,
+    LOGIT_BYTES,
     STAGE0_ALLREDUCE_ELEMENTS,
+    LogitBytes,
 )
 from trainctl.memory.engine import Engine
+from trainctl.memory.loss import fused_head, head_input, logits
+from trainctl.memory.rank import Rank
 from trainctl.memory.stages import Stage
 from trainctl.plan.types import RunPlan
 
 FP32 = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
-    """One rank of a stage: what its phases are computed from.
+def phases(
+    plan: RunPlan,
+    engine: Engine,
+    stage: Stage,
+    runtime: int,
+    *,
+    logit_bytes: LogitBytes | None = None,
+) -> dict[str, Components]:
+    """Memory of one rank of `stage` in each phase of a step.
 
-    Attributes:
-        plan: The plan.
-        engine: DeepSpeed's engine of the plan.
-        stage: What the pipeline stage holds.
-        activations: Activations of its blocks.
-        resident: What is there all the time after the first step.
+    Args:
+        runtime: Bytes of the process that are in no tensor.
+        logit_bytes: What the loss holds of each logit; none is trainctl's plain loss.
     """
-
-    plan: RunPlan
-    engine: Engine
-    stage: Stage
-    activations: StageActivations
-    resident: Components
-
-    @property
-    def recomputes(self) -> bool:
-        return self.plan.config.activation_checkpointing.mode is not CheckpointingMode.none
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """Elements of the optimizer's parameter groups."""
-        return self.stage.groups(decay_embeddings=self.engine.optimizer.decay_embeddings)
-
-    @property
-    def busiest(self) -> int:
-        """Most elements that the optimizer updates at once."""
-        return max((self.engine.sub_group(group) for group in self.groups), default=0)
-
-
-def phases(plan: RunPlan, engine: Engine, stage: Stage, runtime: int) -> dict[str, Components]:
-    """Memory of one rank of `stage` in each phase of a step."""
     micro_batches = plan.batch.gradient_accumulation_steps
     rank = Rank(
         plan=plan,
@@ -74,8 +55,10 @@ def phases(plan: RunPlan, engine: Engine, stage: Stage, runtime: int) -> dict[st
             in_flight=min(micro_batches, plan.mesh.pipeline - stage.index),
             element=compute_bytes(plan),
             autocast=engine.autocast,
+            traced=stage.traced,
         ),
-        resident=_resident(engine, stage, runtime),
+        logit_bytes=logit_bytes or LOGIT_BYTES[compute_bytes(plan)],
+        resident=resident(engine, stage, runtime),
     )
     return {
         "load": _load(rank, runtime),
@@ -86,7 +69,7 @@ def phases(plan: RunPlan, engine: Engine, stage: Stage, runtime: int) -> dict[st
     }
 
 
-def _resident(engine: Engine, stage: Stage, runtime: int) -> Components:
+def resident(engine: Engine, stage: Stage, runtime: int) -> Components:
     """Weights, master weights, states and permanent buffers."""
     elements = stage.parameters
     groups = stage.groups(decay_embeddings=engine.optimizer.decay_embeddings)
@@ -114,7 +97,9 @@ def _resident(engine: Engine, stage: Stage, runtime: int) -> Components:
         result = result.plus(
             gradients=FP32 * own if engine.offloads_optimizer else kept,
             communication_buffers=engine.communication_bytes * _bucket(engine, elements),
-            gathered_parameters=engine.weight_bytes * _always_whole(engine, stage),
+            gathered_parameters=0
+            if _is_whole(engine)
+            else engine.weight_bytes * _always_whole(engine, stage),
         )
     return result
 
@@ -148,7 +133,7 @@ def _gathered(rank: Rank, module: int, *, turning: bool = False) -> int:
     with recomputation, which passes each block three times.
     """
     engine = rank.engine
-    if engine.stage < 3:
+    if engine.stage < 3 or _is_whole(engine):
         return 0
     limit = max(engine.zero.max_live_parameters, module)
     live = min(module + engine.zero.prefetch_bucket_size, limit)
@@ -157,7 +142,11 @@ def _gathered(rank: Rank, module: int, *, turning: bool = False) -> int:
         live = max(live, min(reuse + module, limit))
     # What autograd retains is gathered too: count it once.
     retained = _retained(rank) // engine.weight_bytes if turning and not engine.autocast else 0
-    return engine.weight_bytes * min(live, max(rank.stage.parameters - retained, 0))
+    size = engine.weight_bytes * min(live, max(rank.stage.parameters - retained, 0))
+    if engine.zero.quantized_weights:
+        # They arrive as int8, and are expanded into a tensor of their own.
+        size += min(module + engine.zero.prefetch_bucket_size, limit, rank.stage.parameters)
+    return size
 
 
 def _retained(rank: Rank) -> int:
@@ -173,9 +162,15 @@ def _retained(rank: Rank) -> int:
     if engine.autocast:
         return compute_bytes(rank.plan) * matrices
     uses_linear = rank.plan.config.model.family is not ModelFamily.gpt2
-    if engine.stage < 3 or (engine.memory_efficient_linear and uses_linear):
+    if engine.stage < 3 or _is_whole(engine) or (engine.memory_efficient_linear and uses_linear):
         return 0
     return engine.weight_bytes * matrices
+
+
+def _is_whole(engine: Engine) -> bool:
+    """Whether stage 3's shard is the whole model, on the device: then nothing is gathered
+    (`_no_gather_coalesced`, zero/partition_parameters.py)."""
+    return engine.ranks == 1 and not engine.offloads_parameters
 
 
 def _accumulated(rank: Rank) -> dict[str, int]:
@@ -208,6 +203,9 @@ def _reduction(rank: Rank) -> int:
         return engine.communication_bytes * min(STAGE0_ALLREDUCE_ELEMENTS, elements)
     if engine.uses_bf16_optimizer:
         return 0
+    if engine.stage == 3 and engine.zero.quantized_gradients and rank.plan.hardware.nodes > 1:
+        # One tensor at a time, half a byte an element, sent and received (all_to_all_quant_reduce).
+        return min(rank.stage.largest, elements)
     if engine.stage == 3:
         # torch.cat of a bucket (comm/coalesced_collectives.py).
         return engine.communication_bytes * min(engine.zero.reduce_bucket_size, elements)
@@ -221,8 +219,8 @@ def _reduction(rank: Rank) -> int:
 def _forward_end(rank: Rank) -> Components:
     """All activations and the loss of the last micro batch in flight."""
     return rank.resident.plus(
-        activations=rank.activations.forward_end + _head_input(rank),
-        logits=_logits(rank, LOGIT_BYTES_FORWARD),
+        activations=rank.activations.forward_end + head_input(rank) + _sent_on(rank),
+        logits=logits(rank, rank.logit_bytes.forward) + fused_head(rank),
         gathered_parameters=_gathered(rank, rank.stage.head, turning=True),
         retained_weights=_retained(rank),
         **_accumulated(rank),
@@ -233,18 +231,18 @@ def _backward_start(rank: Rank) -> Components:
     """The fuller of two moments: the gradient of the logits, and the first block going backward."""
     engine, stage = rank.engine, rank.stage
     common = rank.resident.plus(
-        activations=rank.activations.forward_end,
+        activations=rank.activations.forward_end + _sent_on(rank),
         retained_weights=_retained(rank),
     )
     loss = common.plus(
-        activations=_head_input(rank),
-        logits=_logits(rank, LOGIT_BYTES_BACKWARD),
+        activations=head_input(rank),
+        logits=logits(rank, rank.logit_bytes.backward),
         gathered_parameters=_gathered(rank, stage.head, turning=True),
         **_accumulated(rank),
     )
     in_flight = stage.largest_in_block if engine.stage > 1 or engine.accumulates else stage.head
     block = common.plus(
-        activations=rank.activations.block_backward,
+        activations=rank.activations.block_backward + _casts(rank),
         gradients=_accumulated(rank).get("gradients", 0) + engine.weight_bytes * in_flight,
         communication_buffers=_reduction(rank) if engine.stage else 0,
         gathered_parameters=_gathered(rank, stage.block_parameters, turning=True),
@@ -258,42 +256,34 @@ def _backward_end(rank: Rank) -> Components:
     embedding = 0 if engine.stage < 2 and not engine.accumulates else stage.embedding
     in_flight = max(embedding, stage.largest_in_block if engine.stage else 0)
     return rank.resident.plus(
-        activations=rank.activations.last_block,
+        activations=rank.activations.last_block + _casts(rank),
         gradients=_gradients(rank) + engine.weight_bytes * in_flight,
         communication_buffers=_reduction(rank),
         gathered_parameters=_gathered(rank, max(stage.block_parameters, stage.embedding)),
     )
 
 
-def _head_input(rank: Rank) -> int:
-    """Bytes that the final norm and the output projection keep, and the gradient to them."""
-    if not rank.stage.has_head:
+def _casts(rank: Rank) -> int:
+    """Bytes of what one product in fp8 multiplies: a gradient, and a weight or an input (torchao
+    keeps the 16-bit originals and casts for each product; emulated, to fp32)."""
+    precision, stage = rank.plan.config.precision, rank.stage
+    if precision.compute is not DataType.fp8 or not stage.blocks:
         return 0
-    element = compute_bytes(rank.plan)
-    hidden = rank.plan.config.model.hidden_size
-    return tokens_per_rank(rank.plan) * hidden * (FP32 + 3 * element)
+    model, tokens = rank.plan.config.model, tokens_per_rank(rank.plan)
+    inner = -(-model.intermediate_size // rank.plan.mesh.tensor)
+    element = FP32 if precision.emulate_fp8 else 1
+    return element * (tokens * inner + max(stage.largest_in_block, tokens * model.hidden_size))
 
 
-def _logits(rank: Rank, per_logit: dict[int, int]) -> int:
-    if not rank.stage.has_head:
+def _sent_on(rank: Rank) -> int:
+    """Bytes of outputs that a pipeline stage keeps for each micro batch in flight, and of the
+    gradient it receives for one (`pipe_buffers`, pipe/engine.py)."""
+    stages, index = rank.plan.mesh.pipeline, rank.stage.index
+    if index == stages - 1:
         return 0
-    vocabulary = -(-rank.plan.config.model.vocab_size // rank.plan.mesh.tensor)
-    return _loss_tokens(rank.plan) * vocabulary * per_logit[compute_bytes(rank.plan)]
-
-
-def _loss_tokens(plan: RunPlan) -> int:
-    """Tokens whose logits exist at once."""
-    tokens, model = tokens_per_rank(plan), plan.config.model
-    match plan.config.kernels.cross_entropy:
-        case CrossEntropyKind.plain:
-            return tokens
-        case CrossEntropyKind.chunked:
-            return min(tokens, plan.config.kernels.chunk_tokens)
-        case CrossEntropyKind.liger_fused:
-            # As many as make their logits no larger than the hidden states, rounded up to a power
-            # of two (ops/fused_linear_cross_entropy.py of liger-kernel).
-            share = -(-tokens * model.hidden_size // max(model.vocab_size, 1))
-            return min(tokens, 1 << max(share - 1, 0).bit_length())
+    in_flight = min(rank.plan.batch.gradient_accumulation_steps, stages - index)
+    output = tokens_per_rank(rank.plan) * rank.plan.config.model.hidden_size
+    return (in_flight + 1) * compute_bytes(rank.plan) * output
 
 
 def _step(rank: Rank) -> Components:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainctl.config.schema import ModelConfig
+from trainctl.memory.activations import BlockActivations
+from trainctl.memory.traced import TracedModel
 from trainctl.plan import shapes
 from trainctl.plan.shapes import TensorShape
 
@@ -47,6 +49,7 @@ class Stage:
         embedding: Elements of the token embedding here, if any.
         head: Elements of the output projection here, tied or not, if any.
         pieces: Every parameter tensor.
+        traced: What one of its blocks keeps, where the model was traced.
     """
 
     index: int
@@ -56,6 +59,7 @@ class Stage:
     embedding: int
     head: int
     pieces: tuple[Piece, ...]
+    traced: BlockActivations | None = None
 
     @property
     def parameters(self) -> int:
@@ -105,6 +109,30 @@ def stages(
     return tuple(
         _stage(model, index, blocks, pipeline=len(counts), tensor=tensor)
         for index, blocks in enumerate(counts)
+    )
+
+
+def stage_of_traced(model: TracedModel) -> Stage:
+    """The one stage of a traced model that is not sharded."""
+    pieces = tuple(
+        Piece(
+            numel=tensor.numel,
+            count=1,
+            is_matrix=tensor.is_matrix,
+            in_block=tensor.name in model.in_blocks,
+            embedding=tensor.embedding,
+        )
+        for tensor in model.tensors
+    )
+    return Stage(
+        index=0,
+        blocks=model.blocks,
+        has_embedding=True,
+        has_head=True,
+        embedding=model.embedding,
+        head=model.head,
+        pieces=pieces,
+        traced=model.block,
     )
 
 

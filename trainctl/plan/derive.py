@@ -7,6 +7,7 @@ what would be legal, so that one impossible choice does not hide the other probl
 from __future__ import annotations
 
 from dataclasses import replace
+from math import floor
 
 from trainctl.config.schema import (
     ParallelismConfig,
@@ -55,13 +56,16 @@ def derive_batch(training: TrainingConfig, data: int) -> tuple[Batch | None, Rea
     Args:
         training: Any of the three sizes may be none and is derived from the other two; what the
             triple leaves open is 1 (the accumulation takes the rest when only the global size is
-            given).
+            given). A global size in tokens is rounded to what the ranks can share.
         data: Size of the mesh's data axis.
     """
-    asked = training.global_batch_size
     micro = training.micro_batch_size
     accumulation = training.gradient_accumulation_steps
     reasons: list[Derived] = []
+    asked = training.global_batch_size
+    if asked is None and training.global_batch_tokens is not None:
+        asked, why = _whole_sequences(training, training.global_batch_tokens, data)
+        reasons.append(_reason("global_batch_size", asked, why))
 
     if micro is None and (accumulation is None or asked is None):
         micro = 1
@@ -220,6 +224,23 @@ def derive_stable_steps(
             " the checkpoint there is kept: a longer run can go on from it",
         ),
     )
+
+
+def _whole_sequences(training: TrainingConfig, tokens: int, data: int) -> tuple[int, str]:
+    """The global batch nearest to `tokens` that all ranks share evenly, at least the smallest."""
+    sizes = (training.micro_batch_size, training.gradient_accumulation_steps)
+    known = {"micro": sizes[0], "accumulation": None if sizes[0] else sizes[1]}
+    each = data * (sizes[0] or sizes[1] or 1)
+    shared = " x ".join(
+        [f"{name} {size}" for name, size in known.items() if size] + [f"data {data}"]
+    )
+    wanted = tokens / training.sequence_length
+    count = max(1, floor(wanted / each + 0.5)) * each
+    why = (
+        f"training.global_batch_tokens {tokens:_} / sequence_length {training.sequence_length} ="
+        f" {wanted:.10g}"
+    )
+    return count, why if count == wanted else f"{why}, to the nearest multiple of {shared}"
 
 
 def _reason(name: str, value: int, why: str) -> Derived:

@@ -10,6 +10,7 @@ from trainctl.errors import ExitCode, Finding, Severity
 from trainctl.hardware import Hardware
 from trainctl.memory.budget import MemoryBudget, budget
 from trainctl.memory.constants import GIB
+from trainctl.memory.traced import TracedModel
 from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
 
@@ -37,12 +38,16 @@ class Assessment:
         return no_error and self.budget is not None and self.budget.fits is True
 
 
-def assess(config: RunConfig, hardware: Hardware) -> Assessment:
-    """Resolve a configuration and hold its memory budget against the hardware."""
+def assess(config: RunConfig, hardware: Hardware, traced: TracedModel | None = None) -> Assessment:
+    """Resolve a configuration and hold its memory budget against the hardware.
+
+    Args:
+        traced: What a trace found of the model; none budgets the closed form of its shape.
+    """
     resolution = resolve(config, hardware)
     if resolution.plan is None:
         return Assessment(plan=None, budget=None, findings=resolution.findings)
-    memory = budget(resolution.plan)
+    memory = budget(resolution.plan, traced)
     return Assessment(
         plan=resolution.plan,
         budget=memory,

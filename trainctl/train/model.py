@@ -119,7 +119,7 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     No rank holds a weight yet, whatever the model's size; `trainctl.train.build` fills them in.
     """
     with _parameters_on_meta():
-        built = _users_model(model, dtype) if model.factory else _own_model(model, dtype)
+        built = users_model(model, dtype) if model.factory else _own_model(model, dtype)
     built.tie_weights()
     apply_multipliers(built, model)
     built.train()
@@ -135,7 +135,7 @@ def _own_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     )
 
 
-def _users_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+def users_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """What `model.factory` makes of the declared shape, its parameters in the compute type."""
     assert model.factory is not None
     built = load("model.factory", model.factory)(model)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from trainctl.train.phase_memory import PhaseMemory
+
 _ACCOUNT = Path("/proc/thread-self/schedstat")
 """Nanoseconds on a processor, nanoseconds of waiting for one, and how often it had one."""
 
@@ -29,6 +31,9 @@ class Stopwatch:
 
     Args:
         device: Of this rank; its current stream is the one that is timed.
+
+    Attributes:
+        memory: Measures the peak of each part too, where it is set.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,10 +42,20 @@ class Stopwatch:
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._open: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._idle: list[torch.cuda.Event] = []
+        self.memory: PhaseMemory | None = None
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Time what is started on the device within it."""
+        if self.memory is None:
+            with self._timed(name):
+                yield
+            return
+        with self.memory.phase(name), self._timed(name):
+            yield
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
         if not self._on_device:
             started = busy_seconds()
             try:

@@ -6,8 +6,7 @@ says how to read the figures.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from trainctl.config.schema import DataType
 from trainctl.memory.budget import budget
 from trainctl.plan.flops import flops_per_token, utilisation
 from trainctl.plan.types import RunPlan
+from trainctl.train.phase_memory import PhaseMemory, peak_resident_bytes
 from trainctl.train.process import Process
 
 
@@ -72,7 +72,7 @@ def peak_memory(device: torch.device) -> PeakMemory:
     What lies outside the allocator is what the driver counts as used beyond it, so another process
     on the same device is counted too.
     """
-    host = _peak_resident_bytes()
+    host = peak_resident_bytes()
     if device.type == "cpu":
         return PeakMemory(
             device_peak_bytes=host,
@@ -97,18 +97,25 @@ def peak_bytes(device: torch.device) -> dict[str, int | None]:
     `allocated` in tensors on the device (None on a CPU), `host` its resident memory.
     """
     on_device = None if device.type == "cpu" else torch.cuda.max_memory_allocated(device)
-    return {"allocated": on_device, "host": _peak_resident_bytes()}
+    return {"allocated": on_device, "host": peak_resident_bytes()}
 
 
-def memory_record(plan: RunPlan, process: Process) -> dict[str, Any]:
-    """Peaks of the fullest rank beside those of the plan; on all ranks together."""
-    ranks = [asdict(peak) for peak in process.gather(peak_memory(process.device))]
+def memory_record(
+    plan: RunPlan, process: Process, phases: PhaseMemory | None = None
+) -> dict[str, Any]:
+    """Peaks of the fullest rank beside those of the plan; on all ranks together.
+
+    Args:
+        phases: Peaks of each part of a step, if they are measured; those of the plan go with them.
+    """
+    peaks = _overall(peak_memory(process.device), phases)
+    ranks = [asdict(peak) for peak in process.gather(peaks)]
     measured = {
         name: None if first is None else max(peak[name] for peak in ranks)
         for name, first in ranks[0].items()
     }
     planned = budget(plan)
-    return {
+    record: dict[str, Any] = {
         "measured": measured,
         "planned": {
             "device_peak_bytes": planned.device_peak_bytes,
@@ -118,11 +125,26 @@ def memory_record(plan: RunPlan, process: Process) -> dict[str, Any]:
             "reserved_peak_bytes": planned.device_reserved_bytes,
         },
     }
+    if phases is not None:
+        every = process.gather(phases.peaks)
+        record["phases"] = {
+            "measured": {name: max(peaks[name] for peaks in every) for name in phases.peaks},
+            "planned": {
+                name: {"device_bytes": moment.total, "allocated_bytes": moment.allocated}
+                for name, moment in planned.worst_stage.moments.items()
+            },
+        }
+    return record
 
 
-def _peak_resident_bytes() -> int:
-    """VmHWM of this process; `getrusage` would give that of the launcher before it, if larger."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no VmHWM in /proc/self/status")
+def _overall(peak: PeakMemory, phases: PhaseMemory | None) -> PeakMemory:
+    """The peak since the start, which measuring phases counts anew in each."""
+    if phases is None:
+        return peak
+    highest = max(phases.peaks.values())
+    if peak.allocated_peak_bytes is None:
+        resident = max(peak.host_peak_bytes, highest)
+        return replace(peak, device_peak_bytes=resident, host_peak_bytes=resident)
+    outside = peak.device_peak_bytes - peak.allocated_peak_bytes
+    allocated = max(peak.allocated_peak_bytes, highest)
+    return replace(peak, allocated_peak_bytes=allocated, device_peak_bytes=allocated + outside)

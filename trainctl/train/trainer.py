@@ -14,6 +14,7 @@ from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, pending_requests, withdraw_request
 from trainctl.train.evaluation import evaluate, inference, sample_text
+from trainctl.train.phase_memory import PhaseMemory
 from trainctl.train.profiler import Profiler
 from trainctl.train.saver import Saver
 from trainctl.train.session import Session
@@ -47,6 +48,8 @@ class Trainer:
         self._events = events
         self._heartbeat = heartbeat
         self._times = session.engine.times
+        if session.plan.config.logging.memory_phases:
+            self._times.memory = PhaseMemory(session.process.device)
         self._throughput = Throughput(session.plan)
         self._stragglers = Stragglers(session.plan, session.process)
         self._curve = Curve.of(session.plan)
@@ -305,7 +308,7 @@ class Trainer:
     def _record_memory(self, *, at_end: bool) -> None:
         """Peak memory of the fullest rank beside what was planned; on all ranks together."""
         session = self._session
-        record = memory_record(session.plan, session.process)
+        record = memory_record(session.plan, session.process, self._times.memory)
         self._record("memory", step=session.progress.step, at_end=at_end, **record)
 
     def _record_profile(self) -> None:

@@ -66,5 +66,21 @@ class HardwareConfig:
     network_gb_per_second: float | None = option(
         None, "Bandwidth between nodes, per device.", unit="GB/s", above=0
     )
+    host_link_gb_per_second: float | None = option(
+        None, "Bandwidth between a device and its host, one direction.", unit="GB/s", above=0
+    )
+    matrix_efficiency: float | None = option(
+        None,
+        "Share of the peak rates that large matrix products reach; none takes a usual one.",
+        above=0,
+        maximum=1,
+    )
+    attention_efficiency: float | None = option(
+        None,
+        "Share of the peak rates that attention as one kernel reaches, forward and backward; none "
+        "takes a usual one.",
+        above=0,
+        maximum=1,
+    )
     supports_bf16: bool = option(True, "Whether the device computes in bf16.")
     supports_fp8: bool = option(False, "Whether the device computes in fp8.")

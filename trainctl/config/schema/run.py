@@ -92,6 +92,13 @@ class TrainingConfig:
     global_batch_size: int | None = option(
         None, "Sequences in an optimizer step, over all ranks.", unit="sequences", minimum=1
     )
+    global_batch_tokens: int | None = option(
+        None,
+        "Tokens in an optimizer step, in place of global_batch_size, which it is rounded to; 4M is "
+        "four million.",
+        unit="tokens",
+        minimum=1,
+    )
     micro_batch_size: int | None = option(
         None,
         "Sequences in one forward pass of one data-parallel rank.",
@@ -172,4 +179,7 @@ class LoggingConfig:
         [], "First and last step that the profiler records; empty switches it off."
     )
     profile_ranks: list[int] = option([0], "Ranks that it records.")
+    memory_phases: bool = option(
+        False, "Record the peak memory of each part of a step beside what was planned."
+    )
     deepspeed_level: str = option("warning", "Level of DeepSpeed's own log in the ranks' logs.")

@@ -50,6 +50,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC023", batch.stop_is_inside_the_run),
     ("TC024", batch.warmup_fits_the_run),
     ("TC025", batch.schedule_is_defined),
+    ("TC026", batch.batch_tokens_are_whole_sequences),
     ("TC030", zero.pipeline_partitions_no_gradients),
     ("TC031", zero.shards_clip_by_one_norm),
     ("TC032", zero.offload_has_its_stage),

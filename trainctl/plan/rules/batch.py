@@ -42,6 +42,39 @@ def batch_is_possible(draft: Draft) -> Iterator[Finding]:
     yield error("training.global_batch_size", says, hint)
 
 
+def batch_tokens_are_whole_sequences(draft: Draft) -> Iterator[Finding]:
+    """A global batch in tokens stands alone, and says so where it has to be rounded."""
+    training, key = draft.config.training, "training.global_batch_tokens"
+    tokens = training.global_batch_tokens
+    if tokens is None:
+        return
+    if training.global_batch_size is not None:
+        yield error(
+            key,
+            f"{key}={tokens} and training.global_batch_size={training.global_batch_size} both say "
+            "how large a step is",
+            f"training.global_batch_size=null, or {key}=null: those are "
+            f"{training.global_batch_size * training.sequence_length} tokens",
+        )
+    elif draft.mesh is not None and draft.batch is None:
+        micro, accumulation = training.micro_batch_size, training.gradient_accumulation_steps
+        yield error(
+            key,
+            f"{key}={tokens} is not what micro {micro} x accumulation {accumulation} x data "
+            f"{draft.mesh.data} comes to",
+            "leave training.gradient_accumulation_steps out: it is derived",
+        )
+    elif draft.batch is not None and draft.batch.tokens_per_step != tokens:
+        batch = draft.batch
+        change = batch.tokens_per_step / tokens - 1
+        yield warning(
+            key,
+            f"{key}={tokens} is rounded to {batch.tokens_per_step} ({change:+.1%}): "
+            f"{batch.global_batch_size} sequences of {batch.sequence_length}, as many on each rank",
+            choices([batch.tokens_per_step], key),
+        )
+
+
 def sequence_fits_the_model(draft: Draft) -> Iterator[Finding]:
     """No position is beyond what the model is defined for."""
     model, length = draft.config.model, draft.config.training.sequence_length

@@ -1,0 +1,138 @@
+"""What a decoder block of other code than transformers keeps, operation by operation.
+
+`trainctl.memory.activations` has the closed forms of the models that trainctl trains. Measurements
+come from other models too, so each is written here in the same terms, bytes per token and rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema import ModelConfig
+from trainctl.memory.activations import BlockActivations
+from trainctl.plan import shapes
+
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """How a block is written, as far as its memory goes; bytes per element of the width named.
+
+    Attributes:
+        norm: Kept by one norm of the hidden states, its output included.
+        norm_statistics: Kept by a norm for each token.
+        attention_copies: Copies of the queries' width besides queries, keys, values and output.
+        dropout: Whether two masks of a byte an element are kept.
+        scores: Kept of each attention score; 0 for a fused kernel.
+        statistics: Kept of each head and token.
+        gated: Whether the feed-forward layer has a gate.
+        inner: Kept copies of the feed-forward width.
+        sequence_parallel: Whether what tensor parallelism copies is split along the sequence.
+        alternate: Whether selective recomputation keeps every other product only (torchtitan).
+    """
+
+    norm: int
+    norm_statistics: int = FP32
+    attention_copies: int = 0
+    dropout: bool = False
+    scores: int = 0
+    statistics: int = FP32
+    gated: bool = True
+    inner: int = 4
+    sequence_parallel: bool = False
+    alternate: bool = False
+
+
+def block(
+    model: ModelConfig,
+    code: Code,
+    *,
+    key_heads: int,
+    sequence_length: int,
+    element: int,
+    tensor: int,
+) -> BlockActivations:
+    """Activations of one block.
+
+    Args:
+        key_heads: Heads of keys and values.
+        sequence_length: Keys that a query meets; unfused scores grow with it.
+        element: Bytes of the compute type.
+        tensor: Tensor-parallel ranks.
+    """
+    hidden = model.hidden_size
+    width = shapes.head_dim(model)
+    queries = model.num_attention_heads * width / tensor
+    keys = key_heads * width / tensor
+    heads = model.num_attention_heads / tensor
+    inner = model.intermediate_size / tensor
+    whole = tensor if code.sequence_parallel else 1
+    norms = 2 * (hidden * (code.norm + (1 if code.dropout else 0)) + code.norm_statistics) / whole
+    attention = (
+        element * (2 * queries + 2 * keys + code.attention_copies * queries)
+        + code.statistics * heads
+    )
+    scores = code.scores * heads * sequence_length
+    # Results of products with weights and of attention, which selective recomputation keeps.
+    up = 2 if code.gated else 1
+    if code.alternate:
+        products = element * (queries + keys + inner + hidden / whole)
+    else:
+        products = element * (queries + 2 * keys + up * inner + 2 * hidden / whole)
+    products += 0 if code.scores else element * queries + FP32 * heads
+    return BlockActivations(
+        norms=round(norms),
+        attention=round(attention),
+        scores=round(scores),
+        feed_forward=round(element * code.inner * inner),
+        boundary=round(element * hidden / whole),
+        products=round(products),
+        feed_forward_gradient=round(element * (2 * inner + 2 * hidden)),
+        attention_gradient=round(
+            element * (2 * queries + 2 * keys + 2 * hidden)
+            + 2 * code.scores * heads * sequence_length
+        ),
+    )
+
+
+TORCH = Code(
+    norm=4, norm_statistics=8, attention_copies=1, scores=2, statistics=0, gated=False, inner=2
+)
+"""torch.nn.LayerNorm and MultiheadAttention with `need_weights`: the packed projection is copied,
+the queries scaled, and the probabilities kept once in the compute type."""
+
+TORCH_AUTOCAST = Code(
+    norm=6, norm_statistics=8, attention_copies=1, scores=6, statistics=0, gated=False, inner=2
+)
+"""The same under autocast, which computes norms and the softmax in fp32: a norm keeps its input in
+fp32, and the cast of its output for the product; probabilities are kept in fp32 and as they were
+cast."""
+
+MEGATRON_UNFUSED = Code(
+    norm=4, norm_statistics=8, dropout=True, scores=5, statistics=0, gated=False, inner=2
+)
+"""Megatron before fused attention: probabilities, their dropout mask and what is left of them
+(arXiv:2205.05198, section 4.1)."""
+
+PLAIN = Code(norm=4, inner=4)
+"""A Llama in plain PyTorch with fused norms and attention: SwiGLU keeps both inputs, the result of
+the activation and the product."""
+
+PLAIN_FP32_NORM = Code(norm=10, inner=4)
+"""The same with a norm written out in fp32 (litgpt's): its input and the scaled values in fp32, and
+the result."""
+
+PLAIN_GELU = Code(norm=4, norm_statistics=8, gated=False, inner=2)
+"""A GPT in plain PyTorch: LayerNorm, fused attention and torch's GELU."""
+
+COMPILED = Code(norm=2, inner=2)
+"""A compiled Llama block: the compiler keeps results of products and computes norms and activations
+again, since that is cheaper than reading them."""
+
+COMPILED_GELU = Code(norm=2, norm_statistics=8, gated=False, inner=1)
+"""The same with GELU."""
+
+FROZEN = Code(norm=5, inner=3)
+"""A Llama whose matrices do not learn (LoRA on queries and values): products keep no input, so of a
+norm's output only what an adapter reads stays, and the feed-forward layer keeps no product."""

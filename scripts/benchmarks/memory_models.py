@@ -1,0 +1,156 @@
+"""The decoder that a row describes, and its tensors.
+
+The columns have its sizes; whether it has a gate and a tied projection is told by its name, or by
+which choice comes closest to the number of parameters that the row states.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from memory_rows import NotExpressible, Row
+
+from trainctl.config.schema import ModelConfig, ModelFamily
+from trainctl.memory.stages import Piece, Stage, stages
+
+GATED = (
+    "llama",
+    "mistral",
+    "qwen",
+    "gemma",
+    "swiglu",
+    "deepseek",
+    "olmo",
+    "yi-",
+    "tinyllama",
+    "phi-3",
+    "vicuna",
+    "codellama",
+    "debug",
+)
+
+
+EXPERTS = ("mixtral", "moe", "deepseek-v", "dbrx", "experts")
+
+
+def model_of(row: Row) -> ModelConfig:
+    if any(word in row.words("model", "id") for word in EXPERTS):
+        raise NotExpressible("a mixture of experts: the model table has dense models only")
+    if not row["heads"]:
+        return _linear_model(row)
+    text = row.words("model", "caveat")
+    named = any(word in text for word in GATED)
+    if "untie" in text or row["model"] == "SimpleTransformer":
+        return _shape(row, gated=named, tied=False)
+    tied = not named or "gemma" in text
+    if not row["params_b"] or "megatron" in row.words("framework"):
+        return _shape(row, gated=named, tied=tied)
+    # What the name leaves open, the number of parameters tells.
+    stated = float(row["params_b"]) * 1e9
+    choices = [_shape(row, gated=named, tied=tied), _shape(row, gated=named, tied=not tied)]
+    best = min(choices, key=lambda model: abs(count_of(row, model) / stated - 1))
+    if abs(count_of(row, best) / stated - 1) < 0.05:
+        return best
+    choices += [_shape(row, gated=not named, tied=either) for either in (True, False)]
+    return min(choices, key=lambda model: abs(count_of(row, model) / stated - 1))
+
+
+def count_of(row: Row, model: ModelConfig) -> int:
+    return sum(stage.parameters for stage in stages_of(row, model, 1, ()))
+
+
+def stages_of(
+    row: Row, model: ModelConfig, tensor: int, stage_blocks: tuple[int, ...]
+) -> tuple[Stage, ...]:
+    """The pipeline's stages, with the row's key and value heads in models without a gate too."""
+    held = stages(model, tensor=tensor, stage_blocks=stage_blocks)
+    hidden, keys = model.hidden_size, row.number("kv_heads", model.num_attention_heads)
+    if model.family is not ModelFamily.gpt2 or keys == model.num_attention_heads:
+        return held
+    packed = hidden + 2 * keys * (hidden // model.num_attention_heads)
+    sizes = {
+        -(-3 * hidden * hidden // tensor): -(-packed * hidden // tensor),
+        -(-3 * hidden // tensor): -(-packed // tensor),
+    }
+    return tuple(
+        replace(
+            stage,
+            pieces=tuple(
+                replace(
+                    piece,
+                    numel=sizes.get(piece.numel, piece.numel) if piece.in_block else piece.numel,
+                )
+                for piece in stage.pieces
+            ),
+        )
+        for stage in held
+    )
+
+
+def _shape(row: Row, *, gated: bool, tied: bool) -> ModelConfig:
+    hidden, heads = row.number("hidden"), row.number("heads")
+    ffn = row.number("ffn", 0)
+    if not ffn:
+        ffn = -(-8 * hidden // (3 * 256)) * 256 if gated else 4 * hidden
+    return ModelConfig(
+        name=row["model"],
+        family=ModelFamily.llama if gated else ModelFamily.gpt2,
+        vocab_size=_padded_vocabulary(row),
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_layers=row.number("layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=row.number("kv_heads", heads),
+        max_position_embeddings=row.number("seq_len"),
+        tie_word_embeddings=tied,
+    )
+
+
+def _linear_layers(row: Row) -> tuple[int, int]:
+    """Number and width of a stack of linear layers («linear-4x32768»).
+
+    Raises:
+        NotExpressible: It is something else.
+    """
+    found = re.search(r"linear-(\d+)x(\d+)", row.words("model"))
+    if not found:
+        raise NotExpressible("no attention heads, so not a decoder")
+    return int(found.group(1)), int(found.group(2))
+
+
+def _linear_model(row: Row) -> ModelConfig:
+    """A model without blocks to stand for a stack of linear layers."""
+    layers, width = _linear_layers(row)
+    return ModelConfig(
+        name=row["model"],
+        num_layers=0,
+        hidden_size=0,
+        intermediate_size=width,
+        vocab_size=layers,
+        num_attention_heads=1,
+    )
+
+
+def linear_stage(row: Row) -> Stage:
+    layers, width = _linear_layers(row)
+    return Stage(
+        index=0,
+        blocks=0,
+        has_embedding=False,
+        has_head=False,
+        embedding=0,
+        head=0,
+        pieces=(
+            Piece(numel=width**2, count=layers, is_matrix=True, in_block=True, embedding=False),
+            Piece(numel=width, count=layers, is_matrix=False, in_block=True, embedding=False),
+        ),
+    )
+
+
+def _padded_vocabulary(row: Row) -> int:
+    vocab = row.number("vocab")
+    if "megatron" in row.words("framework"):
+        multiple = 128 * max(1, row.number("tp", 1))
+        return -(-vocab // multiple) * multiple
+    return vocab

@@ -1,0 +1,186 @@
+"""What frameworks do otherwise than DeepSpeed on transformers: a small table, and code of blocks.
+
+Megatron-LM, FSDP and trainers on one device hold the same 16 bytes a parameter in other places,
+write their blocks otherwise, and hold other copies of the logits.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import memory_blocks as blocks
+import memory_megatron as megatron
+from memory_rows import Row
+from memory_settings import frozen_bytes, is_autocast
+
+from trainctl.config.schema import ModelConfig, ModelFamily
+from trainctl.memory import constants
+from trainctl.memory.activations import BlockActivations, block_activations, compute_bytes
+from trainctl.memory.constants import LogitBytes
+from trainctl.memory.engine import Engine
+from trainctl.plan.types import RunPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """Where a framework other than DeepSpeed keeps the states; bytes per parameter.
+
+    Attributes:
+        weights: Weights whole on each rank.
+        weight_shard: Weights divided over the data-parallel ranks.
+        gradients: Gradient buffers whole on each rank, always there.
+        late_gradients: Gradients that appear during the backward pass, whole.
+        late_shard: The same, divided.
+        states: Master weights and moments, whole.
+        state_shard: The same, divided.
+        gathered: Blocks of weights gathered at a time, in the compute type.
+        keeps_gathered: Whether gathered weights stay from forward to backward.
+        buckets: Bytes per parameter of communication buffers.
+        in_flight: Bytes per element of the gradient of the tensor or block going backward.
+        cast: Bytes per parameter of weights cast to the compute type and kept (autocast).
+        temporaries: fp32 copies of what is updated that the update rule makes on the way.
+    """
+
+    weights: float = 0
+    weight_shard: float = 0
+    gradients: float = 0
+    late_gradients: float = 0
+    late_shard: float = 0
+    states: float = 0
+    state_shard: float = 0
+    gathered: int = 0
+    keeps_gathered: bool = False
+    buckets: float = 0
+    in_flight: int = 2
+    cast: float = 0
+    temporaries: int = 0
+
+
+TRAINERS = {
+    # fp32 shards cast for each gather; gradients are reduced in fp32 and appear in backward. Three
+    # blocks: the one in use, the one being gathered, and the buffer it is copied out of.
+    "fsdp": Trainer(weight_shard=4, late_shard=4, state_shard=8, gathered=3, in_flight=6),
+    "fsdp shard_grad_op": Trainer(
+        weight_shard=4, late_shard=4, state_shard=8, gathered=3, in_flight=6, keeps_gathered=True
+    ),
+    "fsdp bf16": Trainer(
+        weight_shard=2, late_shard=2, state_shard=4, gathered=3, in_flight=4, temporaries=0
+    ),
+    # fp32 weights, gradients and moments everywhere, and the reducer's buckets.
+    "ddp autocast": Trainer(weights=4, late_gradients=4, states=8, buckets=4, cast=2, in_flight=4),
+    "ddp bf16": Trainer(weights=2, late_gradients=2, states=4, buckets=2),
+    "one device autocast": Trainer(weights=4, late_gradients=4, states=8, cast=2, in_flight=4),
+    "one device bf16": Trainer(weights=2, late_gradients=2, states=4),
+    "one device fp32": Trainer(weights=4, late_gradients=4, states=8, in_flight=4),
+}
+"""What is where in each framework: parts of 16 bytes a parameter, and what comes on top."""
+
+
+AUTOCAST = (TRAINERS["ddp autocast"], TRAINERS["one device autocast"])
+
+
+def trainer_of(row: Row) -> Trainer | megatron.Job | None:
+    framework, sharding = row.words("framework"), row.words("sharding", "precision")
+    if ("megatron" in framework or "nemo" in framework) and "deepspeed" not in framework:
+        return megatron.job_of(row)
+    adapted = frozen_bytes(row)
+    true_bf16 = re.search(r"bf16-true|pure bf16|true bf16|bf16 params|all bf16", sharding)
+    if re.search(r"fsdp|full_shard|shard_grad|fully|hsdp", sharding) or "torchtitan" in framework:
+        if adapted is not None:
+            return Trainer(weight_shard=adapted, gathered=3)
+        if "shard_grad_op" in sharding:
+            return TRAINERS["fsdp shard_grad_op"]
+        return TRAINERS["fsdp bf16" if true_bf16 else "fsdp"]
+    if "deepspeed" in framework or re.search(r"zero-?\d", sharding):
+        return None
+    if adapted is not None:
+        return Trainer(weights=adapted)
+    many = row.number("dp", row.number("world_gpus", 1)) > 1
+    kind = "ddp" if many else "one device"
+    if "fp32" in sharding and "bf16" not in sharding and "fp16" not in sharding:
+        return TRAINERS["one device fp32"]
+    return TRAINERS[f"{kind} bf16" if true_bf16 or "litgpt" in framework else f"{kind} autocast"]
+
+
+def logit_bytes_of(row: Row, engine: Engine) -> LogitBytes:
+    loss, framework = row.words("loss"), row.words("framework")
+    if "bf16 logits" in loss and not is_autocast(row):
+        # Log-softmax in bf16; the program's variable keeps the logits through the backward pass.
+        return LogitBytes(forward=4, backward=8)
+    if "vocab-parallel" in loss or "megatron" in framework:
+        # Softmax in fp32, in place; its gradient is written over it, then cast.
+        return LogitBytes(forward=6, backward=6)
+    if "llm-foundry" in framework or "mosaic" in framework:
+        # flash-attn's loss: 16-bit logits and their gradient.
+        return LogitBytes(forward=2, backward=4)
+    if "compile" in loss or row.words("compile").startswith(("yes", "true")):
+        return LogitBytes(forward=4, backward=6)
+    return constants.LOGIT_BYTES[engine.weight_bytes]
+
+
+def block_of(row: Row, plan: RunPlan, engine: Engine) -> BlockActivations | None:
+    """Activations of a block of the row's own code; None is transformers'."""
+    if "tiledmlp" in row.words("loss", "caveat").replace(" ", ""):
+        return _tiled(plan, engine)
+    code = _code(row, plan.config.model)
+    if code is None:
+        return None
+    text = row.words("cp_sp", "sharding", "caveat", "id", "model")
+    titan = "torchtitan" in row.words("framework")
+    if titan or re.search(r"sequence[-_ ]parallel|\btp\+sp\b|\bsp\b", text):
+        code = replace(code, sequence_parallel=True)
+    return blocks.block(
+        plan.config.model,
+        replace(code, alternate=titan),
+        key_heads=row.number("kv_heads", plan.config.model.num_attention_heads),
+        sequence_length=plan.batch.sequence_length,
+        element=2 if engine.weight_bytes == 2 or engine.autocast else 4,
+        tensor=plan.mesh.tensor,
+    )
+
+
+def _tiled(plan: RunPlan, engine: Engine) -> BlockActivations:
+    """A transformers block whose feed-forward layer goes through it in as many pieces as its hidden
+    states are wide (ArcticTraining, TiledMLP): of its inner width nothing is kept."""
+    model, element = plan.config.model, compute_bytes(plan)
+    whole = block_activations(
+        model,
+        sequence_length=plan.batch.sequence_length,
+        element=element,
+        autocast=engine.autocast,
+        liger=plan.config.kernels.liger,
+    )
+    return replace(whole, feed_forward=0, feed_forward_gradient=2 * element * model.hidden_size)
+
+
+TRANSFORMERS = (
+    "deepspeed",
+    "transformers",
+    "hugging",
+    "accelerate",
+    "trl",
+    "axolotl",
+    "llama-factory",
+)
+
+
+def _code(row: Row, model: ModelConfig) -> blocks.Code | None:
+    """How a row's blocks are written; None is transformers' way, which the budget knows."""
+    framework = row.words("framework")
+    gated = model.family is ModelFamily.llama
+    if model.name == "SimpleTransformer":
+        return blocks.TORCH_AUTOCAST if is_autocast(row) else blocks.TORCH
+    if "megatron" in framework:
+        return blocks.MEGATRON_UNFUSED
+    if any(word in framework for word in TRANSFORMERS):
+        return None
+    if frozen_bytes(row) is not None and gated:
+        return blocks.FROZEN
+    if row.words("compile").startswith(("yes", "true")):
+        return blocks.COMPILED if gated else blocks.COMPILED_GELU
+    if "litgpt" in framework and gated:
+        return blocks.PLAIN_FP32_NORM
+    code = blocks.PLAIN if gated else blocks.PLAIN_GELU
+    # Under autocast the residual stream is fp32.
+    return replace(code, norm=code.norm + 2) if trainer_of(row) in AUTOCAST else code

@@ -1,0 +1,58 @@
+"""`estimate-memory --measure`: real steps on real processes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from trainctl.cli.main import run
+from trainctl.errors import ExitCode
+from trainctl.hardware.calibration import read_calibration
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRAINCTL_CALIBRATION_FILE", str(tmp_path / "kept" / "calibration.json"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def test_two_steps_are_measured_and_what_they_tell_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["estimate-memory", "recipe=tiny", "zero_stage=2"]
+    assert run([*arguments, "--measure", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    parts = {row["part"]: row for row in report["phases"]}
+    assert list(parts) == ["load", "forward", "backward", "optimizer"]
+    # A process with torch loaded, and what a tiny model adds to it.
+    assert all(2**27 < row["measured_bytes"] < 2**32 for row in parts.values())
+    assert parts["backward"]["measured_bytes"] > parts["load"]["measured_bytes"]
+    kept = read_calibration("cpu")
+    assert kept is not None and kept.runtime_bytes_alone is None
+    assert run([*arguments, "--json"]) == 0
+    later = json.loads(capsys.readouterr().out)
+    assert later["components"]["runtime"] == kept.runtime_bytes_in_group
+    # Nothing of the run is left.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
+
+
+def test_what_cannot_be_planned_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["estimate-memory", "recipe=tiny", "training.global_batch_size=31", "--measure"]
+    assert run(arguments) == ExitCode.bad_input
+    assert "training.global_batch_size" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_launch_that_fails_is_shown_and_keeps_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["estimate-memory", "recipe=tiny", "hardware=2xh100-80g", "--measure"]
+    assert run(arguments) == ExitCode.environment
+    assert "nothing was measured" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

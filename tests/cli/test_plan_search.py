@@ -1,0 +1,130 @@
+"""`trainctl plan`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainctl.cli.main import run
+from trainctl.errors import ExitCode
+
+MODEL = ["model=llama-7b", "hardware=8xh100-80g", "training.sequence_length=4096"]
+LENGTH = ["training.tokens=100B"]
+BATCH = ["training.global_batch_tokens=4194304"]
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_best_few_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *MODEL, *BATCH, "--top", "3"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("llama-7b on 8xh100-80g, sequences of 4,096 tokens: 3 of ")
+    assert "\n1. ZeRO " in text
+    assert "\n3. ZeRO " in text
+    assert "\n4. " not in text
+    assert "tokens/s a device, MFU " in text
+    assert " of 79.6 GiB a device" in text
+    assert text.count("   time: compute ") == 3
+    assert text.count("   behind 1: +") == 2
+    assert "billion tokens" not in text  # no price was given
+    assert "to train" not in text  # no length
+
+
+def test_length_and_price(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *MODEL, *BATCH, *LENGTH, "--top", "1", "--price", "2.5", "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    rate = 8 * plan["tokens_per_second_per_device"]
+    assert plan["cost_per_billion_tokens"] == pytest.approx(8 * 2.5 * 1e9 / rate / 3600)
+    assert plan["seconds_to_train"] == pytest.approx(1e11 / rate, rel=1e-3)
+    assert sum(plan["seconds_by_part"].values()) == pytest.approx(plan["seconds_per_step"])
+    assert 0.2 < plan["model_flops_utilisation"] < 0.7
+    assert run(["plan", *MODEL, *BATCH, *LENGTH, "--top", "1", "--price", "2.5"]) == 0
+    text = capsys.readouterr().out
+    assert "days to train 100,00" in text
+    assert "for a billion tokens, " in text
+
+
+def test_the_plan_of_the_json_can_be_launched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *MODEL, *BATCH, *LENGTH, "--top", "2", "--json"]) == 0
+    for plan in json.loads(capsys.readouterr().out)["plans"]:
+        chosen = [*MODEL, *BATCH, *LENGTH, *plan["overrides"]]
+        assert run(["estimate-memory", *chosen, "--json", "--no-calibration"]) == 0
+        memory = json.loads(capsys.readouterr().out)
+        assert memory["device_peak_bytes"] == plan["device_peak_bytes"]
+        assert memory["fits"] is True
+
+
+@pytest.mark.parametrize("batch", [BATCH, ["training.global_batch_size=1024"]])
+def test_a_saved_recipe_validates(batch: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("recipes").mkdir()
+    arguments = [*MODEL, *LENGTH, *batch, "optimizer.lr=1e-4", "deepspeed.dump_state=true"]
+    assert run(["plan", *arguments, "--write", "recipes/mine.yaml"]) == 0
+    assert "trainctl launch recipe=mine" in capsys.readouterr().err
+    assert run(["validate", "recipe=mine"]) == 0
+    assert capsys.readouterr().out == "mine is valid on 8xh100-80g\n"
+    assert run(["config", "show", "recipe=mine", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    config = shown.get("config", shown)
+    assert config["optimizer"]["lr"] == 1e-4
+    assert config["deepspeed"] == {"dump_state": True}
+    assert run(["plan", *arguments, "--write", "recipes/mine.yaml"]) == ExitCode.bad_input
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_a_recipe_of_several_machines_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("plans").mkdir()
+    arguments = ["recipe=7b-zero2", "hardware=2x8xa100-80g", "--write", "plans/two.yaml"]
+    assert run(["plan", *arguments]) == 0
+    assert "trainctl launch --config-dir plans recipe=two" in capsys.readouterr().err
+    assert "  - 7b-zero2\n" in Path("plans/two.yaml").read_text()
+    assert run(["validate", "--config-dir", "plans", "recipe=two"]) == 0
+    assert capsys.readouterr().out == "two is valid on 2x8xa100-80g\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ([*MODEL], ExitCode.bad_input, "training.global_batch_tokens=4M"),
+        ([*MODEL, *BATCH, "--write", "x.yaml"], ExitCode.bad_input, "training.tokens=1T"),
+        ([*MODEL, *BATCH, *LENGTH, "--write", "x.yml"], ExitCode.bad_input, "x.yaml"),
+        ([*MODEL, *BATCH, *LENGTH, "--write", "no/x.yaml"], ExitCode.bad_input, "no folder no"),
+        ([*MODEL, *BATCH, "zero_stage=4"], ExitCode.bad_input, "0, 1, 2, 3"),
+        (
+            ["model=llama-405b", "hardware=1xt4-16g", *BATCH, "precision=fp16"],
+            ExitCode.does_not_fit,
+            "the least that was tried needs",
+        ),
+        ([*MODEL, *BATCH, "tokenizer=hf"], ExitCode.bad_input, "tokenizer.path"),
+    ],
+)
+def test_what_cannot_be_planned(
+    arguments: list[str], code: ExitCode, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", *arguments]) == code
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert captured.out == ""
+
+
+def test_rates_that_are_not_known_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    declared = ["hardware=8xa100-80g", "hardware.memory_bandwidth_gb_per_second=null"]
+    assert run(["plan", "model=llama-7b", *declared, *BATCH, "--top", "1"]) == 0
+    assert "only the order means something" in capsys.readouterr().err
+
+
+def test_planning_needs_no_torch() -> None:
+    program = (
+        "import sys; from trainctl.cli.main import run; "
+        f"code = run(['plan', '--top', '1', *{[*MODEL, *BATCH]!r}]); "
+        "sys.exit(code or ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=os.environ)
+    assert done.returncode == 0, done.stderr

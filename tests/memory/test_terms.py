@@ -1,0 +1,155 @@
+"""Single terms of the budget, each by what changes when the plan does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from memory_plans import GIB, LLAMA_3_8B, TINY, make_plan
+
+from trainctl.config.schema import (
+    Accelerator,
+    CheckpointingMode,
+    CrossEntropyKind,
+    DataType,
+    OffloadDevice,
+)
+from trainctl.memory import constants
+from trainctl.memory.budget import budget
+from trainctl.memory.components import Components
+from trainctl.memory.engine import read_engine
+from trainctl.memory.phases import phases
+from trainctl.memory.runtime import communicators, fragmentation_of, runtime_of
+from trainctl.memory.stages import stages
+from trainctl.plan.types import Mesh
+
+HEAD = 4096 * 128_256
+"""Elements of Llama-3 8B's output projection."""
+
+
+def moments(**settings: Any) -> list[dict[str, Components]]:
+    """Phases of each pipeline stage, without runtime."""
+    plan = make_plan(LLAMA_3_8B, **settings)
+    held = stages(plan.config.model, tensor=plan.mesh.tensor, stage_blocks=plan.stage_blocks)
+    return [phases(plan, read_engine(plan), stage, 0) for stage in held]
+
+
+def test_a_fused_loss_computes_gradients_in_the_forward_pass() -> None:
+    common = {"zero_stage__stage": 2, "sequence_length": 4096}
+    fused = moments(kernels__cross_entropy=CrossEntropyKind.liger_fused, **common)
+    (end,) = (moment["forward_end"] for moment in fused)
+    chunk = 128  # 4096 tokens in 32 parts
+    assert end.logits == 8 * HEAD + 2 * 4096 * 4096 + 10 * chunk * 128_256
+
+
+def test_a_pipeline_keeps_what_it_has_sent_on() -> None:
+    """An output for each micro batch in flight, and the gradient that comes back; the last none."""
+    common = {"pipeline": 4, "accumulation": 8, "sequence_length": 1024, "zero_stage__stage": 1}
+    first, second, third, last = (
+        stage["forward_end"].activations
+        for stage in moments(activation_checkpointing__mode=CheckpointingMode.full, **common)
+    )
+    hidden = 2 * 1024 * 4096
+    blocks = [stage.blocks for stage in stages(LLAMA_3_8B, stage_blocks=_blocks(common))]
+    for index, activations in enumerate((first, second, third)):
+        in_flight = 4 - index
+        assert activations == hidden * (blocks[index] * in_flight + in_flight + 1)
+    assert last > hidden * blocks[3]  # and the head's input
+
+
+def _blocks(settings: dict[str, Any]) -> tuple[int, ...]:
+    return make_plan(LLAMA_3_8B, **settings).stage_blocks
+
+
+def test_a_single_rank_gathers_nothing_at_stage_3() -> None:
+    (alone,) = moments(devices=1, zero_stage__stage=3)
+    assert all(moment.gathered_parameters == 0 for moment in list(alone.values())[1:])
+    offloaded = {"offload__parameters": OffloadDevice.cpu, "offload__optimizer": OffloadDevice.cpu}
+    (copied,) = moments(devices=1, zero_stage__stage=3, **offloaded)
+    assert copied["forward_end"].gathered_parameters > 0
+
+
+def test_int8_weights_take_a_byte_an_element_on_their_way() -> None:
+    (plain,) = moments(zero_stage__stage=3)
+    (quantized,) = moments(zero_stage__stage=3, zero_stage__quantized_weights=True)
+    extra = quantized["forward_end"].gathered_parameters - plain["forward_end"].gathered_parameters
+    assert extra == HEAD + 50_000_000  # the head, and what is prefetched
+
+
+def test_int4_gradients_between_machines_are_smaller_than_a_bucket() -> None:
+    common = {"zero_stage__stage": 3, "nodes": 2}
+    (plain,) = moments(**common)
+    (quantized,) = moments(zero_stage__quantized_gradients=True, **common)
+    name = "backward_end"
+    saved = plain[name].communication_buffers - quantized[name].communication_buffers
+    assert saved == 2 * 500_000_000 - 500_000_000 - (HEAD - 500_000_000)
+
+
+def test_a_secondary_partition_is_a_second_copy() -> None:
+    (plain,) = moments(zero_stage__stage=3)
+    (second,) = moments(zero_stage__stage=3, zero_stage__hpz_partition_size=8)
+    extra = second["step"].gathered_parameters - plain["step"].gathered_parameters
+    assert extra == pytest.approx(2 * 8_030_261_248 / 8, rel=1e-6)
+
+
+@pytest.mark.parametrize(("emulate", "element"), [(False, 1), (True, 4)])
+def test_fp8_casts_what_one_product_multiplies(emulate: bool, element: int) -> None:
+    common = {"zero_stage__stage": 2, "sequence_length": 8192}
+    (bf16,) = moments(**common)
+    fp8 = {"precision__compute": DataType.fp8, "precision__emulate_fp8": emulate}
+    (cast,) = moments(**fp8, **common)
+    extra = cast["backward_end"].activations - bf16["backward_end"].activations
+    assert extra == element * (8192 * 14_336 + 4096 * 14_336)
+
+
+@pytest.mark.parametrize(
+    ("axes", "groups"),
+    [
+        ({"data": 1}, 0),
+        ({"data": 8}, 1),
+        ({"data": 4, "tensor": 2}, 3),
+        ({"data": 4, "tensor": 8, "pipeline": 12}, 5),
+        ({"data": 4, "sequence": 2}, 3),
+    ],
+)
+def test_each_group_of_ranks_has_a_communicator(axes: dict[str, int], groups: int) -> None:
+    mesh = Mesh(**{"data": 1, "tensor": 1, "pipeline": 1, "sequence": 1} | axes)
+    assert communicators(mesh) == groups
+    plan = replace(make_plan(devices=8), mesh=mesh)
+    alone = replace(plan, mesh=Mesh(data=1, tensor=1, pipeline=1, sequence=1))
+    extra = runtime_of(plan).usual - runtime_of(alone).usual
+    assert extra == groups * constants.COMMUNICATOR.usual
+
+
+def test_large_tensors_leave_less_unused() -> None:
+    short = make_plan(LLAMA_3_8B, sequence_length=32_768)
+    long = make_plan(LLAMA_3_8B, sequence_length=65_536)  # 512 MiB of hidden states
+    assert fragmentation_of(short).usual == 0.12
+    assert fragmentation_of(long).usual == 0.03
+    assert fragmentation_of(replace(short, hardware=_measured(short))).usual == 0.05
+    cpu = make_plan(LLAMA_3_8B, sequence_length=32_768, accelerator=Accelerator.cpu)
+    assert fragmentation_of(cpu).usual == 0.03
+
+
+def _measured(plan: Any) -> Any:
+    return replace(plan.hardware, fragmentation=0.05)
+
+
+def test_reserved_is_more_than_the_tensors_and_less_than_the_driver_sees() -> None:
+    memory = budget(make_plan(LLAMA_3_8B, zero_stage__stage=2))
+    tensors = memory.components.allocated
+    assert memory.device_reserved_bytes > tensors * 1.12
+    assert memory.device_reserved_bytes == int((tensors + 2**26) * 1.12)
+    assert memory.device_peak_high_bytes > memory.device_reserved_bytes + 0.5 * GIB
+
+
+def test_saving_takes_one_tensor_on_the_host_unless_it_is_there() -> None:
+    parts = budget(make_plan(LLAMA_3_8B, devices=4, zero_stage__stage=2)).host.components
+    assert parts["checkpoint_tensor"] == 4 * 4 * HEAD
+    offloaded = make_plan(LLAMA_3_8B, zero_stage__stage=2, offload__optimizer=OffloadDevice.cpu)
+    assert "checkpoint_tensor" not in budget(offloaded).host.components
+    assert (
+        "checkpoint_tensor"
+        not in budget(make_plan(TINY, accelerator=Accelerator.cpu)).host.components
+    )

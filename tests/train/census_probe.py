@@ -1,0 +1,41 @@
+"""Runs inside a rank: the bytes of every tensor that is alive after a step."""
+
+import gc
+from typing import Any
+
+import torch
+
+from trainctl.train.session import assemble
+
+
+def storages() -> dict[int, int]:
+    """Address to bytes of each storage that a live tensor has, those of subclasses included."""
+    gc.collect()
+    found = {}
+    for item in gc.get_objects():
+        try:
+            is_tensor = isinstance(item, torch.Tensor)
+        except (ReferenceError, RuntimeError):  # a lazy module's stand-in, or a dead proxy
+            continue
+        if is_tensor and item.device.type != "meta":
+            storage = item.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)
+    return found
+
+
+def resident(cases: list[Any], process: Any) -> list[int]:
+    """Bytes that each case's engine keeps after one optimizer step, on this rank."""
+    return [_of(case, process) for case in cases]
+
+
+def _of(case: Any, process: Any) -> int:
+    before = storages()
+    session = assemble(case.plan, case.run, process)
+    session.engine.accumulate(session.training.step(0))
+    session.engine.update(1.0)
+    after = storages()
+    new = sum(size for address, size in after.items() if before.get(address) != size)
+    session.engine.close()
+    del session
+    return new

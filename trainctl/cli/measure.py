@@ -1,0 +1,173 @@
+"""`trainctl estimate-memory --measure`: two real steps here, beside what was predicted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from trainctl.cli.console import print_json, put, rich_console, say
+from trainctl.errors import ExitCode, TrainctlError
+
+if TYPE_CHECKING:
+    from trainctl.hardware.calibration import Calibration
+    from trainctl.runs.records import Event
+
+STEPS = 2
+"""The first allocates what stays, the second has all of it."""
+
+SHORT = (
+    f"training.stop_after_steps={STEPS}",
+    "training.evaluate_every_steps=null",
+    "training.evaluation_samples=0",
+    "training.sample_tokens=0",
+    "checkpoint.every_steps=null",
+    "checkpoint.every_minutes=null",
+    "checkpoint.best_of=null",
+    "checkpoint.at_end=false",
+    "launcher.kind=local",
+    "logging.memory_phases=true",
+)
+"""The same configuration, but for two steps and nothing around them."""
+
+PARTS = {
+    "load": ("load",),
+    "forward": ("forward_end",),
+    "backward": ("backward_start", "backward_end"),
+    "optimizer": ("step",),
+}
+"""Parts of a step that are measured, and the phases of a budget that lie in each."""
+
+
+def measure(
+    overrides: Sequence[str], config_dir: Path | None, *, force: bool, as_json: bool
+) -> None:
+    """Train two steps in a folder that is gone afterwards; show and keep what was measured.
+
+    Raises:
+        TrainctlError: The configuration cannot be launched here; the launch has said why.
+    """
+    from trainctl.cli.planning import compose, plan
+    from trainctl.hardware.calibration import calibration_file, device_name, with_calibration
+    from trainctl.runs.atomic import write_json
+
+    # All errors of the configuration before anything starts; without what was measured before.
+    planned = plan(compose([*overrides, *SHORT], config_dir), with_files=True, calibrated=False)
+    if planned.errors_but_fit or (planned.errors and not force):
+        raise TrainctlError.from_findings(planned.findings)
+    made = planned.assessment.plan
+    assert made is not None
+    say(f"training {STEPS} steps on {made.hardware.name}, in a folder that is removed afterwards")
+    record = _train(overrides, config_dir, force=force)
+    on_device = record["measured"]["allocated_peak_bytes"] is not None
+    rows = _rows(record, on_device=on_device)
+    found = _calibration(record, rows, device_name(made.hardware), made.mesh.world_size)
+    path = calibration_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, with_calibration(found))
+    if as_json:
+        print_json({"schema": 1, "phases": rows, "calibration": str(path)})
+        return
+    _show(rows, on_device=on_device)
+    size = found.runtime_bytes(made.mesh.world_size)
+    if size is not None:
+        put(f"Outside of tensors, in a process: {size / 2**30:.2f} GiB")
+    say(f"kept in {path} for estimates on this machine")
+
+
+def _train(overrides: Sequence[str], config_dir: Path | None, *, force: bool) -> Event:
+    """The record of the memory of a short run; nothing of the run is left."""
+    with tempfile.TemporaryDirectory(prefix="trainctl-measure-") as folder:
+        run = Path(folder) / "run"
+        words = [*overrides, *SHORT, "--run-dir", str(run), "--json"]
+        words += ["--config-dir", str(config_dir)] if config_dir is not None else []
+        words += ["--force"] if force else []
+        command = [sys.executable, "-m", "trainctl", "launch", *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            sys.stderr.write(done.stderr)
+            raise TrainctlError(
+                "nothing was measured: the steps were not made",
+                hint="what is above says why",
+                exit_code=_exit_code(done.returncode),
+            )
+        records: list[Event] = [json.loads(line) for line in done.stdout.splitlines()]
+    return [record for record in records if record["event"] == "memory"][-1]
+
+
+def _exit_code(status: int) -> ExitCode:
+    try:
+        return ExitCode(status)
+    except ValueError:
+        return ExitCode.training_failed
+
+
+def _rows(record: Mapping[str, Any], *, on_device: bool) -> list[dict[str, Any]]:
+    """Part of a step, its phases in the budget, and bytes: predicted and measured.
+
+    On a device bytes in tensors; on a CPU all that is resident, since nothing tells them apart.
+    """
+    kind = "allocated_bytes" if on_device else "device_bytes"
+    measured, planned = record["phases"]["measured"], record["phases"]["planned"]
+    return [
+        {
+            "part": part,
+            "phases": list(phases),
+            "predicted_bytes": max(planned[phase][kind] for phase in phases),
+            "predicted_allocated_bytes": max(planned[phase]["allocated_bytes"] for phase in phases),
+            "measured_bytes": measured[part],
+        }
+        for part, phases in PARTS.items()
+        if part in measured
+    ]
+
+
+def _calibration(
+    record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], device: str, world_size: int
+) -> Calibration:
+    """What no formula gives, from the measured peaks."""
+    from trainctl.hardware.calibration import Calibration, installed_torch
+
+    peaks = record["measured"]
+    allocated, reserved = peaks["allocated_peak_bytes"], peaks["reserved_peak_bytes"]
+    if allocated is None:
+        # On a CPU what the tensors leave unexplained; parts differ by what the C library keeps.
+        rest = [row["measured_bytes"] - row["predicted_allocated_bytes"] for row in rows]
+        outside = max(0, int(median(rest)))
+    else:
+        outside = peaks["device_peak_bytes"] - allocated
+    alone = world_size == 1
+    return Calibration(
+        device=device,
+        date=datetime.now(UTC).date().isoformat(),
+        torch=installed_torch(),
+        runtime_bytes_alone=outside if alone else None,
+        runtime_bytes_in_group=None if alone else outside,
+        fragmentation=round(reserved / allocated - 1, 4) if allocated else None,
+    )
+
+
+def _show(rows: Sequence[Mapping[str, Any]], *, on_device: bool) -> None:
+    from rich.table import Table
+
+    what = "in tensors" if on_device else "of a process"
+    table = Table(
+        "part of a step", f"predicted {what}, GiB", "measured, GiB", "", box=None, pad_edge=False
+    )
+    for column in (1, 2, 3):
+        table.columns[column].justify = "right"
+    for row in rows:
+        predicted, measured = row["predicted_bytes"], row["measured_bytes"]
+        table.add_row(
+            row["part"],
+            f"{predicted / 2**30:.3f}",
+            f"{measured / 2**30:.3f}",
+            f"{predicted / measured - 1:+.1%}",
+        )
+    rich_console().print(table)

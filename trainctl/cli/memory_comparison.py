@@ -1,0 +1,165 @@
+"""`trainctl estimate-memory` of several configurations: a table of them, or a chart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainctl.cli.console import rich_console, say
+from trainctl.cli.planning import Planned, compose, plan
+from trainctl.config.sweep import expand_sweep
+from trainctl.errors import TrainctlError
+
+FITS = {True: "fits", False: "does not fit", None: "too close to tell"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One configuration of a comparison.
+
+    Attributes:
+        name: What distinguishes it.
+        values: The same, by key.
+        planned: Its plan and budget; none where it is not legal.
+        errors: Why it is not.
+    """
+
+    name: str
+    values: Mapping[str, str]
+    planned: Planned | None = None
+    errors: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The budget, or the errors."""
+        budget = self.planned.assessment.budget if self.planned else None
+        found = {"budget": budget.to_json()} if budget else {}
+        return {
+            "values": dict(self.values),
+            **found,
+            "errors": list(self.errors),
+        }
+
+
+def compare_memory(
+    overrides: Sequence[str], config_dir: Path | None, *, exact: bool, calibrated: bool
+) -> list[Compared]:
+    """Plan every combination of the values that the overrides list (`zero_stage=1,2,3`).
+
+    Raises:
+        TrainctlError: There is one configuration only, and it cannot be planned.
+    """
+    points = expand_sweep(overrides)
+    compared = []
+    for point in points:
+        name = ", ".join(f"{key}={value}" for key, value in point.values.items())
+        try:
+            composed = compose(point.overrides, config_dir)
+            planned = plan(composed, exact=exact, calibrated=calibrated)
+        except TrainctlError as error:
+            if len(points) == 1:
+                raise
+            messages = tuple(finding.message for finding in error.findings) or (str(error),)
+            compared.append(Compared(name=name, values=point.values, errors=messages))
+            continue
+        errors = tuple(finding.message for finding in planned.errors_but_fit)
+        compared.append(Compared(name=name, values=point.values, planned=planned, errors=errors))
+    return compared
+
+
+def show_comparison(compared: Sequence[Compared]) -> None:
+    """A row for each: its values, peak, phase of the peak, host memory, and whether it fits."""
+    from rich.table import Table
+
+    table = Table(
+        "configuration",
+        "peak, GiB",
+        "at",
+        "host, GiB",
+        "",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
+    for column in (1, 3):
+        table.columns[column].justify = "right"
+    for item in compared:
+        budget = item.planned.assessment.budget if item.planned else None
+        if budget is None:
+            table.add_row(item.name, "–", "", "", "; ".join(item.errors))
+            continue
+        peak, host = budget.device_peak_bytes / 2**30, budget.host.bytes_per_node / 2**30
+        table.add_row(
+            item.name, f"{peak:,.2f}", budget.peak_phase, f"{host:,.2f}", FITS[budget.fits]
+        )
+    rich_console().print(table)
+
+
+def save_chart(compared: Sequence[Compared], path: Path) -> None:
+    """Write the chart of those that have a budget, and say where it is.
+
+    Raises:
+        TrainctlError: None has one, too many have, or the file cannot be written.
+    """
+    from trainctl.reports.memory_chart import MOST_CONFIGURATIONS, save_memory_chart
+
+    budgets = {
+        item.name or item.planned.composed.config.model.name: item.planned.assessment.budget
+        for item in compared
+        if item.planned is not None and item.planned.assessment.budget is not None
+    }
+    if not budgets:
+        raise TrainctlError(
+            f"nothing to draw: {'; '.join(error for item in compared for error in item.errors)}"
+        )
+    if len(budgets) > MOST_CONFIGURATIONS:
+        raise TrainctlError(
+            f"{len(budgets)} configurations are too many for one chart",
+            hint=f"at most {MOST_CONFIGURATIONS}",
+        )
+    save_memory_chart({name: budget for name, budget in budgets.items() if budget}, path)
+    say(f"wrote {path}", style="good")
+
+
+def trace_report(planned: Planned) -> dict[str, dict[str, int]]:
+    """What was traced, each beside the closed form; empty if nothing was."""
+    from trainctl.memory.activations import block_activations, compute_bytes
+    from trainctl.plan.shapes import count_parameters
+
+    traced, made = planned.traced, planned.assessment.plan
+    if traced is None or made is None:
+        return {}
+    config = made.config
+    closed = block_activations(
+        config.model,
+        sequence_length=config.training.sequence_length,
+        element=compute_bytes(made),
+        autocast=config.precision.autocast,
+    )
+    return {
+        "parameters": {
+            "traced": traced.parameters,
+            "closed_form": count_parameters(config.model).total,
+        },
+        "block_bytes_per_token": {"traced": traced.block.saved, "closed_form": closed.saved},
+    }
+
+
+def trace_lines(report: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """The report in words."""
+    names = {
+        "parameters": "parameters",
+        "block_bytes_per_token": "bytes per token that a block keeps",
+    }
+    return [
+        f"traced: {sizes['traced']:,} {names[key]} ({_beside(sizes)})"
+        for key, sizes in report.items()
+    ]
+
+
+def _beside(sizes: Mapping[str, int]) -> str:
+    traced, closed = sizes["traced"], sizes["closed_form"]
+    if traced == closed:
+        return "as by the closed form"
+    return f"the closed form: {closed:,}, {closed / traced - 1:+.2%}"

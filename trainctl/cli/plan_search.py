@@ -1,0 +1,314 @@
+"""`trainctl plan`: the fastest ways to train a model on given machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainctl.cli.arguments import ConfigDir, Json, Overrides
+from trainctl.errors import TrainctlError
+
+if TYPE_CHECKING:
+    from trainctl.config.compose import Composed
+    from trainctl.hardware import Hardware
+    from trainctl.planner.search import Found, Search
+
+Top = Annotated[int, typer.Option(metavar="N", min=1, max=50, help="Plans to show.")]
+Write = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Save the first as a recipe.", show_default=False),
+]
+Price = Annotated[
+    float | None,
+    typer.Option(metavar="AMOUNT", min=0, help="Of a device for an hour.", show_default=False),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What can be said of plans.
+
+    Attributes:
+        rates_are_known: Whether the hardware says how fast it is; else only the order is.
+        has_length: Whether the configuration says how long it trains.
+    """
+
+    rates_are_known: bool
+    has_length: bool
+
+
+def plan(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    top: Top = 5,
+    write: Write = None,
+    price: Price = None,
+    as_json: Json = False,
+) -> None:
+    """Search the fastest layouts, batches and recomputation that are legal and fit.
+
+    Groups and keys that are given stay as they are: zero_stage=3 plans with ZeRO 3 only. Exits
+    with 3 if nothing fits.
+
+    Example: trainctl plan model=llama-70b hardware=8x8xh100-80g training.sequence_length=8192
+    training.global_batch_tokens=4M
+    """
+    from trainctl.cli.console import print_json, put, say
+    from trainctl.cli.findings import show_findings
+    from trainctl.cli.planning import name_sources
+    from trainctl.config.compose import compose
+    from trainctl.hardware import resolve_hardware
+    from trainctl.planner.compute import rates
+    from trainctl.planner.search import search
+
+    composed = compose(overrides or (), config_dir=config_dir)
+    training = composed.config.training
+    is_open = training.steps is None and training.tokens is None
+    if write is not None:
+        _check_target(write, is_open)
+    hardware = resolve_hardware(composed.config.hardware)
+    result = search(composed.config, hardware, fixed=_asked(composed), top=top)
+    show_findings(composed.findings)
+    if not result.found:
+        raise TrainctlError.from_findings(name_sources(composed, result.findings))
+    show = _Shown(
+        rates_are_known=rates(hardware, composed.config.precision).is_known, has_length=not is_open
+    )
+    if not show.rates_are_known:
+        say(
+            f"note: the rates of {hardware.name} are not known, and those of an A100 are taken: "
+            "only the order means something",
+            style="warning",
+        )
+    if as_json:
+        print_json(_to_json(result, hardware, price, show))
+    else:
+        for line in _lines(result, hardware, price, show):
+            put(line)
+    if write is not None:
+        _write(write, composed, result.found[0], config_dir)
+
+
+def _asked(composed: Composed) -> frozenset[str]:
+    """Groups and keys that the user has set; hardware and what is no choice among them."""
+    from trainctl.config.overrides import ALIASES
+
+    names = {override.partition("=")[0] for override in composed.overrides}
+    return frozenset(ALIASES.get(name, name) for name in names)
+
+
+def _lines(result: Search, hardware: Hardware, price: float | None, show: _Shown) -> list[str]:
+    """For a person: two lines that matter, then why."""
+    first = result.found[0]
+    batch = first.plan.batch
+    lines = [
+        f"{first.plan.config.model.name} on {hardware.name}, sequences of "
+        f"{batch.sequence_length:,} tokens: {len(result.found)} of {result.timed:,} variants"
+    ]
+    for number, found in enumerate(result.found, 1):
+        lines += ["", f"{number}. {_title(found)}", *_details(found, first, price, show)]
+    return lines
+
+
+def _title(found: Found) -> str:
+    """The layout in a few words."""
+    from trainctl.config.schema import OffloadDevice
+
+    config, mesh = found.plan.config, found.plan.mesh
+    axes = [f"data {mesh.data}"]
+    axes += [
+        f"{axis} {getattr(mesh, axis)}"
+        for axis in ("tensor", "pipeline", "sequence")
+        if getattr(mesh, axis) > 1
+    ]
+    away = [
+        f"{what} on {getattr(config.offload, what).value}"
+        for what in ("optimizer", "parameters")
+        if getattr(config.offload, what) is not OffloadDevice.none
+    ]
+    batch = found.plan.batch
+    return ", ".join(
+        [
+            f"ZeRO {config.zero_stage.stage}",
+            " x ".join(axes),
+            *away,
+            f"micro batch {batch.micro_batch_size} x {batch.gradient_accumulation_steps}",
+            f"recompute {config.activation_checkpointing.mode.value}",
+            f"cross entropy {config.kernels.cross_entropy.value}",
+        ]
+    )
+
+
+def _details(found: Found, first: Found, price: float | None, show: _Shown) -> list[str]:
+    from shlex import join
+
+    from trainctl.memory.constants import GIB
+    from trainctl.planner.explain import next_faster, shares, why_slower
+
+    lines = []
+    if show.rates_are_known:
+        rate = found.tokens_per_second_per_device
+        share = "" if found.utilisation is None else f", MFU {found.utilisation:.1%}"
+        lines.append(f"   {_step(found.time.seconds)} a step, {rate:,.0f} tokens/s a device{share}")
+    memory = found.budget
+    capacity = memory.device_capacity_bytes
+    of = f" of {capacity / GIB:.1f}" if capacity else ""
+    size = f"   memory {memory.device_peak_bytes / GIB:.1f}{of} GiB a device"
+    if memory.host.bytes_per_node:
+        size += f", {memory.host.bytes_per_node / GIB:,.0f} GiB of host memory a machine"
+    lines.append(size)
+    if show.has_length and show.rates_are_known:
+        lines.append(f"   {_duration(_seconds(found))} to train {_tokens(found):,} tokens")
+    if price is not None and show.rates_are_known:
+        cost = _cost(found, price)
+        whole = f", {cost * _tokens(found) / 1e9:,.2f} in all" if show.has_length else ""
+        lines.append(f"   {cost:,.2f} for a billion tokens{whole}")
+    lines.append(f"   time: {shares(found.time)}")
+    if found is not first:
+        lines.append(f"   behind 1: {why_slower(found, first)}")
+    if found.rejected is not None:
+        lines.append(f"   not faster: {next_faster(found.rejected, show.rates_are_known)}")
+    return [*lines, f"   {join(found.overrides)}".rstrip()]
+
+
+def _to_json(
+    result: Search, hardware: Hardware, price: float | None, show: _Shown
+) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "hardware": hardware.name,
+        "rates_are_known": show.rates_are_known,
+        "variants": result.timed,
+        "plans": [_plan_json(found, result.found[0], price, show) for found in result.found],
+    }
+
+
+def _plan_json(found: Found, first: Found, price: float | None, show: _Shown) -> dict[str, Any]:
+    """One plan; what depends on rates that are not known is null."""
+    from trainctl.cli.findings import findings_to_json
+    from trainctl.planner.variants import overrides
+
+    mesh, batch, memory = found.plan.mesh, found.plan.batch, found.budget
+    rejected = found.rejected
+    speed: dict[str, Any] = {
+        "seconds_per_step": found.time.seconds,
+        "seconds_by_part": dict(found.time.parts),
+        "tokens_per_second_per_device": found.tokens_per_second_per_device,
+        "model_flops_utilisation": found.utilisation,
+        "seconds_to_train": _seconds(found) if show.has_length else None,
+        "cost_per_billion_tokens": None if price is None else _cost(found, price),
+    }
+    if not show.rates_are_known:
+        speed = dict.fromkeys(speed)
+    return {
+        "overrides": list(found.overrides),
+        "mesh": {axis: getattr(mesh, axis) for axis in ("data", "tensor", "pipeline", "sequence")},
+        "zero_stage": found.plan.config.zero_stage.stage,
+        "global_batch_size": batch.global_batch_size,
+        "micro_batch_size": batch.micro_batch_size,
+        "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+        **speed,
+        "relative_time": first.tokens_per_second / found.tokens_per_second,
+        "device_peak_bytes": memory.device_peak_bytes,
+        "device_peak_high_bytes": memory.device_peak_high_bytes,
+        "host_bytes_per_node": memory.host.bytes_per_node,
+        "next_faster": None
+        if rejected is None
+        else {"overrides": list(overrides(rejected.values)), "reason": rejected.reason},
+        "findings": findings_to_json(found.findings),
+    }
+
+
+def _seconds(found: Found) -> float:
+    return found.plan.total_steps * found.time.seconds
+
+
+def _tokens(found: Found) -> int:
+    return found.plan.total_steps * found.plan.batch.tokens_per_step
+
+
+def _cost(found: Found, price: float) -> float:
+    """Of a billion tokens, in the unit of the price of a device for an hour."""
+    hours = 1e9 / found.tokens_per_second / 3600
+    return price * found.plan.mesh.world_size * hours
+
+
+def _duration(seconds: float) -> str:
+    for unit, name in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:,.1f} {name}"
+    return _step(seconds)
+
+
+def _step(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+def _check_target(path: Path, is_open: bool) -> None:
+    """Before the search: what would make the file useless."""
+    if is_open:
+        raise TrainctlError(
+            "a recipe says how long it trains, and nothing does",
+            hint="training.tokens=1T, or training.steps=1000",
+        )
+    if path.suffix != ".yaml":
+        raise TrainctlError(
+            f"--write {path}: recipes end in .yaml", hint=f"--write {path.with_suffix('.yaml')}"
+        )
+    if path.exists():
+        raise TrainctlError(f"--write {path}: the file is there already", hint="name another one")
+    if not path.absolute().parent.is_dir():
+        raise TrainctlError(f"--write {path}: there is no folder {path.parent}")
+
+
+def _write(path: Path, composed: Composed, found: Found, config_dir: Path | None) -> None:
+    from trainctl.cli.console import say
+    from trainctl.cli.recipe_text import recipe_text
+    from trainctl.config.catalog import split_hardware
+    from trainctl.config.codec import to_plain
+    from trainctl.config.overrides import ALIASES
+    from trainctl.config.schema import GROUPS
+
+    plain = to_plain(composed.config)
+    choices: dict[str, str] = {}
+    settings: dict[str, Any] = {}
+    for override in composed.overrides:
+        name, _, value = override.partition("=")
+        name = ALIASES.get(name, name)
+        if name in GROUPS:
+            nodes, devices, option = split_hardware(value) if name == "hardware" else (None,) * 3
+            choices[name] = option or value
+            for key, count in (("nodes", nodes), ("devices_per_node", devices)):
+                if count is not None:
+                    settings[f"hardware.{key}"] = plain["hardware"][key]
+        elif name != "recipe":
+            settings[name] = _at(plain, name)
+    settings |= {key: getattr(value, "value", value) for key, value in found.values.items()}
+    comment = [
+        f"{composed.config.model.name} on {found.plan.hardware.name}, by trainctl plan.",
+        f"Predicted: {found.time.seconds:.2f} s a step, "
+        f"{found.tokens_per_second_per_device:,.0f} tokens/s a device.",
+    ]
+    base = composed.config.recipe or "base"
+    path.write_text(recipe_text(comment, base, choices, settings) + "\n", encoding="utf-8")
+    say(f"saved {path}; start it with: {_command(path, config_dir)}")
+
+
+def _at(plain: Any, key: str) -> Any:
+    for name in key.split("."):
+        plain = plain[name]
+    return plain
+
+
+def _command(path: Path, config_dir: Path | None) -> str:
+    from shlex import quote
+
+    folder = path.absolute().parent
+    if folder == Path.cwd() / "recipes":
+        return f"trainctl launch recipe={quote(path.stem)}"
+    if config_dir is not None or any((folder / name).is_dir() for name in ("conf", "recipes")):
+        return f"trainctl launch recipe={quote(path.stem)} (from a folder of recipes/)"
+    return f"trainctl launch --config-dir {quote(str(path.parent))} recipe={quote(path.stem)}"

@@ -1,0 +1,54 @@
+"""What the output projection and the loss hold besides the blocks."""
+
+from __future__ import annotations
+
+from trainctl.config.schema import CrossEntropyKind
+from trainctl.memory.activations import compute_bytes, tokens_per_rank
+from trainctl.memory.constants import FUSED_HEAD_GRADIENT_BYTES
+from trainctl.memory.rank import Rank
+from trainctl.plan.types import RunPlan
+
+FP32 = 4
+
+
+def head_input(rank: Rank) -> int:
+    """Bytes that the final norm and the output projection keep, and the gradient to them."""
+    if not rank.stage.has_head:
+        return 0
+    element = compute_bytes(rank.plan)
+    hidden = rank.plan.config.model.hidden_size
+    return tokens_per_rank(rank.plan) * hidden * (FP32 + 3 * element)
+
+
+def logits(rank: Rank, per_logit: int) -> int:
+    """Bytes of the logits that exist at once, and of the loss's copies of them."""
+    if not rank.stage.has_head:
+        return 0
+    vocabulary = -(-rank.plan.config.model.vocab_size // rank.plan.mesh.tensor)
+    return loss_tokens(rank.plan) * vocabulary * per_logit
+
+
+def fused_head(rank: Rank) -> int:
+    """Bytes of the gradients that a fused loss computes in the forward pass: of the output
+    projection, and of the hidden states that go into it."""
+    if not rank.stage.has_head:
+        return 0
+    if rank.plan.config.kernels.cross_entropy is not CrossEntropyKind.liger_fused:
+        return 0
+    hidden = tokens_per_rank(rank.plan) * rank.plan.config.model.hidden_size
+    return FUSED_HEAD_GRADIENT_BYTES * rank.stage.head + compute_bytes(rank.plan) * hidden
+
+
+def loss_tokens(plan: RunPlan) -> int:
+    """Tokens whose logits exist at once."""
+    tokens, model = tokens_per_rank(plan), plan.config.model
+    match plan.config.kernels.cross_entropy:
+        case CrossEntropyKind.plain:
+            return tokens
+        case CrossEntropyKind.chunked:
+            return min(tokens, plan.config.kernels.chunk_tokens)
+        case CrossEntropyKind.liger_fused:
+            # One in so many parts as the vocabulary is wider than the hidden states, rounded up
+            # to a power of two (ops/fused_linear_cross_entropy.py of liger-kernel).
+            parts = max(1, -(-model.vocab_size // max(model.hidden_size, 1)))
+            return min(tokens, 1 << max(-(-tokens // parts) - 1, 0).bit_length())

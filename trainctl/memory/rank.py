@@ -1,0 +1,48 @@
+"""One rank of a pipeline stage: what its phases are computed from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema import CheckpointingMode
+from trainctl.memory.activations import StageActivations
+from trainctl.memory.components import Components
+from trainctl.memory.constants import LogitBytes
+from trainctl.memory.engine import Engine
+from trainctl.memory.stages import Stage
+from trainctl.plan.types import RunPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One rank of a stage: what its phases are computed from.
+
+    Attributes:
+        plan: The plan.
+        engine: DeepSpeed's engine of the plan.
+        stage: What the pipeline stage holds.
+        activations: Activations of its blocks.
+        logit_bytes: What the loss holds of each logit.
+        resident: What is there all the time after the first step.
+    """
+
+    plan: RunPlan
+    engine: Engine
+    stage: Stage
+    activations: StageActivations
+    logit_bytes: LogitBytes
+    resident: Components
+
+    @property
+    def recomputes(self) -> bool:
+        return self.plan.config.activation_checkpointing.mode is not CheckpointingMode.none
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Elements of the optimizer's parameter groups."""
+        return self.stage.groups(decay_embeddings=self.engine.optimizer.decay_embeddings)
+
+    @property
+    def busiest(self) -> int:
+        """Most elements that the optimizer updates at once."""
+        return max((self.engine.sub_group(group) for group in self.groups), default=0)

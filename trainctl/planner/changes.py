@@ -1,0 +1,239 @@
+"""Small changes to a configuration: what each sets, how far it goes, and their combinations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import log2
+
+from trainctl.config.schema import (
+    Accelerator,
+    CheckpointingMode,
+    CompileKind,
+    CrossEntropyKind,
+    LauncherKind,
+    OffloadDevice,
+    RunConfig,
+)
+from trainctl.hardware import Hardware
+from trainctl.plan.types import Batch
+from trainctl.planner.variants import Values
+
+FULL_NODE = 8
+"""Devices of a machine before more machines are suggested."""
+MOST_DOUBLINGS = 3
+"""Of the devices, and of the micro batch."""
+
+KEPT = (CheckpointingMode.full, CheckpointingMode.selective, CheckpointingMode.none)
+"""Kinds of recomputation by how much they keep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Keys and their new values.
+
+    Attributes:
+        values: What it sets.
+        kinds: The dimensions that it changes, with how far; a change that goes at least as far in
+            all of another's dimensions only adds to it.
+    """
+
+    values: Values
+    kinds: tuple[tuple[str, float], ...]
+
+    def only_adds_to(self, other: Change) -> bool:
+        own = dict(self.kinds)
+        return all(own.get(kind, 0) >= reach for kind, reach in other.kinds)
+
+    @property
+    def doublings(self) -> float:
+        """Of the devices."""
+        return dict(self.kinds).get("devices", 0)
+
+
+def _change(kind: str, reach: float, values: Values) -> Change:
+    return Change(values=values, kinds=((kind, reach),))
+
+
+NO_CHANGE = Change(values={}, kinds=())
+
+
+def _combinations(*dimensions: list[Change]) -> Iterator[Change]:
+    """One of each dimension's changes, or none of it; at least one in all."""
+    for parts in product(*([NO_CHANGE, *dimension] for dimension in dimensions)):
+        kinds = tuple(kind for part in parts for kind in part.kinds)
+        if kinds:
+            yield Change(
+                values={k: v for part in parts for k, v in part.values.items()}, kinds=kinds
+            )
+
+
+def that_save_memory(config: RunConfig, hardware: Hardware, batch: Batch) -> Iterator[Change]:
+    """Every combination of smaller micro batches, recomputation, a loss in chunks, higher stages,
+    offload and more devices, all with the same global batch."""
+    on_cpu = hardware.accelerator is Accelerator.cpu
+    for doublings in range(1 if on_cpu else MOST_DOUBLINGS + 1):
+        devices = _devices(config, hardware, doublings)
+        batches = _smaller_batches(config, batch, doublings)
+        if doublings and not batches:
+            continue
+        for change in _combinations(
+            batches,
+            _more_recomputation(config),
+            _loss_in_chunks(config),
+            _higher_stages(config),
+            [] if on_cpu else _more_offload(config),
+        ):
+            if not doublings:
+                yield change
+            elif "micro_batch" in dict(change.kinds) or "accumulation" in dict(change.kinds):
+                yield Change(
+                    values={**devices.values, **change.values},
+                    kinds=(*devices.kinds, *change.kinds),
+                )
+
+
+def that_use_memory(config: RunConfig, batch: Batch) -> Iterator[Change]:
+    """Every combination of larger micro batches, less recomputation, a plain loss, lower stages
+    and less offload, with the same global batch."""
+    yield from _combinations(
+        _larger_batches(config, batch),
+        _less_recomputation(config),
+        _plain_loss(config),
+        _lower_stages(config),
+        _less_offload(config),
+    )
+
+
+def _batch_values(config: RunConfig, micro: int, accumulation: int) -> Values:
+    """A global batch in tokens derives the accumulation itself."""
+    values: dict[str, object] = {"training.micro_batch_size": micro}
+    if config.training.global_batch_tokens is None:
+        values["training.gradient_accumulation_steps"] = accumulation
+    return values
+
+
+def _smaller_batches(config: RunConfig, batch: Batch, doublings: int) -> list[Change]:
+    """Micro batches on twice `doublings` as many devices; the same ones where those are more."""
+    micro, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
+    changes = []
+    for smaller in (size for size in range(micro, 0, -1) if micro % size == 0):
+        steps, rest = divmod(accumulation * (micro // smaller), 2**doublings)
+        if rest or not steps or (smaller == micro and not doublings):
+            continue
+        kind, reach = ("micro_batch", log2(micro // smaller))
+        if smaller == micro:
+            kind, reach = "accumulation", 0.0
+        changes.append(_change(kind, reach, _batch_values(config, smaller, steps)))
+    return changes
+
+
+def _larger_batches(config: RunConfig, batch: Batch) -> list[Change]:
+    micro, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
+    return [
+        _change("micro_batch", n, _batch_values(config, micro * 2**n, accumulation // 2**n))
+        for n in range(1, MOST_DOUBLINGS + 1)
+        if accumulation % 2**n == 0
+    ]
+
+
+def _devices(config: RunConfig, hardware: Hardware, doublings: int) -> Change:
+    """More devices in a machine while it has few, then more machines, started by Slurm."""
+    if not doublings:
+        return NO_CHANGE
+    nodes, devices = hardware.nodes, hardware.devices_per_node
+    values: dict[str, object] = {}
+    for _ in range(doublings):
+        if nodes == 1 and devices * 2 <= FULL_NODE:
+            devices *= 2
+        else:
+            nodes *= 2
+    if devices != hardware.devices_per_node:
+        values["hardware.devices_per_node"] = devices
+    if nodes != hardware.nodes:
+        values["hardware.nodes"] = nodes
+        if config.launcher.kind is LauncherKind.local:
+            values["launcher.kind"] = LauncherKind.slurm
+    return _change("devices", doublings, values)
+
+
+def _more_recomputation(config: RunConfig) -> list[Change]:
+    mode = config.activation_checkpointing.mode
+    return [
+        _change("recomputation", reach, {"activation_checkpointing.mode": other})
+        for reach, other in ((1, CheckpointingMode.selective), (2, CheckpointingMode.full))
+        if KEPT.index(other) < KEPT.index(mode)
+    ]
+
+
+def _less_recomputation(config: RunConfig) -> list[Change]:
+    settings = config.activation_checkpointing
+    mode = settings.mode
+    changes = []
+    for reach, other in enumerate(KEPT[KEPT.index(mode) + 1 :], 1):
+        values: dict[str, object] = {"activation_checkpointing.mode": other}
+        if other is CheckpointingMode.none:  # what is said of recomputed blocks is refused then
+            for name in ("offload_to_cpu", "partition_across_tensor_ranks"):
+                if getattr(settings, name):
+                    values[f"activation_checkpointing.{name}"] = False
+        changes.append(_change("recomputation", reach, values))
+    return changes
+
+
+def _loss_in_chunks(config: RunConfig) -> list[Change]:
+    kernels = config.kernels
+    is_plain = kernels.cross_entropy is CrossEntropyKind.plain
+    if not is_plain or config.parallelism.pipeline > 1 or not config.trains_itself:
+        return []
+    if kernels.compile is CompileKind.deepcompile:
+        return []
+    return [_change("loss", 1, {"kernels.cross_entropy": CrossEntropyKind.chunked})]
+
+
+def _plain_loss(config: RunConfig) -> list[Change]:
+    if config.kernels.cross_entropy is not CrossEntropyKind.chunked:
+        return []
+    return [_change("loss", 1, {"kernels.cross_entropy": CrossEntropyKind.plain})]
+
+
+def _higher_stages(config: RunConfig) -> list[Change]:
+    """Stage 3 reduces gradients beside the backward pass at no cost in memory."""
+    stage = config.zero_stage.stage
+    changes = []
+    for higher in range(stage + 1, 4):
+        values: dict[str, object] = {"zero_stage.stage": higher}
+        if higher == 3 and config.parallelism.pipeline == 1 and not config.zero_stage.overlap_comm:
+            values["zero_stage.overlap_comm"] = True
+        changes.append(_change("stage", higher - stage, values))
+    return changes
+
+
+def _lower_stages(config: RunConfig) -> list[Change]:
+    stage = config.zero_stage.stage
+    return [
+        _change("stage", stage - lower, {"zero_stage.stage": lower})
+        for lower in range(stage - 1, -1, -1)
+    ]
+
+
+def _more_offload(config: RunConfig) -> list[Change]:
+    """The optimizer, then parameters too, in host memory."""
+    values: dict[str, object] = {}
+    changes = []
+    for reach, name in enumerate(("optimizer", "parameters"), 1):
+        if getattr(config.offload, name) is OffloadDevice.none:
+            values[f"offload.{name}"] = OffloadDevice.cpu
+            changes.append(_change("offload", reach, dict(values)))
+    return changes
+
+
+def _less_offload(config: RunConfig) -> list[Change]:
+    """The parameters, then the optimizer too, back on the device."""
+    values: dict[str, object] = {}
+    changes = []
+    for reach, name in enumerate(("parameters", "optimizer"), 1):
+        if getattr(config.offload, name) is not OffloadDevice.none:
+            values[f"offload.{name}"] = OffloadDevice.none
+            changes.append(_change("offload", reach, dict(values)))
+    return changes

@@ -1,0 +1,211 @@
+"""Computation of a micro batch: matrix products, attention, what lies between them, the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from trainctl.config.schema import (
+    AttentionKind,
+    CheckpointingMode,
+    CompileKind,
+    CrossEntropyKind,
+    DataType,
+    ModelConfig,
+    ModelFamily,
+    PrecisionConfig,
+    RunConfig,
+)
+from trainctl.hardware import Hardware
+from trainctl.memory.constants import BYTES
+from trainctl.plan import shapes
+from trainctl.planner import constants
+
+TERA = 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a device does in a second.
+
+    Attributes:
+        products: Of matrix products of blocks, FLOP/s.
+        wide_products: Of those outside blocks and of eager attention, which fp8 leaves in 16 bits.
+        attention: Of attention as one kernel, FLOP/s.
+        memory: Bytes that other operations move.
+        is_known: Whether the hardware says its peak and bandwidth.
+    """
+
+    products: float
+    wide_products: float
+    attention: float
+    memory: float
+    is_known: bool
+
+
+def rates(hardware: Hardware, precision: PrecisionConfig) -> Rates:
+    """Achievable rates of a device in a number format; an A100's where they are not known."""
+    compute = precision.compute
+    wide = DataType.bf16 if compute is DataType.fp8 else compute
+    peak = hardware.peak_tflops(wide)
+    is_known = peak is not None and hardware.memory_bandwidth_gb_per_second is not None
+    flops = (peak or constants.ASSUMED_PEAK_TFLOPS) * TERA
+    bandwidth = hardware.memory_bandwidth_gb_per_second or constants.ASSUMED_MEMORY_GB_PER_SECOND
+    share = hardware.matrix_efficiency or constants.ASSUMED_MATRIX_EFFICIENCY
+    attention = hardware.attention_efficiency or constants.ASSUMED_ATTENTION_EFFICIENCY
+    reached = share * constants.MATRIX_SHARE
+    products = flops * reached
+    if compute is DataType.fp8 and not precision.emulate_fp8:
+        narrow = hardware.peak_tflops(compute)
+        products = (narrow * TERA if narrow else flops) * reached * constants.FP8_SHARE
+    return Rates(
+        products=products,
+        wide_products=flops * reached,
+        attention=flops * attention,
+        memory=bandwidth * constants.GIGA * constants.MEMORY_SHARE,
+        is_known=is_known,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTime:
+    """Seconds of a micro batch in one block: both passes, and what recomputation adds."""
+
+    both: float
+    again: float
+
+
+def block_time(
+    config: RunConfig, speed: Rates, tokens: int, sequence_length: int, tensor: int
+) -> BlockTime:
+    """The time of a block.
+
+    Args:
+        config: The model, its kernels and recomputation.
+        speed: Of the device.
+        tokens: Of a micro batch on this rank.
+        sequence_length: Tokens that attend to each other.
+        tensor: Ranks that share the block's matrices.
+    """
+    model, element = config.model, BYTES[config.precision.compute]
+    products, moved = _products(*_shape(model))
+    sharded = tokens * products / tensor
+    # Each product reads its input and weights and writes its result.
+    streams = element * (tokens * moved + products) / tensor
+    product_seconds = 2 * sharded / speed.products + streams / speed.memory
+    attention, attention_backward = _attention(config, speed, tokens, sequence_length, tensor)
+    traffic = tokens * _traffic(config, tensor) / speed.memory
+    starts = constants.KERNEL_START * (
+        constants.KERNELS_OF_A_FUSED_BLOCK if _is_fused(config) else constants.KERNELS_OF_A_BLOCK
+    )
+    forward = max(product_seconds + attention + traffic, starts)
+    backward = max(
+        constants.BACKWARD_TO_FORWARD * product_seconds
+        + attention_backward
+        + constants.BACKWARD_TRAFFIC * traffic,
+        2 * starts,
+    )
+    mode = config.activation_checkpointing.mode
+    again = {
+        CheckpointingMode.none: 0.0,
+        CheckpointingMode.full: forward,
+        CheckpointingMode.selective: traffic,
+    }[mode]
+    return BlockTime(both=forward + backward, again=again)
+
+
+def _attention(
+    config: RunConfig, speed: Rates, tokens: int, sequence_length: int, tensor: int
+) -> tuple[float, float]:
+    """Seconds of scores and their weighted sum, forward and backward.
+
+    One kernel leaves out what comes later in the sequence; eager attention computes it all, and
+    moves the scores through memory: product, mask, fp32 softmax and cast (one fused kernel for the
+    middle ones when compiled).
+    """
+    model = config.model
+    keys = sequence_length
+    if model.family is not ModelFamily.gpt2 and model.sliding_window is not None:
+        keys = min(keys, model.sliding_window)
+    width = model.num_attention_heads * shapes.head_dim(model) / tensor
+    if model.attention is AttentionKind.eager:
+        score_bytes = 8 if _is_fused(config) else 22
+        heads = model.num_attention_heads / tensor
+        moved = heads * score_bytes / speed.memory
+        forward = tokens * keys * (4 * width / speed.wide_products + moved)
+        return forward, 2 * forward
+    forward = tokens * keys * 2 * width / speed.attention
+    return forward, constants.ATTENTION_BACKWARD * forward
+
+
+def _traffic(config: RunConfig, tensor: int) -> float:
+    """Bytes per token that a block's other operations move in a forward pass.
+
+    In elements of two bytes, from the operations of transformers' modelling code: an RMSNorm reads
+    and writes fp32 copies (36 bytes per element) where a fused one reads and writes once (4); a
+    residual addition 6; a rotation 16 or 4; SwiGLU 10 or 6; GELU in its tanh form 36 or 4.
+    """
+    model = config.model
+    hidden, ffn = float(model.hidden_size), model.intermediate_size / tensor
+    if config.parallelism.sequence_sharded_norms:
+        hidden /= tensor
+    heads = (model.num_attention_heads + shapes.key_value_heads(model)) / tensor
+    turned = heads * shapes.head_dim(model)
+    fused = _is_fused(config)
+    wide = BYTES[config.precision.compute] / 2
+    if model.family is ModelFamily.gpt2:
+        return wide * (20 * hidden + (4 if fused else 36) * ffn)
+    if fused:
+        return wide * (20 * hidden + 4 * turned + 6 * ffn)
+    return wide * (84 * hidden + 16 * turned + 10 * ffn)
+
+
+def head_time(config: RunConfig, speed: Rates, tokens: int, tensor: int) -> float:
+    """Seconds of a micro batch in the output projection and the loss, both passes."""
+    model, kind = config.model, config.kernels.cross_entropy
+    logits = tokens * model.vocab_size / tensor
+    product = 2 * logits * model.hidden_size / speed.wide_products
+    passes = 3.0 if kind is CrossEntropyKind.plain else 4.0  # chunks are computed again
+    per_logit = constants.LOGIT_BYTES
+    if kind is CrossEntropyKind.liger_fused:
+        passes, per_logit = 3.0, constants.FUSED_LOGIT_BYTES
+    return passes * product + logits * per_logit / speed.memory
+
+
+def stage_parameters(
+    model: ModelConfig, blocks: int, tensor: int, has_embedding: bool, has_head: bool
+) -> float:
+    """Parameters of a rank of a stage, nearly: tensor ranks are taken to share them all."""
+    products, _ = _products(*_shape(model))
+    vocabulary = model.vocab_size * model.hidden_size
+    alone = has_embedding and has_head and model.tie_word_embeddings
+    ends = vocabulary * (1 if alone else has_embedding + has_head)
+    return (blocks * products + ends) / tensor
+
+
+def _is_fused(config: RunConfig) -> bool:
+    """Whether what lies between matrix products runs as few kernels."""
+    return config.kernels.liger or config.kernels.compile is not CompileKind.none
+
+
+def _shape(model: ModelConfig) -> tuple[str, int, int, int, int, int]:
+    return (
+        model.family.value,
+        model.hidden_size,
+        model.intermediate_size,
+        model.num_attention_heads,
+        shapes.key_value_heads(model),
+        shapes.head_dim(model),
+    )
+
+
+@lru_cache(maxsize=64)
+def _products(
+    family: str, hidden: int, ffn: int, heads: int, key_heads: int, width: int
+) -> tuple[int, int]:
+    """Weights of a block's matrix products; elements that they read and write for each token."""
+    up = 1 if family == ModelFamily.gpt2.value else 2
+    queries, keys = heads * width, key_heads * width
+    matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
+    matrices += [(hidden, ffn)] * up + [(ffn, hidden)]
+    return sum(a * b for a, b in matrices), sum(a + b for a, b in matrices)

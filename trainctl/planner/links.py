@@ -1,0 +1,96 @@
+"""Which links a mesh's groups talk over, and how long their collectives take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log2
+
+from trainctl.hardware import Hardware
+from trainctl.plan.types import Mesh
+from trainctl.planner import constants
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that communicate with each other.
+
+    Attributes:
+        ranks: How many.
+        bandwidth: Bytes per second that each of them sends in a ring over all.
+    """
+
+    ranks: int
+    bandwidth: float
+
+
+class Links:
+    """The groups of a mesh on given machines.
+
+    Ranks are ordered with tensor fastest, then sequence, data and pipeline (`Mesh`), and machines
+    are filled in this order. A ring over several machines enters and leaves each through the
+    network cards of all its members there, so those of a machine share the burden.
+
+    Attributes:
+        tensor: Of tensor parallelism.
+        sequence: Of sequence parallelism.
+        zero: Over which ZeRO partitions: data and sequence ranks.
+        pipeline: Two neighbouring stages.
+    """
+
+    def __init__(self, hardware: Hardware, mesh: Mesh) -> None:
+        share = constants.LINK_SHARE * constants.GIGA
+        link = hardware.device_link_gb_per_second or constants.ASSUMED_LINK_GB_PER_SECOND
+        network = hardware.network_gb_per_second or constants.ASSUMED_NETWORK_GB_PER_SECOND
+        host = hardware.host_link_gb_per_second or constants.ASSUMED_HOST_LINK_GB_PER_SECOND
+        self._link = link * share
+        self._network = network * constants.NETWORK_SHARE * constants.GIGA
+        self._host = host * constants.HOST_LINK_SHARE * constants.GIGA
+        self._node = hardware.devices_per_node
+        self._nodes = hardware.nodes
+        inner = mesh.tensor * mesh.sequence
+        self.tensor = self._group(mesh.tensor, 1)
+        self.sequence = self._group(mesh.sequence, mesh.tensor)
+        self.zero = self._group(mesh.data * mesh.sequence, mesh.tensor)
+        self.pipeline = self._group(mesh.pipeline, inner * mesh.data)
+
+    def near(self, ranks: int) -> Group:
+        """A group of neighbouring devices of one machine."""
+        return Group(ranks, self._link)
+
+    def all_gather(self, size: float, group: Group) -> float:
+        """Seconds to bring `size` bytes together from all ranks, or to reduce and scatter them."""
+        if group.ranks == 1:
+            return 0.0
+        share = (group.ranks - 1) / group.ranks
+        return share * size / group.bandwidth + self._latency(group)
+
+    def all_reduce(self, size: float, group: Group) -> float:
+        """Seconds to add `size` bytes over all ranks: a reduction that scatters, then a gather."""
+        return 2 * self.all_gather(size, group)
+
+    def all_to_all(self, size: float, group: Group) -> float:
+        """Seconds in which each rank keeps its share of `size` bytes and sends the others."""
+        if group.ranks == 1:
+            return 0.0
+        share = (group.ranks - 1) / group.ranks
+        bandwidth = self._link if group.ranks <= self._node else self._network
+        return share * size / bandwidth + self._latency(group)
+
+    def send(self, size: float, group: Group) -> float:
+        """Seconds to send `size` bytes to the next stage; each pair has its own network cards."""
+        stage_is_inside = self._nodes == 1
+        return size / (self._link if stage_is_inside else self._network)
+
+    def from_host(self, size: float) -> float:
+        """Seconds to copy `size` bytes between a device and its host."""
+        return size / self._host
+
+    def _group(self, ranks: int, stride: int) -> Group:
+        """The group of `ranks` ranks that lie `stride` apart."""
+        members = max(1, min(ranks, self._node // stride))
+        if members >= ranks:
+            return Group(ranks, self._link)
+        return Group(ranks, min(self._link, members * self._network))
+
+    def _latency(self, group: Group) -> float:
+        return constants.COLLECTIVE_LATENCY * ceil(log2(group.ranks))

@@ -1,0 +1,269 @@
+"""The fastest ways to train a model on given machines, among those that are legal and fit.
+
+Every layout, batch and kind of recomputation is timed by the step-time model, which costs little.
+Then the budget is asked from the fastest on, and what fits is held against the real rules, until
+enough are found. What cannot be legal or fit by simple arithmetic is left out before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainctl.config.schema import RunConfig
+from trainctl.errors import ExitCode, Finding
+from trainctl.hardware import Hardware
+from trainctl.memory.budget import MemoryBudget, budget
+from trainctl.memory.constants import GIB
+from trainctl.plan.flops import flops_per_token, utilisation
+from trainctl.plan.types import RunPlan
+from trainctl.planner.assess import Assessment, assess
+from trainctl.planner.space import RESOLUTION, Candidate, Space, length_of
+from trainctl.planner.speed import StepTime
+from trainctl.planner.variants import Values, overrides, with_values
+
+MOST_BUDGETS = 2000
+"""Before giving up; each takes about half a millisecond."""
+MOST_REFUSALS = 50
+"""By rules, of variants that fit, before giving up: what is wrong is then in no layout."""
+NOTHING_FITS = "TC159"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """A faster variant of a plan that cannot be taken.
+
+    Attributes:
+        values: Its keys that differ from the plan's.
+        seconds: Of its step.
+        reason: What is wrong with it.
+    """
+
+    values: Values
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan that is legal and surely fits.
+
+    Attributes:
+        values: The keys that were chosen.
+        plan: The plan, resolved.
+        budget: Its memory.
+        time: Of an optimizer step, predicted.
+        findings: Warnings of the rules.
+        rejected: The next faster variant of the same layout, which is not possible, if any.
+    """
+
+    values: Values
+    plan: RunPlan
+    budget: MemoryBudget
+    time: StepTime
+    findings: tuple[Finding, ...]
+    rejected: Rejected | None
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """As typed on a command line."""
+        return overrides(self.values)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole job."""
+        return self.plan.batch.tokens_per_step / self.time.seconds
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        return self.tokens_per_second / self.plan.mesh.world_size
+
+    @property
+    def utilisation(self) -> float | None:
+        """Model FLOPs utilisation; None where the device's peak is not known."""
+        config = self.plan.config
+        return utilisation(
+            flops_per_token(config.model, self.plan.batch.sequence_length)
+            * self.plan.batch.tokens_per_step,
+            self.time.seconds,
+            devices=self.plan.mesh.world_size,
+            peak_tflops=self.plan.hardware.peak_tflops(config.precision.compute),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What a search came to.
+
+    Attributes:
+        found: The best plan of each layout, the fastest first; of equally fast ones the simplest.
+        timed: Variants that were timed.
+        budgeted: Variants whose memory was computed.
+        findings: What is wrong with the fastest variant, where nothing was found.
+    """
+
+    found: tuple[Found, ...]
+    timed: int
+    budgeted: int
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass
+class _State:
+    """What the search has learned on its way."""
+
+    found: dict[tuple[Any, ...], Found] = field(default_factory=dict)
+    order: dict[tuple[Any, ...], tuple[int, int, float]] = field(default_factory=dict)
+    rejected: dict[tuple[Any, ...], list[tuple[Candidate, str]]] = field(default_factory=dict)
+    closed: set[tuple[Any, ...]] = field(default_factory=set)
+    budgeted: int = 0
+    refused: int = 0
+    least_bytes: int | None = None
+    first: tuple[Finding, ...] = ()
+
+
+def search(
+    config: RunConfig,
+    hardware: Hardware,
+    *,
+    fixed: frozenset[str] = frozenset(),
+    top: int = 5,
+) -> Search:
+    """The fastest plans.
+
+    Args:
+        config: What is to be trained; of the keys that are searched only those in `fixed` are kept.
+        hardware: Where.
+        fixed: Keys, or whole groups, that the user has set.
+        top: Plans to find, each with another layout.
+
+    Raises:
+        TrainctlError: The global batch is left open.
+    """
+    space = Space(config, hardware, fixed)
+    state = _State()
+    count = 0
+    # Offloading is never faster: it is only looked at when too little fits without.
+    for offloads in space.offloads:
+        queue = sorted(space.candidates(offloads), key=lambda candidate: candidate.order)
+        count += len(queue)
+        _go_through(queue, config, hardware, state, top)
+        if len(state.found) >= top:
+            break
+    best = sorted(state.found, key=lambda layout: state.order[layout])[:top]
+    found = [state.found[layout] for layout in best]
+    return Search(
+        found=tuple(found),
+        timed=count,
+        budgeted=state.budgeted,
+        findings=() if found else state.first or _nothing(config, hardware, state.least_bytes),
+    )
+
+
+def _go_through(
+    queue: list[Candidate], config: RunConfig, hardware: Hardware, state: _State, top: int
+) -> None:
+    """Look at the candidates in order until `top` more layouts have a plan."""
+    smallest: dict[tuple[Any, ...], Candidate] = {}
+    for candidate in queue:
+        known = smallest.setdefault(candidate.layout, candidate)
+        if candidate.size < known.size:
+            smallest[candidate.layout] = candidate
+    wanted = len(state.found) + top
+    for candidate in queue:
+        if state.budgeted >= MOST_BUDGETS or len(state.found) >= wanted:
+            return
+        if state.refused >= MOST_REFUSALS and not state.found:
+            return
+        layout = candidate.layout
+        if layout in state.found or layout in state.closed or _is_hopeless(candidate, state):
+            continue
+        if layout not in state.rejected and not _fits(smallest[layout], state):
+            state.closed.add(layout)
+        elif _fits(candidate, state):
+            result = assess(candidate.variant.sketch.config, hardware)
+            errors = tuple(item for item in result.findings if item.is_error)
+            if not errors:
+                state.found[layout] = _found(candidate, result, state, config)
+                state.order[layout] = candidate.order
+            else:
+                state.first = state.first or errors
+                state.refused += 1
+                state.rejected.setdefault(layout, []).append((candidate, errors[0].message))
+
+
+def _fits(candidate: Candidate, state: _State) -> bool:
+    """Whether a candidate's device surely holds it; if not, it is rejected."""
+    state.budgeted += 1
+    memory = budget(candidate.variant.sketch)
+    if memory.fits or not memory.device_capacity_bytes:
+        return True
+    needs = memory.device_peak_bytes
+    state.least_bytes = needs if state.least_bytes is None else min(needs, state.least_bytes)
+    reason = (
+        f"a device would need {memory.device_peak_bytes / GIB:.1f} GiB (between "
+        f"{memory.device_peak_low_bytes / GIB:.1f} and {memory.device_peak_high_bytes / GIB:.1f})"
+    )
+    state.rejected.setdefault(candidate.layout, []).append((candidate, reason))
+    return False
+
+
+def _is_hopeless(candidate: Candidate, state: _State) -> bool:
+    """Whether something smaller of the same layout was rejected already."""
+    batch = candidate.variant.sketch.batch.micro_batch_size
+    for other, _ in state.rejected.get(candidate.layout, ()):
+        keeps_as_much = all(
+            own >= its for own, its in zip(candidate.retained, other.retained, strict=True)
+        )
+        if keeps_as_much and batch >= other.variant.sketch.batch.micro_batch_size:
+            return True
+    return False
+
+
+def _found(candidate: Candidate, result: Assessment, state: _State, config: RunConfig) -> Found:
+    assert result.plan is not None and result.budget is not None
+    rejected = None
+    for other, reason in state.rejected.get(candidate.layout, ()):
+        seconds = other.variant.time.seconds
+        limit = candidate.variant.seconds_per_token * (1 - RESOLUTION)
+        if other.variant.seconds_per_token < limit:  # the last one is the closest
+            own = candidate.values
+            values = {k: v for k, v in other.values.items() if own.get(k, v) != v}
+            rejected = Rejected(values=values, seconds=seconds, reason=reason)
+    return Found(
+        values=_differences(candidate.values, config),
+        plan=result.plan,
+        budget=result.budget,
+        time=candidate.variant.time,
+        findings=result.findings,
+        rejected=rejected,
+    )
+
+
+def _nothing(config: RunConfig, hardware: Hardware, least: int | None) -> tuple[Finding, ...]:
+    """Why there is no plan: what the rules say of the configuration as it is, or that none fits."""
+    findings = assess(with_values(config, length_of(config)), hardware).findings
+    errors = [item for item in findings if item.is_error]
+    not_memory = tuple(item for item in errors if item.exit_code is not ExitCode.does_not_fit)
+    if not_memory and least is None:
+        return not_memory
+    needs = "" if least is None else f": the least that was tried needs {least / GIB:,.1f} GiB"
+    return (
+        Finding(
+            rule=NOTHING_FITS,
+            key="hardware",
+            message=f"no layout of {config.model.name} fits the devices of {hardware.name}{needs}",
+            hint="more or larger devices, or a global batch that more ranks can share",
+            exit_code=ExitCode.does_not_fit,
+        ),
+    )
+
+
+def _differences(values: Values, config: RunConfig) -> dict[str, Any]:
+    """The values that are not the configuration's own."""
+    changed = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name) != value:
+            changed[key] = value
+    return changed

@@ -1,0 +1,296 @@
+"""What a search chooses from: layouts, batches, recomputation and losses, each variant timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import floor, log
+from typing import Any
+
+from trainctl.config.schema import (
+    Accelerator,
+    CheckpointingMode,
+    CompileKind,
+    CrossEntropyKind,
+    LauncherKind,
+    OffloadDevice,
+    RunConfig,
+)
+from trainctl.errors import TrainctlError
+from trainctl.hardware import Hardware
+from trainctl.plan import shapes
+from trainctl.plan.stages import blocks_of_stages
+from trainctl.planner.variants import Timed, Values, timed, with_values
+
+MOST_MICRO_BATCH = 64
+"""Larger ones gain nothing: a product of thousands of tokens is at its full rate."""
+MOST_ROUNDED = 0.10
+"""Furthest that a layout may be from the wanted tokens of a step."""
+RESOLUTION = 0.01
+"""Differences in time below this are none: the simpler layout comes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A variant in the queue.
+
+    Attributes:
+        values: Its keys.
+        layout: What makes plans different enough to show both.
+        retained: How much recomputation, loss and buckets keep on the device, each by rank.
+        variant: The variant, timed.
+    """
+
+    values: dict[str, Any]
+    layout: tuple[Any, ...]
+    retained: tuple[int, ...]
+    variant: Timed
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Of two of a layout, the one with the smaller of these surely needs less memory."""
+        return self.variant.sketch.batch.micro_batch_size, sum(self.retained)
+
+    @property
+    def order(self) -> tuple[int, int, float]:
+        time = self.variant.seconds_per_token
+        axes = self.layout[:3]
+        # The simpler, the fewer axes, the less partitioned and offloaded, the less overlapped.
+        effort = 8 * sum(size > 1 for size in axes) + 2 * self.layout[3] + 16 * self.layout[4]
+        effort += self.retained[-1]
+        return floor(log(time) / RESOLUTION) if time > 0 else 0, effort, time
+
+
+def length_of(config: RunConfig) -> Values:
+    """A length, where the configuration has none: a plan needs one, and speed does not."""
+    training = config.training
+    return {"training.steps": 1} if training.steps is None and training.tokens is None else {}
+
+
+class Space:
+    """The variants of a configuration."""
+
+    def __init__(self, config: RunConfig, hardware: Hardware, fixed: frozenset[str]) -> None:
+        self.config, self.hardware, self.fixed = config, hardware, fixed
+        self.base = with_values(config, {**length_of(config), **self._launcher()})
+        self.sequences = self._global_batch()
+        self.exactly = config.training.global_batch_size is not None
+
+    def is_fixed(self, key: str) -> bool:
+        return key in self.fixed or key.partition(".")[0] in self.fixed
+
+    def candidates(self, offloads: list[Values]) -> Iterator[Candidate]:
+        """Every variant that simple arithmetic allows, timed."""
+        for axes, stage, offload in product(self._meshes(), self._stages(), offloads):
+            tensor, pipeline, sequence = axes
+            optimizer, parameters = self._offload_of(offload)
+            if not self._may_be_legal(axes, stage, optimizer, parameters):
+                continue
+            layout = (tensor, pipeline, sequence, stage, optimizer, parameters)
+            fixed = {
+                **self._launcher(),
+                **self._axis_values(axes),
+                "zero_stage.stage": stage,
+                **offload,
+            }
+            if not self._states_may_fit(axes, stage, optimizer, parameters):
+                continue
+            data = self.hardware.world_size // (tensor * pipeline * sequence)
+            blocks = self._blocks(axes)
+            for micro, accumulation in self._batches(data, sequence):
+                for kept, chosen in self._retained(axes, stage):
+                    values = {**fixed, "training.micro_batch_size": micro, **chosen}
+                    if self.exactly:
+                        values["training.gradient_accumulation_steps"] = accumulation
+                    changed = with_values(self.base, values)
+                    variant = timed(changed, self.hardware, blocks)
+                    if variant is not None:
+                        yield Candidate(values, layout, kept, variant)
+
+    @cached_property
+    def offloads(self) -> list[list[Values]]:
+        """Values of `offload`, in the order in which they are worth a try."""
+        if self.is_fixed("offload.optimizer") or self.is_fixed("offload.parameters"):
+            return [[{}]]
+        keys = ("offload.optimizer", "offload.parameters")
+        none, cpu, nvme = OffloadDevice.none, OffloadDevice.cpu, OffloadDevice.nvme
+        rounds = [[(none, none)]]
+        if self.hardware.accelerator is not Accelerator.cpu:
+            rounds.append([(cpu, none), (cpu, cpu)])
+            if self.config.offload.nvme_path is not None:
+                rounds.append([(nvme, none), (nvme, nvme)])
+        return [[dict(zip(keys, pair, strict=True)) for pair in pairs] for pairs in rounds]
+
+    def _launcher(self) -> Values:
+        """Several machines are not started by the local launcher."""
+        alone = self.hardware.nodes == 1 or self.is_fixed("launcher.kind")
+        if alone or self.config.launcher.kind is not LauncherKind.local:
+            return {}
+        return {"launcher.kind": LauncherKind.slurm}
+
+    def _global_batch(self) -> float:
+        """Wanted sequences of a step."""
+        training = self.config.training
+        if training.global_batch_size is not None:
+            return training.global_batch_size
+        if training.global_batch_tokens is not None:
+            return training.global_batch_tokens / training.sequence_length
+        raise TrainctlError(
+            "training.global_batch_tokens: how many tokens a step takes is not a question of "
+            "speed, and nothing says it",
+            hint="training.global_batch_tokens=4M, or training.global_batch_size=512",
+        )
+
+    def _batches(self, data: int, sequence: int) -> Iterator[tuple[int, int]]:
+        """Micro batches and accumulation that give the global batch, or come close to it.
+
+        Ranks that share a sequence are for sequences that are too long for one: with several
+        sequences at a time, fewer of them for each rank do the same with less communication.
+        """
+        training = self.config.training
+        micro = 1
+        sizes = []
+        while micro <= min(MOST_MICRO_BATCH, max(1, self.sequences / data * (1 + MOST_ROUNDED))):
+            sizes.append(micro)
+            micro *= 2
+            if sequence > 1:
+                break
+        if self.is_fixed("training.micro_batch_size") and training.micro_batch_size:
+            sizes = [training.micro_batch_size]
+        for micro in sizes:
+            each = micro * data
+            accumulation = max(1, floor(self.sequences / each + 0.5))
+            off = abs(accumulation * each / self.sequences - 1)
+            if off == 0 or (not self.exactly and off <= MOST_ROUNDED):
+                yield micro, accumulation
+
+    def _meshes(self) -> Iterator[tuple[int, int, int]]:
+        """Sizes of tensor, pipeline and sequence axes that divide the devices."""
+        axes, world = self.config.parallelism, self.hardware.world_size
+        node = self.hardware.devices_per_node
+        options = []
+        for name, most in (("tensor", node), ("pipeline", world), ("sequence", world)):
+            if self.is_fixed(f"parallelism.{name}"):
+                options.append([getattr(axes, name)])
+            else:
+                options.append([size for size in range(1, most + 1) if world % size == 0])
+        for tensor, pipeline, sequence in product(*options):
+            taken = tensor * pipeline * sequence
+            if world % taken:
+                continue
+            if self.is_fixed("parallelism.data") and axes.data not in (None, world // taken):
+                continue
+            yield tensor, pipeline, sequence
+
+    def _axis_values(self, axes: tuple[int, int, int]) -> dict[str, Any]:
+        names = ("tensor", "pipeline", "sequence")
+        values: dict[str, Any] = {
+            f"parallelism.{name}": size for name, size in zip(names, axes, strict=True)
+        }
+        if not self.is_fixed("parallelism.data"):
+            values["parallelism.data"] = None
+        if self.config.parallelism.stage_blocks and not self.is_fixed("parallelism.stage_blocks"):
+            values["parallelism.stage_blocks"] = []
+        return values
+
+    def _blocks(self, axes: tuple[int, int, int]) -> tuple[int, ...]:
+        config = with_values(self.base, self._axis_values(axes))
+        length = config.training.sequence_length
+        return blocks_of_stages(config.model, config.parallelism, sequence_length=length)
+
+    def _stages(self) -> tuple[int, ...]:
+        fixed = self.is_fixed("zero_stage.stage")
+        return (self.config.zero_stage.stage,) if fixed else (0, 1, 2, 3)
+
+    def _retained(
+        self, axes: tuple[int, int, int], stage: int
+    ) -> Iterator[tuple[tuple[int, ...], Values]]:
+        """What takes memory for speed, with the rank of each choice."""
+        for parts in product(self._modes(), self._losses(axes), self._overlaps(axes, stage)):
+            yield (
+                tuple(rank for rank, _ in parts),
+                {key: value for _, values in parts for key, value in values.items()},
+            )
+
+    def _overlaps(self, axes: tuple[int, int, int], stage: int) -> list[tuple[int, Values]]:
+        """Whether gradients are reduced beside the backward pass; stage 3 pays nothing for it."""
+        key = "zero_stage.overlap_comm"
+        if self.is_fixed(key):
+            return [(0, {})]
+        on, off = (1, {key: True}), (0, {key: False})
+        alone = self.hardware.world_size == axes[0] * axes[1]
+        if stage == 0 or axes[1] > 1 or alone:
+            return [off]
+        return [on] if stage == 3 else [off, on]
+
+    def _modes(self) -> list[tuple[int, Values]]:
+        """Kinds of recomputation, with the rank of what they keep on the device."""
+        section = "activation_checkpointing"
+        settings = self.config.activation_checkpointing
+        key, away = f"{section}.mode", f"{section}.offload_to_cpu"
+        if self.is_fixed(key) or self.is_fixed(f"{section}.every_kth_block"):
+            return [(0, {})]
+        full, selective = CheckpointingMode.full, CheckpointingMode.selective
+        modes: list[tuple[int, Values]] = []
+        if self.hardware.accelerator is not Accelerator.cpu:
+            modes.append((0, {key: full, away: True}))
+        modes += [(1, {key: full, away: False}), (2, {key: selective, away: False})]
+        # What is said of recomputed blocks means nothing, and is refused, where there are none.
+        none: dict[str, Any] = {key: CheckpointingMode.none, away: False}
+        none[f"{section}.partition_across_tensor_ranks"] = False
+        modes.append((3, none))
+        if self.is_fixed(away):
+            return [mode for mode in modes if mode[1][away] == settings.offload_to_cpu]
+        return modes
+
+    def _losses(self, axes: tuple[int, int, int]) -> list[tuple[int, Values]]:
+        key = "kernels.cross_entropy"
+        if self.is_fixed(key) or self.config.kernels.cross_entropy is CrossEntropyKind.liger_fused:
+            return [(0, {})]
+        plain = (1, {key: CrossEntropyKind.plain})
+        if axes[1] > 1 or self.config.kernels.compile is CompileKind.deepcompile:
+            return [plain]
+        return [(0, {key: CrossEntropyKind.chunked}), plain]
+
+    def _offload_of(self, offload: Values) -> tuple[bool, bool]:
+        """Whether optimizer and parameters are offloaded."""
+        return tuple(
+            offload.get(f"offload.{name}", getattr(self.config.offload, name))
+            is not OffloadDevice.none
+            for name in ("optimizer", "parameters")
+        )  # type: ignore[return-value]
+
+    def _may_be_legal(
+        self, axes: tuple[int, int, int], stage: int, optimizer: bool, parameters: bool
+    ) -> bool:
+        """What the rules of layouts and stages would refuse at once; the rest is theirs."""
+        model = self.config.model
+        tensor, pipeline, sequence = axes
+        heads, key_heads = model.num_attention_heads, shapes.key_value_heads(model)
+        if any(n % tensor for n in (heads, key_heads, model.intermediate_size, model.vocab_size)):
+            return False
+        if heads // tensor % sequence or self.config.training.sequence_length % sequence:
+            return False
+        if pipeline > max(1, model.num_layers) or (pipeline > 1 and (stage > 1 or sequence > 1)):
+            return False
+        return not ((optimizer and stage == 0) or (parameters and stage < 3))
+
+    def _states_may_fit(
+        self, axes: tuple[int, int, int], stage: int, optimizer: bool, parameters: bool
+    ) -> bool:
+        """Whether 16-bit weights and gradients, master weights and one moment leave room at all.
+
+        Less than any configuration needs, so that nothing is left out that fits.
+        """
+        capacity = self.hardware.device_memory_bytes
+        if capacity is None:
+            return True
+        tensor, pipeline, _ = axes
+        count = shapes.count_parameters(self.config.model)
+        elements = count.blocks / (tensor * pipeline)
+        ranks = self.hardware.world_size // (tensor * pipeline)
+        weights = 0.0 if parameters else 2 * elements / (ranks if stage == 3 else 1)
+        states = 0.0 if optimizer else 4 * elements / (ranks if stage else 1)
+        return weights + states <= capacity

@@ -1,0 +1,301 @@
+"""A model traced without memory: its exact tensors, and what autograd keeps of each block.
+
+The model runs once on fake tensors, which have shapes, types and storages but no values
+(`torch._subclasses.FakeTensorMode`), so that a model of any size is traced on any machine, in the
+time that Python takes to go through its code. Storages are counted once each, however many
+operations save a view of them; weights and buffers are not counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+from transformers import AutoModelForCausalLM, masking_utils
+from transformers.modeling_utils import PreTrainedModel
+
+from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
+from trainctl.errors import TrainctlError
+from trainctl.memory.activations import BlockActivations, block_activations
+from trainctl.memory.constants import BYTES
+from trainctl.memory.traced import TracedModel
+from trainctl.plan.precision import formats
+from trainctl.plan.shapes import TensorShape
+from trainctl.train.model import TORCH_TYPES, blocks, transformers_config, users_model
+from trainctl.train.recompute import KEPT_OPERATIONS
+from trainctl.train.user_code import in_words
+
+FEED_FORWARD = ("mlp", "ffn", "feed_forward", "moe")
+ATTENTION = ("attn", "attention")
+"""Parts of the names that architectures give to the children of a block."""
+
+
+def trace(config: RunConfig, folder: Path) -> TracedModel:
+    """Trace the model of a configuration, with its precision and length of sequences.
+
+    Attention runs as sdpa where the configuration has flash attention: both keep the same tensors.
+    Kernels that take the place of transformers' own (`config.kernels`) are not traced.
+
+    Args:
+        config: The configuration.
+        folder: Where the user's own code is looked for.
+
+    Raises:
+        TrainctlError: The model has no decoder blocks that can be told apart, or its code looks at
+            values, which a trace has not.
+    """
+    if config.model.factory is not None:
+        sys.path.insert(0, str(folder))
+    dtype = TORCH_TYPES[formats(config.precision).weights]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with _in_words(config.model):
+            model = _fake_model(config.model, dtype)
+            recorder = Recorder(model)
+            _forward(model, config, recorder)
+        return TracedModel(
+            tensors=_tensors(model),
+            in_blocks=_in_blocks(model),
+            blocks=len(recorder.blocks),
+            block=_mean(recorder, config),
+            embedding=model.get_input_embeddings().weight.numel(),
+            head=model.get_output_embeddings().weight.numel(),
+        )
+
+
+def _forward(model: PreTrainedModel, config: RunConfig, recorder: Recorder) -> None:
+    """One sample, from the tokens to the logits."""
+    precision = config.precision
+    autocast = TORCH_TYPES.get(precision.compute, torch.bfloat16)
+    tokens = torch.zeros(1, config.training.sequence_length, dtype=torch.long)
+    with (
+        recorder,
+        _documents_are_not_looked_for(config),
+        torch.autocast("cpu", autocast, enabled=precision.autocast),
+    ):
+        model(input_ids=tokens, use_cache=False)
+
+
+@contextmanager
+def _in_words(model: ModelConfig) -> Iterator[None]:
+    """What goes wrong in a model's code is the model's: a sentence, and no traceback."""
+    # torch logs what we say in a sentence.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except TrainctlError:
+        raise
+    except Exception as error:
+        raise TrainctlError(
+            f"{model.name} cannot be traced: {in_words(error)}",
+            hint="leave --exact out: the budget then follows from the model's shape",
+        ) from error
+    finally:
+        log.setLevel(level)
+
+
+@dataclass(slots=True)
+class Traced:
+    """Bytes that one block keeps, by part."""
+
+    boundary: int
+    parts: Counter[str] = field(default_factory=Counter)
+    products: int = 0
+
+
+class Recorder(TorchDispatchMode):
+    """Within it, what autograd saves while each decoder block goes forward.
+
+    Attributes:
+        blocks: One for each decoder block that has run.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.blocks: list[Traced] = []
+        self._part: str | None = None
+        self._weights = {_storage(tensor) for tensor in model.parameters()}
+        # By key, with what keeps the storage, so that no other gets its key.
+        self._ignored: dict[int, torch.Tensor] = {}
+        self._seen: dict[int, torch.Tensor] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._ignore(tensor)
+        self._owners: dict[int, str] = {}
+        self._handles = list(self._watch(model))
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> Recorder:
+        super().__enter__()
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        self._hooks.__exit__(*reason)
+        super().__exit__(*reason)
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.name() == "aten::_to_copy" and _storage(args[0]) in self._weights:
+            self._ignore(output)  # autocast's copy of a weight: counted with the weights
+        if self._part is not None and func.name() in KEPT_OPERATIONS:
+            results = output if isinstance(output, tuple) else (output,)
+            self.blocks[-1].products += sum(
+                result.untyped_storage().nbytes()
+                for result in results
+                if isinstance(result, torch.Tensor)
+            )
+        return output
+
+    def _watch(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        for block in blocks(model):
+            yield block.register_forward_pre_hook(self._enter_block, with_kwargs=True)
+            yield block.register_forward_hook(self._leave_block)
+            for name, child in block.named_children():
+                part = _part_of(name)
+                if part != "norms":
+                    yield child.register_forward_pre_hook(self._entering(part), with_kwargs=True)
+                    yield child.register_forward_hook(self._leave_child)
+
+    def _enter_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        # What all blocks share (positions, a mask) is kept once, whatever their number.
+        hidden, *shared = _tensors_in((args, kwargs))
+        for tensor in shared:
+            self._ignore(tensor)
+        self.blocks.append(Traced(boundary=hidden.numel() * hidden.element_size()))
+        self._part = "norms"
+
+    def _leave_block(self, *_: Any) -> None:
+        self._part = None
+
+    def _entering(self, part: str) -> Any:
+        def enter(child: nn.Module, args: Any, kwargs: Any) -> None:
+            # What comes in is what a norm gave, and the closed form counts it there.
+            self._owners |= {_storage(tensor): "norms" for tensor in _tensors_in((args, kwargs))}
+            self._part = part
+
+        return enter
+
+    def _leave_child(self, *_: Any) -> None:
+        self._part = "norms"
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = _storage(tensor)
+        if self._part is not None and key not in self._ignored and key not in self._seen:
+            self._seen[key] = tensor.detach()
+            size = tensor.untyped_storage().nbytes()
+            self.blocks[-1].parts[self._owners.get(key, self._part)] += size
+        return tensor
+
+    def _ignore(self, tensor: torch.Tensor) -> None:
+        self._ignored[_storage(tensor)] = tensor
+
+
+@contextmanager
+def _documents_are_not_looked_for(config: RunConfig) -> Iterator[None]:
+    """Let transformers take a sample for one document, as it does in training after looking at the
+    positions, which have no values here; where documents are masked it makes the mask anyway."""
+    original = masking_utils.find_packed_sequence_indices
+    if not config.data.mask_documents:
+        masking_utils.find_packed_sequence_indices = lambda positions: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+def _fake_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with fake weights, in training mode."""
+    if model.factory is not None:
+        built = users_model(model, dtype)
+    else:
+        kind = model.attention
+        attention = AttentionKind.sdpa if kind is AttentionKind.flash_attention_2 else kind
+        built = AutoModelForCausalLM.from_config(
+            transformers_config(model),
+            dtype=dtype,
+            attn_implementation=attention.value,
+            trust_remote_code=model.trust_remote_code,
+        )
+    built.train()
+    if not blocks(built):
+        raise TrainctlError(
+            f"{type(built).__name__} has no decoder blocks that transformers knows of",
+            hint="leave --exact out: the budget then follows from the model's shape",
+        )
+    return built
+
+
+def _mean(recorder: Recorder, config: RunConfig) -> BlockActivations:
+    """A block in bytes per token; gradients that live within it by the closed form."""
+    closed = block_activations(
+        config.model,
+        sequence_length=config.training.sequence_length,
+        element=BYTES[config.precision.compute],
+        autocast=config.precision.autocast,
+    )
+    places = len(recorder.blocks) * config.training.sequence_length
+    parts: Counter[str] = Counter()
+    for block in recorder.blocks:
+        parts += block.parts
+    return replace(
+        closed,
+        norms=round(parts["norms"] / places),
+        attention=round(parts["attention"] / places),
+        scores=0,
+        feed_forward=round(parts["feed_forward"] / places),
+        boundary=round(sum(block.boundary for block in recorder.blocks) / places),
+        products=round(sum(block.products for block in recorder.blocks) / places),
+    )
+
+
+def _tensors(model: PreTrainedModel) -> tuple[TensorShape, ...]:
+    lookups = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    return tuple(
+        TensorShape(
+            name=name, shape=tuple(tensor.shape), sharded=False, embedding=tensor in lookups
+        )
+        for name, tensor in model.named_parameters()
+    )
+
+
+def _in_blocks(model: PreTrainedModel) -> frozenset[str]:
+    inside = {tensor for block in blocks(model) for tensor in block.parameters()}
+    return frozenset(name for name, tensor in model.named_parameters() if tensor in inside)
+
+
+def _part_of(name: str) -> str:
+    """Part of the closed form that a child of a block belongs to, by its name."""
+    if "norm" in name:  # post_attention_layernorm is one
+        return "norms"
+    if any(word in name for word in FEED_FORWARD):
+        return "feed_forward"
+    return "attention" if any(word in name for word in ATTENTION) else "norms"
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors among arguments, in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        yield from _tensors_in(tuple(value.values()))
