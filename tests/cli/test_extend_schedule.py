@@ -9,6 +9,7 @@ import pytest
 
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
+from trainctl.launch.order import Launch
 from trainctl.launch.outcome import Outcome
 from trainctl.plan.schedule import Curve
 from trainctl.runs import checkpoints
@@ -32,8 +33,8 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.chdir(tmp_path)
     numbers: list[int] = []
 
-    def record(run: RunPaths, attempt: Any, plan: Any, *_: object, **__: object) -> Outcome:
-        numbers.append(attempt.number)
+    def record(launch: Launch) -> Outcome:
+        numbers.append(launch.attempt.number)
         return Outcome(exit_code=0, state=State.finished)
 
     monkeypatch.setattr("trainctl.launch.local.run_launch", record)

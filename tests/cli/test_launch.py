@@ -7,13 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from trainctl.cli.main import run
 from trainctl.cli.planning import compose
 from trainctl.errors import ExitCode
+from trainctl.launch.order import Launch
 from trainctl.launch.outcome import Outcome
 from trainctl.runs.directory import create_run, last_attempt, open_run, read_plan
 from trainctl.runs.layout import RunPaths
@@ -42,8 +42,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of the attempts that were started, none of which really runs."""
     numbers: list[int] = []
 
-    def record(run: RunPaths, attempt: Any, plan: Any, *_: object, **__: object) -> Outcome:
-        numbers.append(attempt.number)
+    def record(launch: Launch) -> Outcome:
+        numbers.append(launch.attempt.number)
         return Outcome(exit_code=0, state=State.finished)
 
     monkeypatch.setattr("trainctl.launch.local.run_launch", record)

@@ -168,7 +168,7 @@ def _details(found: Found, first: Found, price: float | None, show: _Shown) -> l
         lines.append(f"   {cost:,.2f} for a billion tokens{whole}")
     lines.append(f"   time: {shares(found.time)}")
     if found is not first:
-        lines.append(f"   behind 1: {why_slower(found, first)}")
+        lines.append(f"   beside 1: {why_slower(found, first)}")
     if found.rejected is not None:
         lines.append(f"   not faster: {next_faster(found.rejected, show.rates_are_known)}")
     return [*lines, f"   {join(found.overrides)}".rstrip()]
