@@ -100,6 +100,14 @@ def test_the_version_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == (f"trainctl {__version__}\n", "")
 
 
+def test_help_wraps_where_the_terminal_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["plan", "--help"]) == 0
+    assert "plans with ZeRO 3 only. Exits with 3 if nothing fits." in capsys.readouterr().out
+
+
 def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 0
     assert "estimate-memory" in capsys.readouterr().out

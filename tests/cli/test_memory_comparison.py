@@ -75,3 +75,27 @@ def test_nothing_to_draw_is_an_error_that_says_why(
     assert run([*arguments, "--plot", "memory.png"]) == ExitCode.bad_input
     assert "31" in capsys.readouterr().err
     assert not Path("memory.png").exists()
+
+
+def test_a_table_of_nothing_legal_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*LARGE, "zero_stage=7,8"]) == ExitCode.bad_input
+    assert "no option '8'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--plot", "memory.pgn"], "hint: memory.png"),
+        (["--plot", "charts/memory.png"], "hint: mkdir -p charts"),
+        (["--measure", "--plot", "memory.png"], "leave out --plot"),
+        (["--measure", "--exact"], "leave out --plot"),
+        (["--force"], "there is no --measure"),
+    ],
+)
+def test_options_without_effect_are_refused_before_any_work(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*LARGE, *arguments]) == ExitCode.bad_input
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert captured.out == ""

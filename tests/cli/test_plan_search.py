@@ -96,6 +96,8 @@ def test_a_recipe_of_several_machines_elsewhere(capsys: pytest.CaptureFixture[st
         ([*MODEL, *BATCH, "--write", "x.yaml"], ExitCode.bad_input, "training.tokens=1T"),
         ([*MODEL, *BATCH, *LENGTH, "--write", "x.yml"], ExitCode.bad_input, "x.yaml"),
         ([*MODEL, *BATCH, *LENGTH, "--write", "no/x.yaml"], ExitCode.bad_input, "no folder no"),
+        ([*MODEL, *BATCH, *LENGTH, "--write", "7b-zero3.yaml"], ExitCode.bad_input, "would hide"),
+        ([*MODEL, *BATCH, *LENGTH, "--write", "base.yaml"], ExitCode.bad_input, "would hide"),
         ([*MODEL, *BATCH, "zero_stage=4"], ExitCode.bad_input, "0, 1, 2, 3"),
         (
             ["model=llama-405b", "hardware=1xt4-16g", *BATCH, "precision=fp16"],
@@ -116,8 +118,10 @@ def test_what_cannot_be_planned(
 
 def test_rates_that_are_not_known_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     declared = ["hardware=8xa100-80g", "hardware.memory_bandwidth_gb_per_second=null"]
-    assert run(["plan", "model=llama-7b", *declared, *BATCH, "--top", "1"]) == 0
+    arguments = ["model=llama-7b", *declared, *BATCH, *LENGTH, "--top", "1", "--write", "mine.yaml"]
+    assert run(["plan", *arguments]) == 0
     assert "only the order means something" in capsys.readouterr().err
+    assert "Predicted" not in Path("mine.yaml").read_text()
 
 
 def test_planning_needs_no_torch() -> None:

@@ -66,3 +66,13 @@ def test_what_cannot_be_planned_is_said(capsys: pytest.CaptureFixture[str]) -> N
         ["schedule", "show", "recipe=tiny", "schedule=step", "schedule.step_every=null"]
     ) == (ExitCode.bad_input)
     assert "schedule.step_every" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("a.txt", "hint: a.png"), ("charts/a.png", "hint: mkdir -p charts")]
+)
+def test_where_no_chart_can_be_written(
+    name: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["schedule", "show", "recipe=tiny", "--plot", name]) == ExitCode.bad_input
+    assert says in capsys.readouterr().err

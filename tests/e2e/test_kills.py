@@ -52,7 +52,7 @@ def target(strike, launcher, run):
     return wait(lambda: next((p for p in live_processes(run) if module_of(p) in modules), None))
 
 
-def wait(condition, seconds=60):
+def wait(condition, seconds=120):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = condition()
@@ -62,41 +62,58 @@ def wait(condition, seconds=60):
     raise AssertionError("waited in vain")
 
 
-def assert_clean(run):
+def strike(name, launcher, run):
+    """Strike, and expect the exit code, no traceback, and that nothing is left."""
+    number, code = STRIKES[name]
+    os.kill(target(name, launcher, run), number)
+    found, out, err = finish(launcher, timeout=20)
+    assert found == code, out + err
+    assert "Traceback" not in out + err
     wait(lambda: not live_processes(run), seconds=5)
 
 
-@pytest.mark.parametrize("strike", STRIKES)
-def test_struck_while_training(tmp_path, launcher, strike):
+def test_interrupted_and_terminated_while_training(tmp_path, launcher):
+    """Kills of ranks, the agent and the launcher in training are in `tests/faults`."""
     run = tmp_path / "run"
     wait(lambda: len(curve(run)) >= 12)
-    number, code = STRIKES[strike]
-    os.kill(target(strike, launcher, run), number)
-    found, out, err = finish(launcher, timeout=20)
-    assert found == code, out + err
-    assert "Traceback" not in out + err
-    assert_clean(run)
-    if strike == "rank":
-        assert "SIGKILL" in out + err
-    before = curve(run)
-    trainctl("resume", "run", "training.stop_after_steps=20", cwd=tmp_path)
-    after = curve(run)
-    assert list(after) == list(range(1, 21))
-    assert all(after[step] == before[step] for step in before if step <= 10)
+    strike("interrupt", launcher, run)
+    first = curve(run)
+    again = start("resume", "run", cwd=tmp_path)
+    try:
+        wait(lambda: max(curve(run)) >= max(first) + 12)
+        strike("terminate", again, run)
+    finally:
+        again.kill()
+    second = curve(run)
+    last = max(second) + 5
+    trainctl("resume", "run", f"training.stop_after_steps={last}", cwd=tmp_path)
+    steps = curve(run)
+    assert list(steps) == list(range(1, last + 1))
+    for before in (first, second):  # what was done again came out the same
+        assert {step: steps[step] for step in before} == before
     status = json.loads(RunPaths(run).status.read_text())
-    assert status["state"] == "finished" and status["attempt"] == 2
+    assert status["state"] == "finished" and status["attempt"] == 3
 
 
-@pytest.mark.parametrize("strike", STRIKES)
-@pytest.mark.parametrize("after_seconds", [0.0, 1.0, 3.0])
-def test_struck_during_start_up(tmp_path, launcher, strike, after_seconds):
-    """`after_seconds` from the moment that the run directory's first attempt has its agent."""
+@pytest.mark.parametrize(
+    ("name", "after_seconds"),
+    [
+        ("rank", 0.0),
+        ("rank", 3.0),
+        ("agent", 1.0),
+        ("launcher", 0.0),
+        ("launcher", 3.0),
+        ("interrupt", 1.0),
+        ("terminate", 0.0),
+        ("terminate", 3.0),
+    ],
+)
+def test_struck_during_start_up(tmp_path, launcher, name, after_seconds):
+    """`after_seconds` from the moment that the run directory's first attempt has its agent.
+
+    More moments, with stand-in ranks: `tests/launch/test_start_up.py`.
+    """
     run = tmp_path / "run"
     wait(lambda: (run / "run.json").is_file() and live_processes(run))
     time.sleep(after_seconds)
-    number, code = STRIKES[strike]
-    os.kill(target(strike, launcher, run), number)
-    found, out, err = finish(launcher, timeout=20)
-    assert found == code, out + err
-    assert_clean(run)
-    assert "Traceback" not in out + err
+    strike(name, launcher, run)

@@ -39,11 +39,9 @@ def test_a_run_leaves_its_records(tmp_path):
     assert str(run) in said
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
-)
-def test_twenty_and_twenty_more_steps_are_forty(tmp_path, stage):
-    config = (*TINY, f"zero_stage={stage}", "training.steps=40")
+def test_twenty_and_twenty_more_steps_are_forty(tmp_path):
+    """By the command; every stage and precision is in `tests/train/test_resume.py`."""
+    config = (*TINY, "zero_stage=3", "training.steps=40")
     trainctl("launch", *config, "--run-dir", "whole", cwd=tmp_path)
     trainctl("launch", *config, "training.stop_after_steps=20", "--run-dir", "parts", cwd=tmp_path)
     assert len(curve(tmp_path / "parts")) == 20

@@ -14,27 +14,30 @@ from trainctl.runs.checkpoints import checkpoint_name
 pytestmark = pytest.mark.slow
 
 PHASES = (
-    ("fragment", 0),
-    ("fragment", 1),
-    ("manifest", 0),
-    ("rename", 0),
-    ("pointer", 0),
-    ("rotation", 0),
+    ("fragment", 0, False),
+    ("fragment", 1, True),
+    ("manifest", 0, True),
+    ("rename", 0, False),
+    ("pointer", 0, True),
+    ("rotation", 0, False),
 )
-"""Where, and on which rank, a save is cut short."""
+"""Where, on which rank, and whether behind the steps, a save is cut short.
+
+Each phase is cut short in both ways in `tests/train/test_saver.py`.
+"""
 
 COMMITTED = ("pointer", "rotation")
 
 
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
-def test_kill_9_in_each_phase_of_a_save(struck, undisturbed, asynchronous):
+def test_kill_9_in_each_phase_of_a_save(struck, undisturbed):
     """One phase after the other strikes the same run, each at the second save after its resume."""
-    overrides = (*CONFIG, f"checkpoint.asynchronous={asynchronous}", "checkpoint.keep=1")
+    overrides = (*CONFIG, "checkpoint.keep=1")
     saved = 0
-    for phase, rank in PHASES:
+    for phase, rank, is_behind in PHASES:
         step = saved + 20
         fault = f"phase:{phase}:{rank}:{step}"
-        launcher = struck.launch(*overrides, TRAINCTL_FAULT=fault)
+        how = f"checkpoint.asynchronous={str(is_behind).lower()}"
+        launcher = struck.launch(*overrides, how, TRAINCTL_FAULT=fault)
         said = struck.finish(launcher, 137, f"rank {rank} (node 0", "was killed by SIGKILL")
         if phase in COMMITTED:
             assert struck.saved[-1] == step, f"{fault}: it was committed\n{said}"
@@ -128,27 +131,27 @@ def lose(struck):
     return file
 
 
-@pytest.mark.parametrize("damage", [flip_a_byte, truncate, lose])
-def test_a_damaged_checkpoint_is_passed_over(struck, undisturbed, damage):
+def test_damaged_checkpoints_are_passed_over_and_the_pointer_is_never_trusted(struck, undisturbed):
+    """The newest one and the pointer are struck three times; the next older one is taken."""
     struck.finish(struck.launch(*CONFIG, "training.stop_after_steps=35"), 0)
     assert struck.saved == [20, 30, 35]
-    file = damage(struck)
-    said = struck.finish(struck.launch("training.stop_after_steps=null"), 0)
-    assert "passed over" in said and file.name in said and checkpoint_name(35) in said, said
-    assert struck.events("start")[-1]["resumed_from"] == checkpoint_name(30)
-    assert struck.curve == undisturbed
-
-
-def test_the_pointer_is_never_trusted(struck, undisturbed):
-    struck.finish(struck.launch(*CONFIG, "training.stop_after_steps=30"), 0)
-    pointer = struck.paths.checkpoints / "latest"
     shutil.copytree(struck.paths.checkpoints / checkpoint_name(20), struck.root / "x")
-    for step, text in ((60, ""), (90, "step-00009999\n"), (120, "../x\n"), (150, None)):
+    pointer = struck.paths.checkpoints / "latest"
+    blows = (
+        (flip_a_byte, "step-00009999\n", 75),
+        (truncate, "../x\n", 115),
+        (lose, None, STEPS),
+    )
+    for damage, text, stop in blows:
+        newest, intact = struck.saved[-1], struck.saved[-2]
+        file = damage(struck)
         if text is None:
             pointer.unlink()
         else:
             pointer.write_text(text)
-        struck.finish(struck.launch(f"training.stop_after_steps={step}"), 0)
-        assert struck.events("start")[-1]["resumed_from"] == checkpoint_name(step - 30), text
-        assert pointer.read_text() == f"{checkpoint_name(step)}\n"
-    struck.complete(undisturbed, "training.stop_after_steps=null")
+        said = struck.finish(struck.launch(f"training.stop_after_steps={stop}"), 0)
+        assert "passed over" in said and file.name in said, said
+        assert checkpoint_name(newest) in said, said
+        assert struck.events("start")[-1]["resumed_from"] == checkpoint_name(intact)
+        assert pointer.read_text() == f"{checkpoint_name(stop)}\n"
+    assert struck.curve == undisturbed

@@ -47,9 +47,7 @@ def check(launches: Launches, launch: Launch, strike: Callable[[Launch], None]) 
 # Seconds after the start of the launcher's process. Its agent is there after about 0.2, has torch
 # after 1.3, and the ranks have it about a second later.
 @pytest.mark.parametrize("seconds", [0.05, 0.3, 0.8, 1.5, 2.5])
-@pytest.mark.parametrize(
-    "strike", [kill_launcher, interrupt, pytest.param(terminate, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("strike", [kill_launcher, interrupt])
 def test_the_launcher_is_struck_during_start_up(
     launches: Launches, strike: Callable[[Launch], None], seconds: float
 ) -> None:

@@ -200,3 +200,16 @@ def test_tensor_ranks_share_a_traced_block_as_they_share_the_closed_form(
     assert run([*arguments, "--exact"]) == 0
     exact = json.loads(capsys.readouterr().out)
     assert exact["phases"] == closed["phases"]
+
+
+def test_a_trace_prints_no_warnings_of_the_libraries(tmp_path: Path) -> None:
+    # A new process: they warn while they are imported.
+    words = ["estimate-memory", "recipe=tiny", "--exact"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trainctl", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""

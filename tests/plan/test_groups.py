@@ -110,3 +110,11 @@ def test_the_plan_prints_the_groups_and_their_counts():
     for group in parameter_groups(config):
         assert f"{group.name}: {len(group.parameters)} tensors" in lines
     assert "decayed, lr x0.5" in lines
+
+
+def test_muon_takes_matrices_only():
+    """Of another architecture the experts of a block may be one tensor of three dimensions."""
+    config = config_with(optimizer__kind="muon")
+    name = "model.layers.0.mlp.experts.down_proj"
+    assert group_of(config, name, (64, 32)).uses_muon
+    assert not group_of(config, name, (8, 64, 32)).uses_muon

@@ -65,6 +65,8 @@ def test_the_table_names_keys_of_the_schema_once():
         ),
         ({"kernels__chunk_tokens": 64}, {"kernels__cross_entropy": "chunked"}),
         ({"logging__profile_ranks": [1]}, {"logging__profile_steps": [2, 3]}),
+        ({"gradients__noise": 0.1, "script": "own.py"}, {"script": None}),
+        ({"stability__spike_factor": 2.0, "script": "own.py"}, {"script": None}),
     ],
 )
 def test_a_setting_is_reported_exactly_while_it_does_nothing(idle, effective):

@@ -9,13 +9,20 @@ from typing import Any
 import pytest
 from throughput_rows import config_of, hardware_of
 
-from trainctl.config.schema import CheckpointingMode, LauncherKind, OffloadDevice, RunConfig
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.config.schema import (
+    CheckpointingMode,
+    LauncherKind,
+    OffloadDevice,
+    OptimizerKind,
+    RunConfig,
+)
+from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.hardware import Hardware
-from trainctl.planner.assess import assess
+from trainctl.memory.budget import budget
+from trainctl.planner.assess import Assessment, assess
 from trainctl.planner.search import MOST_BUDGETS, Found, search
 from trainctl.planner.space import MOST_ROUNDED, RESOLUTION, Space
-from trainctl.planner.variants import with_values
+from trainctl.planner.variants import timed, with_values
 
 GIB = 2**30
 LLAMA_7B: dict[str, Any] = {
@@ -118,6 +125,46 @@ def test_nothing_that_fits_is_faster(changes: dict[str, Any]) -> None:
     assert offloads == (not fitting)
     if fitting:
         assert seconds_per_token(result.found[0]) <= min(fitting) * 1.011
+
+
+@pytest.mark.parametrize("kind", OptimizerKind)
+def test_the_memory_of_a_sketch_is_that_of_its_plan(kind: OptimizerKind) -> None:
+    """The search budgets sketches, which have no JSON: of no optimizer may it know less by that."""
+    hardware = hardware_of("h100-80g", 1, 8)
+    compared = 0
+    for stage, away in product(range(4), (OffloadDevice.none, OffloadDevice.cpu)):
+        values = {
+            "optimizer.kind": kind,
+            "zero_stage.stage": stage,
+            "offload.optimizer": away,
+            "offload.ratio": 0.5 if stage == 3 and away is OffloadDevice.cpu else 1.0,
+            "training.micro_batch_size": 1,
+        }
+        config = config_of(LLAMA_7B | values)
+        variant, real = timed(config, hardware), assess(config, hardware)
+        if real.budget is not None and variant is not None:
+            assert budget(variant.sketch).phases == real.budget.phases
+            compared += 1
+    assert compared >= 4
+
+
+def test_what_a_rule_refuses_says_nothing_of_larger_variants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of memory a smaller variant tells; a rule may refuse the smaller one alone."""
+
+    def refuses(config: RunConfig, hardware: Hardware) -> Assessment:
+        if not config.zero_stage.overlap_comm:
+            problem = Finding(rule="TC000", key="zero_stage.overlap_comm", message="not so")
+            return Assessment(plan=None, budget=None, findings=(problem,))
+        return assess(config, hardware)
+
+    monkeypatch.setattr("trainctl.planner.search.assess", refuses)
+    config = config_of(LLAMA_7B | {"zero_stage.stage": 1, "training.micro_batch_size": 1})
+    settled = {"zero_stage.stage", "training.micro_batch_size", "parallelism"}
+    fixed = frozenset({*settled, "activation_checkpointing.mode", "kernels"})
+    result = search(config, hardware_of("h200-141g", 1, 8), fixed=fixed, top=1)
+    assert [found.values["zero_stage.overlap_comm"] for found in result.found] == [True]
 
 
 def test_arithmetic_leaves_out_no_layout_that_fits() -> None:

@@ -32,8 +32,10 @@ def resident(cases: list[Any], process: Any) -> list[int]:
 def _of(case: Any, process: Any) -> int:
     before = storages()
     session = assemble(case.plan, case.run, process)
-    session.engine.accumulate(session.training.step(0))
-    session.engine.update(1.0)
+    engine = session.engine
+    engine.set_learning_rate(1.0)
+    engine.accumulate(session.training.step(0, case.plan.batch.gradient_accumulation_steps))
+    engine.update(norm=session.gradients.norms().total, clip_at=1.0)
     after = storages()
     new = sum(size for address, size in after.items() if before.get(address) != size)
     session.engine.close()

@@ -59,7 +59,8 @@ def _distance(case: Case, process: Process) -> dict[str, float]:
         factor = 1 / (1 + step)
         for group in groups:
             group["lr"] = group["peak_lr"] * factor
-        engine.update(factor, norm=1.0, clip_at=None)
+        engine.set_learning_rate(factor)
+        engine.update(norm=1.0, clip_at=None)
         for each in steps:
             each()
         for name, parameter in own.items():

@@ -47,8 +47,13 @@ class PlainState:
     def numel(self, index: int) -> int:
         return NUMEL
 
+    def settle(self) -> None:
+        pass
+
     def tensor(self, index: int, name: str) -> torch.Tensor:
         return self._tensors[index][name]
+
+    saved = tensor
 
     def resident(self, index: int) -> Any:
         return nullcontext()

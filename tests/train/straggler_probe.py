@@ -40,9 +40,9 @@ def train(cases: list[Case], process: Process) -> None:
 def _data(session: Session) -> None:
     data = session.training
 
-    def step(first_sample: int) -> list[MicroBatch]:
+    def step(first_sample: int, passes: int) -> list[MicroBatch]:
         time.sleep(SECONDS)
-        return list(data.step(first_sample))
+        return list(data.step(first_sample, passes))
 
     session.training = SimpleNamespace(  # type: ignore[assignment]
         step=step, data_rank=data.data_rank, data_size=data.data_size

@@ -115,11 +115,12 @@ LAYOUTS = {
 
 
 SLOW = ("ZeRO 2, states on the host", "sequence")
+SLOW_MARKS = [pytest.mark.slow, pytest.mark.timeout(1800)]  # CPUAdam is compiled when first used
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS],
+    [pytest.param(name, marks=SLOW_MARKS if name in SLOW else []) for name in LAYOUTS],
 )
 def test_every_layout_changes_at_the_same_step(tmp_path, by_hand, name):
     plan = tiny_plan(LAYOUTS[name], 2)

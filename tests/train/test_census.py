@@ -95,6 +95,7 @@ def test_states_of_other_optimizers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_offloaded_states(world_size: int, tmp_path: Path) -> None:
     """All ranks together, whose host it is: which of them has the tensors that partitions cut is

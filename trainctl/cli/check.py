@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Force, Json, Overrides
-from trainctl.errors import TrainctlError
+from trainctl.cli.arguments import ConfigDir, Json, Overrides
+from trainctl.errors import ExitCode, TrainctlError
 
 if TYPE_CHECKING:
     from trainctl.cli.memory_comparison import Compared
@@ -58,6 +58,10 @@ Measure = Annotated[
         help="Make two real steps here, show predicted beside measured, and keep what differs by "
         "machine for later estimates.",
     ),
+]
+ForceSteps = Annotated[
+    bool,
+    typer.Option("--force", help="With --measure: start although the budget does not fit."),
 ]
 UseCalibration = Annotated[
     bool,
@@ -149,7 +153,7 @@ def estimate_memory(
     exact: Exact = False,
     run_steps: Measure = False,
     calibration: UseCalibration = True,
-    force: Force = False,
+    force: ForceSteps = False,
 ) -> None:
     """Estimate memory on device, host, NVMe and disk.
 
@@ -163,12 +167,26 @@ def estimate_memory(
     if run_steps:
         from trainctl.cli.measure import measure
 
+        if plot is not None or exact or not calibration:
+            raise TrainctlError(
+                "--measure prints what was measured beside the estimate, and takes no other option "
+                "of an estimate",
+                hint="leave out --plot, --exact and --no-calibration, or --measure",
+            )
         measure(overrides or [], config_dir, force=force, as_json=as_json)
         return
+    if force:
+        raise TrainctlError("--force starts the steps of --measure, and there is no --measure")
+    if plot is not None:
+        from trainctl.reports.figure import check_target
+
+        check_target(plot)
     compared = compare_memory(overrides or [], config_dir, exact=exact, calibrated=calibration)
     if len(compared) > 1:
         _compare(compared, as_json)
-        status = 0
+        # One that is not legal is a row of the table; a table of nothing else is a mistake.
+        legal = [item for item in compared if item.planned and item.planned.assessment.budget]
+        status = 0 if legal else int(ExitCode.bad_input)
     else:
         status = _estimate(compared[0], as_json)
     if plot is not None:

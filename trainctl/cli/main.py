@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -78,10 +78,20 @@ def _options(
     pass
 
 
+def _join_lines(command: Any) -> None:
+    """Paragraphs of docstrings as one line each: where they wrap is the terminal's business."""
+    if command.help:
+        paragraphs = command.help.split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    for part in getattr(command, "commands", {}).values():
+        _join_lines(part)
+
+
 def run(arguments: Sequence[str]) -> int:
     """One command, from its arguments to its exit code; every error ends here."""
     try:
         command = typer.main.get_command(app)
+        _join_lines(command)
         with command.make_context("trainctl", list(arguments) or ["--help"]) as context:
             command.invoke(context)
     except typer.Exit as end:

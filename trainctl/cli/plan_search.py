@@ -68,7 +68,7 @@ def plan(
     training = composed.config.training
     is_open = training.steps is None and training.tokens is None
     if write is not None:
-        _check_target(write, is_open)
+        _check_target(write, is_open, config_dir)
     hardware = resolve_hardware(composed.config.hardware)
     result = search(composed.config, hardware, fixed=_asked(composed), top=top)
     show_findings(composed.findings)
@@ -89,7 +89,7 @@ def plan(
         for line in _lines(result, hardware, price, show):
             put(line)
     if write is not None:
-        _write(write, composed, result.found[0], config_dir)
+        _write(write, composed, result.found[0], config_dir, show)
 
 
 def _asked(composed: Composed) -> frozenset[str]:
@@ -247,8 +247,10 @@ def _step(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
-def _check_target(path: Path, is_open: bool) -> None:
+def _check_target(path: Path, is_open: bool, config_dir: Path | None) -> None:
     """Before the search: what would make the file useless."""
+    from trainctl.config.catalog import BASE, recipe_names, search_folders
+
     if is_open:
         raise TrainctlError(
             "a recipe says how long it trains, and nothing does",
@@ -261,10 +263,19 @@ def _check_target(path: Path, is_open: bool) -> None:
     if path.exists():
         raise TrainctlError(f"--write {path}: the file is there already", hint="name another one")
     if not path.absolute().parent.is_dir():
-        raise TrainctlError(f"--write {path}: there is no folder {path.parent}")
+        raise TrainctlError(
+            f"--write {path}: there is no folder {path.parent}", hint=f"mkdir -p {path.parent}"
+        )
+    if path.stem in (BASE, *recipe_names(search_folders(config_dir))):
+        raise TrainctlError(
+            f"--write {path}: it would hide the recipe {path.stem} that is there already",
+            hint="name another one",
+        )
 
 
-def _write(path: Path, composed: Composed, found: Found, config_dir: Path | None) -> None:
+def _write(
+    path: Path, composed: Composed, found: Found, config_dir: Path | None, show: _Shown
+) -> None:
     from trainctl.cli.console import say
     from trainctl.cli.recipe_text import recipe_text
     from trainctl.config.catalog import split_hardware
@@ -287,11 +298,12 @@ def _write(path: Path, composed: Composed, found: Found, config_dir: Path | None
         elif name != "recipe":
             settings[name] = _at(plain, name)
     settings |= {key: getattr(value, "value", value) for key, value in found.values.items()}
-    comment = [
-        f"{composed.config.model.name} on {found.plan.hardware.name}, by trainctl plan.",
-        f"Predicted: {found.time.seconds:.2f} s a step, "
-        f"{found.tokens_per_second_per_device:,.0f} tokens/s a device.",
-    ]
+    comment = [f"{composed.config.model.name} on {found.plan.hardware.name}, by trainctl plan."]
+    if show.rates_are_known:
+        comment.append(
+            f"Predicted: {_step(found.time.seconds)} a step, "
+            f"{found.tokens_per_second_per_device:,.0f} tokens/s a device."
+        )
     base = composed.config.recipe or "base"
     path.write_text(recipe_text(comment, base, choices, settings) + "\n", encoding="utf-8")
     say(f"saved {path}; start it with: {_command(path, config_dir)}")

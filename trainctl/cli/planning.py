@@ -89,9 +89,7 @@ def plan(
     assessment = assess(composed.config, hardware)
     traced = None
     if exact and assessment.plan is not None:
-        from trainctl.train.trace import trace
-
-        traced = trace(composed.config, folder or Path.cwd())
+        traced = _trace(composed.config, folder or Path.cwd())
         assessment = assess(composed.config, hardware, traced)
     found = (*assessment.findings, *(missing_files(composed.config, folder) if with_files else ()))
     return Planned(
@@ -101,6 +99,20 @@ def plan(
         findings=(*composed.findings, *name_sources(composed, found)),
         traced=traced,
     )
+
+
+def _trace(config: RunConfig, folder: Path) -> TracedModel:
+    """`trainctl.train.trace.trace` without the warnings that its libraries log while imported."""
+    import logging
+
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        from trainctl.train.trace import trace
+
+        return trace(config, folder)
+    finally:
+        logging.disable(level)
 
 
 def name_sources(composed: Composed, findings: Sequence[Finding]) -> list[Finding]:

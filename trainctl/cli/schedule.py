@@ -51,6 +51,10 @@ def show(
     from trainctl.errors import TrainctlError
     from trainctl.reports.schedule import chart, points_of, title_of
 
+    if plot is not None:
+        from trainctl.reports.figure import check_target, save_figure
+
+        check_target(plot)
     name, overrides = split_target(target)
     planned = make_plan(compose_target(name, overrides, config_dir))
     made = planned.assessment.plan
@@ -59,10 +63,8 @@ def show(
     show_findings([finding for finding in planned.findings if not finding.is_error])
     points = points_of(made)
     if plot is not None:
-        from trainctl.reports.figure import save_figure
-
         save_figure(chart(made, points), plot, title=title_of(made))
-        say(f"written: {plot}")
+        say(f"wrote {plot}", style="good")
     if as_json:
         print_json(_document(made, points))
     elif plot is None:

@@ -15,22 +15,9 @@ from trainctl.config.schema import (
 )
 from trainctl.memory.constants import BYTES
 from trainctl.memory.stages import Piece, Stage
+from trainctl.plan.optimizers import Maker, is_fused, maker, state_names
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
-
-ADAM_LIKE = 2
-STATE_COPIES = {
-    OptimizerKind.adamw: ADAM_LIKE,
-    OptimizerKind.adam: ADAM_LIKE,
-    OptimizerKind.lamb: ADAM_LIKE,
-    OptimizerKind.adamw_8bit: ADAM_LIKE,
-    OptimizerKind.lion: 1,
-    OptimizerKind.muon: 1,
-    OptimizerKind.sgd: 1,
-    OptimizerKind.adafactor: 1,
-}
-"""Moments of the size of the parameters. torch's adafactor, in a program of the user's, does not
-factor the flat partitions that ZeRO gives it, so its second moment is whole; trainctl's does."""
 
 EIGHT_BIT_STATE = 1 + 4 / 256
 """Bytes of an 8-bit moment: one, and an fp32 scale for each block of 256 (torchao)."""
@@ -52,7 +39,7 @@ class Engine:
         moment_bytes: Element of a moment.
         accumulates: Whether gradients live from one micro batch to the next.
         update_temporaries: fp32 copies of what is updated that the update rule makes on the way.
-        fused: Whether the update is one fused kernel.
+        fused: Whether the update is DeepSpeed's FusedAdam.
         memory_efficient_linear: Whether stage 3's linear layer lets go of gathered weights.
         autocast: Whether weights are fp32 and cast for each product.
         on_cpu: Whether the device is the host.
@@ -118,15 +105,16 @@ class Engine:
         return sum(self._moment_bytes(piece) * piece.total // 256 for piece in stage.pieces)
 
     def _moment_bytes(self, piece: Piece) -> int:
-        """Bytes of all moments of 256 elements (so that 8-bit scales are whole numbers)."""
+        """Bytes of all moments of 256 elements (so that 8-bit scales are whole numbers).
+
+        torch's adafactor, in a program of the user's, does not factor the flat partitions that ZeRO
+        gives it, so its second moment is whole; trainctl's does.
+        """
         kind = self.optimizer.kind
-        copies = STATE_COPIES[kind]
-        if kind is OptimizerKind.muon and not (piece.is_matrix and piece.in_block):
-            copies = ADAM_LIKE
-        if kind is OptimizerKind.sgd and not self.optimizer.momentum:
-            copies = 0
-        if kind is OptimizerKind.adafactor and self.factors:
-            return round(256 * 4 * piece.factors / piece.numel)
+        if kind is OptimizerKind.adafactor:
+            return round(256 * 4 * piece.factors / piece.numel) if self.factors else 256 * 4
+        uses_muon = kind is OptimizerKind.muon and piece.is_matrix and piece.in_block
+        copies = len(state_names(self.optimizer, uses_muon=uses_muon))
         if kind is OptimizerKind.adamw_8bit:
             return round(256 * copies * EIGHT_BIT_STATE)
         return 256 * copies * self.moment_bytes
@@ -151,7 +139,6 @@ def read_engine(plan: RunPlan) -> Engine:
     config = plan.config
     precision = config.precision
     used = formats(precision)
-    fused = _is_fused(plan)
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     return Engine(
         zero=config.zero_stage,
@@ -164,8 +151,8 @@ def read_engine(plan: RunPlan) -> Engine:
         master_bytes=BYTES[precision.master_weights],
         moment_bytes=BYTES[precision.optimizer_states],
         accumulates=plan.batch.gradient_accumulation_steps > 1,
-        update_temporaries=0 if fused or _is_one_kernel(plan) else 2 if on_cpu else 1,
-        fused=fused,
+        update_temporaries=_update_temporaries(plan),
+        fused=_is_fused_adam(plan),
         memory_efficient_linear=_section(plan, "zero_optimization").get(
             "memory_efficient_linear", True
         ),
@@ -175,20 +162,36 @@ def read_engine(plan: RunPlan) -> Engine:
     )
 
 
-def _is_fused(plan: RunPlan) -> bool:
-    """Whether DeepSpeed's FusedAdam updates, rather than torch's AdamW as trainctl asks for.
-
-    torch's AdamW holds the root of the second moment while it updates: one copy with the foreach
-    form that it takes on an accelerator, two with the plain form of the CPU.
-    """
+def _is_fused_adam(plan: RunPlan) -> bool:
+    """Whether DeepSpeed's FusedAdam updates, rather than torch's AdamW as trainctl asks for."""
+    if plan.config.offload.optimizer is not OffloadDevice.none:
+        return False  # CPUAdam, and torch's for the part that stays on the device
     optimizer = _section(plan, "optimizer")
-    return bool(optimizer) and not _section(optimizer, "params").get("torch_adam", False)
+    is_adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
+    return is_adam and not _section(optimizer, "params").get("torch_adam", False)
 
 
-def _is_one_kernel(plan: RunPlan) -> bool:
-    """Whether torch's fused kernel updates: it keeps what it needs in registers."""
-    params = _section(_section(plan, "optimizer"), "params")
-    return bool(params.get("torch_adam", False) and params.get("fused", False))
+def _update_temporaries(plan: RunPlan) -> int:
+    """fp32 copies of what is updated that the update holds beside it.
+
+    One kernel keeps what it needs in registers. torch's AdamW holds the root of the second moment:
+    one copy with the foreach form that it takes on an accelerator, two with the plain form of the
+    CPU. trainctl's own rules hold the step, LAMB's also the corrected first moment.
+
+    It follows from the config and not from the JSON, which the planner's sketches do not have.
+    """
+    config, hardware = plan.config, plan.hardware
+    kind = config.optimizer.kind
+    if config.trains_itself:
+        is_kernel = (
+            is_fused(config, hardware) and maker(config, hardware) is not Maker.trainctl
+        ) or _is_fused_adam(plan)
+    else:
+        is_kernel = kind in (OptimizerKind.lion, OptimizerKind.lamb) or _is_fused_adam(plan)
+    if is_kernel:
+        return 0
+    on_cpu = hardware.accelerator is Accelerator.cpu
+    return 2 if on_cpu or kind is OptimizerKind.lamb else 1
 
 
 def _section(parent: RunPlan | dict[str, Any], key: str) -> dict[str, Any]:

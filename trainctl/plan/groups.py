@@ -151,7 +151,11 @@ def group_of(
         * mup.lr_factor(model, optimizer, kind)
     )
     return GroupKey(
-        uses_muon=optimizer.kind is OptimizerKind.muon and kind is TensorKind.hidden,
+        uses_muon=(
+            optimizer.kind is OptimizerKind.muon
+            and kind is TensorKind.hidden
+            and len(shape) == 2  # experts in one tensor, of another architecture, are no matrix
+        ),
         is_decayed=is_decayed,
         lr_factor=lr_factor,
         weight_decay=weight_decay * mup.decay_factor(model, optimizer, kind),

@@ -13,7 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from trainctl.config.schema import Accelerator, DataType, OffloadDevice, OptimizerKind, RunConfig
+from trainctl.config.schema import (
+    Accelerator,
+    DataType,
+    OffloadDevice,
+    OptimizerConfig,
+    OptimizerKind,
+    RunConfig,
+)
 from trainctl.hardware import Hardware
 from trainctl.plan.types import Derived
 
@@ -170,15 +177,15 @@ def refusals(config: RunConfig) -> Iterator[Refusal]:
             yield Refusal(key, kept.value, can.why_not["states"], f"{key}=fp32")
 
 
-def state_names(config: RunConfig, *, uses_muon: bool) -> tuple[str, ...]:
+def state_names(optimizer: OptimizerConfig, *, uses_muon: bool) -> tuple[str, ...]:
     """Tensor states of a group, of the size of its parameters; the same whoever makes the update.
 
     Args:
-        config: The run's.
+        optimizer: The run's.
         uses_muon: Whether Muon updates the group.
     """
-    can = CAPABILITIES[config.optimizer.kind]
-    if config.optimizer.kind is OptimizerKind.sgd and not config.optimizer.momentum:
+    can = CAPABILITIES[optimizer.kind]
+    if optimizer.kind is OptimizerKind.sgd and not optimizer.momentum:
         return ()
     return can.matrix_states if uses_muon else can.states
 

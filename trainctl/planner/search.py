@@ -115,6 +115,7 @@ class _State:
     found: dict[tuple[Any, ...], Found] = field(default_factory=dict)
     order: dict[tuple[Any, ...], tuple[int, int, float]] = field(default_factory=dict)
     rejected: dict[tuple[Any, ...], list[tuple[Candidate, str]]] = field(default_factory=dict)
+    too_large: dict[tuple[Any, ...], list[Candidate]] = field(default_factory=dict)
     closed: set[tuple[Any, ...]] = field(default_factory=set)
     budgeted: int = 0
     refused: int = 0
@@ -178,7 +179,7 @@ def _go_through(
         layout = candidate.layout
         if layout in state.found or layout in state.closed or _is_hopeless(candidate, state):
             continue
-        if layout not in state.rejected and not _fits(smallest[layout], state):
+        if layout not in state.too_large and not _fits(smallest[layout], state):
             state.closed.add(layout)
         elif _fits(candidate, state):
             result = assess(candidate.variant.sketch.config, hardware)
@@ -205,13 +206,14 @@ def _fits(candidate: Candidate, state: _State) -> bool:
         f"{memory.device_peak_low_bytes / GIB:.1f} and {memory.device_peak_high_bytes / GIB:.1f})"
     )
     state.rejected.setdefault(candidate.layout, []).append((candidate, reason))
+    state.too_large.setdefault(candidate.layout, []).append(candidate)
     return False
 
 
 def _is_hopeless(candidate: Candidate, state: _State) -> bool:
-    """Whether something smaller of the same layout was rejected already."""
+    """Whether something smaller of the same layout was too large already."""
     batch = candidate.variant.sketch.batch.micro_batch_size
-    for other, _ in state.rejected.get(candidate.layout, ()):
+    for other in state.too_large.get(candidate.layout, ()):
         keeps_as_much = all(
             own >= its for own, its in zip(candidate.retained, other.retained, strict=True)
         )

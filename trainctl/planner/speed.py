@@ -187,7 +187,8 @@ def _each_step(
         moved += on_machine * 2 * 3 * FP32 / (constants.NVME_GB_PER_SECOND * constants.GIGA)
     if offload.parameters is OffloadDevice.nvme:
         size_there = on_machine * BYTES[formats(config.precision).weights]
-        moved += size_there * (2 * micro_batches + 1) / (constants.NVME_GB_PER_SECOND * 1e9)
+        passes = 2 * micro_batches + 1
+        moved += size_there * passes / (constants.NVME_GB_PER_SECOND * constants.GIGA)
     return StepTime(reduce=reduce, optimizer=optimizer, offload=moved)
 
 

@@ -27,6 +27,26 @@ svg {{ width: 100%; height: auto; }}</style>
 """
 
 
+def check_target(path: Path) -> None:
+    """What would keep a chart from being written, before the work that it shows.
+
+    Raises:
+        TrainctlError: The suffix is none of `SUFFIXES`, or there is no such folder.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise TrainctlError(
+            f"{path}: a chart is written as {', '.join(SUFFIXES)}",
+            hint=f"{path.with_suffix('.png')}",
+            exit_code=ExitCode.bad_input,
+        )
+    if not path.absolute().parent.is_dir():
+        raise TrainctlError(
+            f"{path}: there is no folder {path.parent}",
+            hint=f"mkdir -p {path.parent}",
+            exit_code=ExitCode.bad_input,
+        )
+
+
 def save_figure(figure: Figure, path: Path, *, title: str) -> None:
     """Write a figure; the suffix of `path` says in which form.
 
@@ -36,15 +56,10 @@ def save_figure(figure: Figure, path: Path, *, title: str) -> None:
         title: Of the page.
 
     Raises:
-        TrainctlError: The suffix is another one, or the file cannot be written.
+        TrainctlError: As `check_target`, or the file cannot be written.
     """
+    check_target(path)
     suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise TrainctlError(
-            f"{path}: a chart is written as {', '.join(SUFFIXES)}",
-            hint=f"{path.with_suffix('.png')}",
-            exit_code=ExitCode.bad_input,
-        )
     data = _png(figure) if suffix == ".png" else _svg(figure)
     if suffix == ".html":
         page = PAGE.format(title=html.escape(title), svg=_element(data))

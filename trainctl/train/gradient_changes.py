@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """Of splitmix64 (Steele, Lea and Flood, 2014)."""
 _MANTISSA = 1 << 24
+_AT_ONCE = 1 << 22
+"""Elements that noise is drawn for at a time: it takes some 40 bytes of each on the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +105,11 @@ def elementwise(
     def change(place: Place, values: torch.Tensor) -> None:
         if config.clip_value > 0:
             values.clamp_(-config.clip_value * scale, config.clip_value * scale)
-        if config.noise > 0:
-            noise = normal(f"{seed}/{update}/{place.name}", place.indices(values.device))
-            values.add_((noise * (deviation * scale)).to(values.dtype))
+        for first in range(0, place.numel if config.noise > 0 else 0, _AT_ONCE):
+            part = values[first : first + _AT_ONCE]
+            there = replace(place, start=place.start + first, numel=part.numel())
+            noise = normal(f"{seed}/{update}/{place.name}", there.indices(values.device))
+            part.add_((noise * (deviation * scale)).to(values.dtype))
 
     return change
 

@@ -65,7 +65,7 @@ class Gradients:
         self._wrapper = engine.deepspeed.optimizer
         self._group_of = {
             piece.name: group_of(
-                config, piece.name, piece.shape, embedding=piece.is_embedding or None
+                config, piece.name, piece.shape, embedding=piece.is_embedding
             ).name(config)
             for piece in engine.pieces.values()
         }

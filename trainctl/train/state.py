@@ -146,7 +146,7 @@ class OptimizerState:
     def wanted_names(self, index: int) -> tuple[str, ...]:
         """Those that it has once there was a step."""
         uses_muon = bool(self._group(index).get("uses_muon", False))
-        return state_names(self._engine.config, uses_muon=uses_muon)
+        return state_names(self._engine.config.optimizer, uses_muon=uses_muon)
 
     def sides(self, fragment: Fragment) -> dict[str, Side]:
         """States of a fragment that are not as large as it; writing to them changes them."""

@@ -99,6 +99,20 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "trainctl's trainer: a program of your own makes its groups",
     ),
     (
+        (
+            "gradients.centralize",
+            "gradients.clip_value",
+            "gradients.noise",
+            "gradients.adaptive_clipping",
+            "stability.spike_factor",
+            "stability.norm_spike_factor",
+            "stability.z_loss",
+            "training.batch_ramp",
+        ),
+        lambda c: c.trains_itself,
+        "trainctl's trainer: a program of your own does this itself",
+    ),
+    (
         ("schedule.warmup_fraction",),
         lambda c: c.schedule.warmup_steps is None and c.schedule.warmup_tokens is None,
         "schedule.warmup_steps=null and warmup_tokens=null, which replace it",
