@@ -10,7 +10,7 @@ demo: $(VENV)/.installed-run  ## Train the tiny recipe on this machine, in a few
 	$(BIN)/trainctl launch recipe=tiny
 
 test: $(VENV)/.installed-test  ## Run the quick tests
-	$(BIN)/python -m pytest -m "not slow and not cluster and not slurm and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not cluster and not slurm and not gpu"
 
 check: $(VENV)/.installed-dev  ## Lint, check the format and the types
 	$(BIN)/ruff check .

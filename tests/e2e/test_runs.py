@@ -72,6 +72,7 @@ def test_a_rank_that_fails_is_named_and_nothing_is_left(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_every_recipe_trains_when_shrunk(tmp_path):
     names = {path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml")}
     fitted = {  # to the small model and the eight processes

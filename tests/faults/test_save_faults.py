@@ -64,7 +64,8 @@ def small_disk(struck):
 
 def fill(path, *, leaving):
     """Write the file until its disk has so many bytes left."""
-    with path.open("wb") as stream, suppress(OSError):  # the run may be quicker
+    # The run may be quicker. Without a buffer, whose rest would fail again when it is closed.
+    with suppress(OSError), path.open("wb", buffering=0) as stream:
         stream.write(bytes(shutil.disk_usage(path.parent).free - leaving))
 
 

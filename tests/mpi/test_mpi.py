@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -30,7 +31,7 @@ FLAVORS = {
 
 
 def prepare(flavor: str, folder: Path) -> list[str]:
-    """A hostfile of two names, a remote shell, and the overrides that use them."""
+    """A hostfile of two names, a remote shell, and the overrides that use them, on a free port."""
     program, options = FLAVORS[flavor]
     if shutil.which(program) is None:
         pytest.skip(f"needs {program} (Debian: apt-get install openmpi-bin mpich)")
@@ -42,7 +43,10 @@ def prepare(flavor: str, folder: Path) -> list[str]:
     names = {"openmpi": "127.0.0.1 slots=1\nnode-b slots=1\n", "mpich": "127.0.0.1:1\nnode-b:1\n"}
     (folder / "hosts").write_text(names[flavor])
     words = ",".join(option.format(rsh=rsh) for option in options)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     return [
+        f"launcher.port={port}",
         f"launcher.mpi_program={program}",
         f"launcher.mpi_flavor={flavor}",
         f"launcher.mpi_hostfile={folder / 'hosts'}",

@@ -18,7 +18,6 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 
 BATCH, STEPS = 8, 6
-AXES = ("tensor", "pipeline", "sequence")
 NAN_EVERYWHERE, LARGE, NAN_ON_ONE = 2, 4, 5
 """Numbers of the spoilt batches, from 0."""
 POISON = (
@@ -133,28 +132,33 @@ def test_a_gradient_alone_may_be_bad(tmp_path):
     assert_recovers(tmp_path, made, OnBadLoss.skip_batch, gradient_only=True)
 
 
-TENSOR, PIPELINE, SEQUENCE = ({f"parallelism__{axis}": 2} for axis in AXES)
 HOST = {"offload__optimizer": OffloadDevice.cpu}
-ALL_ON_HOST = {**HOST, "offload__parameters": OffloadDevice.cpu}
+CHANGES = {
+    "tensor": {"parallelism__tensor": 2},
+    "pipeline": {"parallelism__pipeline": 2},
+    "sequence": {"parallelism__sequence": 2},
+    "host": HOST,
+    "all on host": {**HOST, "offload__parameters": OffloadDevice.cpu},
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # DeepSpeed compiles CPUAdam when it is first used
 @pytest.mark.parametrize(
-    ("stage", "changes", "policy"),
+    ("stage", "change", "policy"),
     [
-        (1, TENSOR, OnBadLoss.skip_batch),
-        (3, TENSOR, OnBadLoss.rewind),
-        (1, PIPELINE, OnBadLoss.skip_batch),
-        (1, PIPELINE, OnBadLoss.rewind),
-        (2, SEQUENCE, OnBadLoss.skip_batch),
-        (2, HOST, OnBadLoss.rewind),
-        (3, HOST, OnBadLoss.skip_batch),
-        (3, ALL_ON_HOST, OnBadLoss.rewind),
+        (1, "tensor", OnBadLoss.skip_batch),
+        (3, "tensor", OnBadLoss.rewind),
+        (1, "pipeline", OnBadLoss.skip_batch),
+        (1, "pipeline", OnBadLoss.rewind),
+        (2, "sequence", OnBadLoss.skip_batch),
+        (2, "host", OnBadLoss.rewind),
+        (3, "host", OnBadLoss.skip_batch),
+        (3, "all on host", OnBadLoss.rewind),
     ],
 )
-def test_other_layouts_and_offload_recover_too(tmp_path, stage, changes, policy):
-    made = partial(plan, stage, DataType.fp32, **changes)
+def test_other_layouts_and_offload_recover_too(tmp_path, stage, change, policy):
+    made = partial(plan, stage, DataType.fp32, **CHANGES[change])
     assert_recovers(tmp_path, made, policy, gradient_only=True)
 
 
