@@ -45,8 +45,8 @@ def test_a_problem_of_the_plan_names_what_set_it(capsys: pytest.CaptureFixture[s
 def test_what_cannot_be_trained_yet_is_valid_with_a_note(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(["validate", *LARGE, "schedule=wsd"]) == 0
-    assert "training with the wsd schedule is not there yet" in capsys.readouterr().err
+    assert run(["validate", *LARGE, "model.trust_remote_code=true"]) == 0
+    assert "training with a model's own code is not there yet" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_not_valid(capsys: pytest.CaptureFixture[str]) -> None:

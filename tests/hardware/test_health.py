@@ -216,7 +216,8 @@ def test_the_format_of_the_device(tools: Any, compute: str, capability: str, is_
             CUDA,
             {"cpu_adam": "offload.optimizer", "async_io": "offload.parameters"},
         ),
-        (["optimizer=lamb"], CUDA, {"fused_lamb": "optimizer.kind"}),
+        (["optimizer=lamb", "script=train.py"], CUDA, {"fused_lamb": "optimizer.kind"}),
+        (["optimizer=lamb"], CUDA, {}),
         (["optimizer=lion"], CUDA, {"fused_lion": "optimizer.kind"}),
         (
             ["zero_stage.quantized_weights=true"],

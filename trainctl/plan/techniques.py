@@ -21,18 +21,7 @@ def _wanted(config: RunConfig) -> Iterator[tuple[str, object, str]]:
     """Key, value and name of each technique that the config uses and training lacks."""
     if not config.trains_itself:
         return
-    yield from _model_and_optimizer(config)
-    yield from _layout(config)
-
-
-def _model_and_optimizer(config: RunConfig) -> Iterator[tuple[str, object, str]]:
     if config.model.trust_remote_code:
         yield "model.trust_remote_code", "true", "a model's own code"
-
-
-def _layout(config: RunConfig) -> Iterator[tuple[str, object, str]]:
-    parallelism = config.parallelism
-    for axis in ("expert",):
-        size = getattr(parallelism, axis)
-        if size > 1:
-            yield f"parallelism.{axis}", size, f"{axis} parallelism"
+    if config.parallelism.expert > 1:
+        yield "parallelism.expert", config.parallelism.expert, "expert parallelism"
