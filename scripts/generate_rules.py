@@ -61,6 +61,7 @@ FOUND_ELSEWHERE = {
     "TC134": "A device that does not compute in the plan's format.",
     "TC135": "A network interface that is not there or not up.",
     "TC136": "A package or compiler that a kernel of the plan needs is missing.",
+    "TC137": "The lock of a killed build, which would hold up the run for ever.",
     "TC150": "The plan does not fit into a device's memory.",
     "TC151": "The plan does not fit into a node's memory.",
     "TC152": "The plan does not fit onto a node's NVMe.",

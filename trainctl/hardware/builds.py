@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +26,9 @@ from trainctl.hardware.finding import problem
 from trainctl.hardware.packages import packaged_text, torch_build
 
 _COMPILE_SECONDS = 60.0
+
+_LONGEST_BUILD_SECONDS = 3600.0
+"""No operator takes so long: a lock that is older was left by a build that was killed."""
 
 
 def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
@@ -97,6 +102,31 @@ def libaio_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Find
         "DeepSpeed's async_io needs libaio, and a program that uses it does not compile here",
         "apt install libaio-dev; or name its folders in CFLAGS (-I) and LDFLAGS (-L)",
     )
+
+
+def no_build_was_left(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """A killed build leaves its lock, for which every later one waits without end and a word
+    (torch/utils/file_baton.py)."""
+    for operator, key in needed_operators(config, hardware).items():
+        for lock in sorted(_build_root().glob(f"*/{operator}/lock")):
+            if time.time() - lock.stat().st_mtime > _LONGEST_BUILD_SECONDS:
+                yield problem(
+                    "TC137",
+                    key,
+                    f"a build of DeepSpeed's {operator} was killed; its lock would hold up this "
+                    "run for ever",
+                    f"rm {shlex.quote(str(lock))}",
+                )
+
+
+def _build_root() -> Path:
+    """Where torch's cpp_extension builds, in a folder for each version of Python and device."""
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if named:
+        # Then without such a folder in between.
+        return Path(named).parent
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "torch_extensions"
 
 
 def toolkit_matches_torch(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:

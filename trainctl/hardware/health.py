@@ -23,6 +23,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("kernels", kernels_are_installed),
     ("compiler", builds.compiler_is_here),
     ("libaio", builds.libaio_is_here),
+    ("unfinished builds", builds.no_build_was_left),
     ("CUDA toolkit", builds.toolkit_matches_torch),
     ("shared memory", limits.shared_memory_is_large),
     ("locked memory", limits.memory_can_be_locked),
