@@ -95,9 +95,8 @@ def test_a_run_resumes_at_its_stage_bit_for_bit_and_at_another(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not OptimizerKind.adam])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_stage_trains_and_resumes_from_every_other(kind, tmp_path):
-    """Adam's states are AdamW's."""
     curves = _train_and_resume(
         kind, [*((stage, stage) for stage in range(4)), (0, 1), (1, 2), (2, 3), (3, 0)], tmp_path
     )
