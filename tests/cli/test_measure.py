@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from trainctl.cli.main import run
@@ -38,6 +44,37 @@ def test_two_steps_are_measured_and_what_they_tell_is_kept(
     assert later["components"]["runtime"] == kept.runtime_bytes_in_group
     # Nothing of the run is left.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
+
+
+def test_the_run_ends_with_the_command(tmp_path: Path) -> None:
+    words = ["estimate-memory", "recipe=tiny", "--measure"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainctl", *words],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _wait_until(lambda: any("trainctl.train" in line for line in _working_in(tmp_path)))
+    finally:
+        process.terminate()
+        process.wait()
+    _wait_until(lambda: not _working_in(tmp_path))
+    (records,) = tmp_path.glob("trainctl-measure-*/run/events.jsonl")
+    assert '"memory"' not in records.read_text(), "it went on to its end"
+
+
+def _working_in(folder: Path) -> list[str]:
+    """Command lines of the processes that name the folder."""
+    lines = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if f"{folder}/" in line]
+
+
+def _wait_until(holds: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def test_what_cannot_be_planned_starts_nothing(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -83,13 +86,16 @@ def measure(
 
 def _train(overrides: Sequence[str], config_dir: Path | None, *, force: bool) -> Event:
     """The record of the memory of a short run; nothing of the run is left."""
+    from trainctl.runs.processes import die_with_parent
+
+    ends_with_us = partial(die_with_parent, os.getpid(), death_signal=signal.SIGTERM)
     with tempfile.TemporaryDirectory(prefix="trainctl-measure-") as folder:
         run = Path(folder) / "run"
         words = [*overrides, *SHORT, "--run-dir", str(run), "--json"]
         words += ["--config-dir", str(config_dir)] if config_dir is not None else []
         words += ["--force"] if force else []
         command = [sys.executable, "-m", "trainctl", "launch", *words]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=ends_with_us)
         if done.returncode != 0:
             sys.stderr.write(done.stderr)
             raise TrainctlError(
