@@ -8,8 +8,9 @@ import torch
 from trainctl.train.session import assemble
 
 
-def storages() -> dict[int, int]:
-    """Address to bytes of each storage that a live tensor has, those of subclasses included."""
+def storages() -> dict[int, tuple[int, torch.UntypedStorage]]:
+    """Address of each storage that a live tensor has, those of subclasses included, to its bytes
+    and itself: while it is held, nothing else can get its address."""
     gc.collect()
     found = {}
     for item in gc.get_objects():
@@ -19,7 +20,7 @@ def storages() -> dict[int, int]:
             continue
         if is_tensor and item.device.type != "meta":
             storage = item.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+            found[storage.data_ptr()] = storage.nbytes(), storage
     found.pop(0, None)
     return found
 
@@ -37,7 +38,11 @@ def _of(case: Any, process: Any) -> int:
     engine.accumulate(session.training.step(0, case.plan.batch.gradient_accumulation_steps))
     engine.update(norm=session.gradients.norms().total, clip_at=1.0)
     after = storages()
-    new = sum(size for address, size in after.items() if before.get(address) != size)
+    new = sum(
+        size
+        for address, (size, _) in after.items()
+        if address not in before or before[address][0] != size
+    )
     session.engine.close()
     del session
     return new
