@@ -65,6 +65,7 @@ FOUND_ELSEWHERE = {
     "TC150": "The plan does not fit into a device's memory.",
     "TC151": "The plan does not fit into a node's memory.",
     "TC152": "The plan does not fit onto a node's NVMe.",
+    "TC158": "A global batch that the ranks of no layout can share, of those that are searched.",
     "TC159": "No layout of a model fits the hardware, as far as `trainctl plan` searches.",
     "TC160": "A word of a scheduler's option that is not plain.",
     "TC161": "A path that a scheduler's script could not carry.",

@@ -14,6 +14,16 @@ import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+"""What the plan calls as transformers does."""
+
 
 class Counting(Dataset):
     """Sequences that count upwards from anywhere, so that there is something to learn."""
@@ -60,17 +70,8 @@ def main() -> None:
         report_to="none",
         disable_tqdm=True,
     )
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=shape["vocab_size"],
-            hidden_size=shape["hidden_size"],
-            intermediate_size=shape["intermediate_size"],
-            num_hidden_layers=shape["num_layers"],
-            num_attention_heads=shape["num_attention_heads"],
-            num_key_value_heads=shape["num_key_value_heads"],
-            head_dim=shape["head_dim"],
-        )
-    )
+    same = {name: shape[name] for name in SHAPE}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=shape["num_layers"], **same))
     data = Counting(10_000, batch["sequence_length"], shape["vocab_size"])
     trainer = Trainer(model=model, args=training, train_dataset=data)
     result = trainer.train()

@@ -49,10 +49,13 @@ def score(row: Row) -> Scored:
     Raises:
         NotExpressible: The row cannot be put into our terms.
     """
+    if row.unread:
+        raise NotExpressible(row.unread)
     if is_kernel(row):
         ours: float = kernel_bytes(row)
         return Scored(row=row, estimates={"trainctl": ours} | dict.fromkeys(peers.PEERS))
     case = case_of(row)
+    assert row.metric is not None
     found: dict[str, float | None] = {"trainctl": estimate(case).of(row.metric)}
     return Scored(row=row, estimates=found | {name: of(case) for name, of in peers.PEERS.items()})
 

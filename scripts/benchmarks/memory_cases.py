@@ -7,26 +7,38 @@ are, and everything else (tensors, activations, logits, phases, runtime) is the 
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import memory_megatron as megatron
+from memory_devices import accelerator_of, capacity_of, devices_of, workspace_of
 from memory_models import count_of, linear_stage, model_of, stages_of
 from memory_rows import Metric, NotExpressible, Recompute, Row
 from memory_settings import (
-    capacity_of,
+    context_of,
     offload_of,
+    offloads_activations,
+    partition_of,
     recompute_of,
+    set_attention,
     set_buffers,
     set_loss,
+    set_optimizer,
     set_precision,
     stage_blocks_of,
     without_init,
     zero_stage_of,
 )
-from memory_trainers import Trainer, block_of, logit_bytes_of, trainer_of
+from memory_shapes import with_published_shape
+from memory_trainers import Trainer, block_of, logit_bytes_of, trainer_of, update_temporaries
 
-from trainctl.config.schema import Accelerator, CheckpointingMode, CrossEntropyKind, RunConfig
+from trainctl.config.schema import (
+    CheckpointingMode,
+    CrossEntropyKind,
+    ModelConfig,
+    OptimizerKind,
+    RunConfig,
+)
 from trainctl.hardware import Hardware
 from trainctl.memory import constants
 from trainctl.memory.activations import stage_activations, tokens_per_rank
@@ -35,8 +47,9 @@ from trainctl.memory.constants import Fragmentation, LogitBytes, Range
 from trainctl.memory.engine import Engine, read_engine
 from trainctl.memory.loss import loss_tokens
 from trainctl.memory.phases import phases, resident
-from trainctl.memory.runtime import fragmentation_of, runtime_of
+from trainctl.memory.runtime import fragmentation_of, reserved_bytes, runtime_of
 from trainctl.memory.stages import Stage
+from trainctl.memory.update import KERNEL
 from trainctl.plan.types import Batch, Mesh, RunPlan
 
 FP32 = 4
@@ -54,7 +67,7 @@ class Case:
         held: The pipeline stages to look at.
         logit_bytes: What its loss holds of each logit.
         kept_after_step: Bytes that the program's own variables keep between steps.
-        gathered: Bytes of weights that the program keeps gathered through a pass.
+        gathered: Bytes of weights that are kept gathered through the backward pass.
         loads_whole: Whether the model is whole on each device before it is divided.
         runtime: Memory in no tensor.
         notes: What was assumed.
@@ -96,7 +109,7 @@ class Estimate:
 def estimate(case: Case) -> Estimate:
     """The estimator's figures for a case."""
     best: Estimate | None = None
-    workspace = 0 if isinstance(case.trainer, megatron.Job) else constants.LIBRARY_WORKSPACE.usual
+    workspace = 0 if isinstance(case.trainer, megatron.Job) else workspace_of(case.row)
     for stage in case.held:
         moments, base = _moments(case, stage)
         name = max(moments, key=lambda phase: moments[phase].total)
@@ -107,7 +120,9 @@ def estimate(case: Case) -> Estimate:
             )
             + workspace
         )
-        reserved = peak * (1 + fragmentation(case).usual)
+        reserved = reserved_bytes(
+            int(peak), fragmentation(case), case.runtime, case.plan.hardware.device_memory_bytes
+        )
         current = Estimate(
             after_step=base.total + case.kept_after_step + workspace,
             peak=peak,
@@ -136,7 +151,7 @@ def _moments(case: Case, stage: Stage) -> tuple[dict[str, Components], Component
         return megatron.moments(case.trainer)
     if case.trainer is None:
         moments = phases(case.plan, case.engine, stage, 0, logit_bytes=case.logit_bytes)
-        for name in ("forward_end", "backward_start", "backward_end"):
+        for name in ("backward_start", "backward_end"):
             moments[name] = moments[name].plus(gathered_parameters=case.gathered)
         if case.loads_whole:
             # Weights are divided one by one, the largest first (zero/partition_parameters.py).
@@ -153,10 +168,12 @@ def _other_trainer(
 ) -> tuple[dict[str, Components], Components]:
     plan, elements = case.plan, stage.parameters
     share = case.engine.share(elements)
+    moments = _moments_of(case.engine, stage) / max(elements, 1)
+    states = moments * (trainer.states * elements + trainer.state_shard * share)
     base = Components(
         parameters=int(trainer.weights * elements + trainer.weight_shard * share),
         gradients=int(trainer.gradients * elements),
-        optimizer_states=int(trainer.states * elements + trainer.state_shard * share),
+        optimizer_states=int(states),
         communication_buffers=int(trainer.buckets * elements),
     )
     late = int(trainer.late_gradients * elements + trainer.late_shard * share)
@@ -208,11 +225,16 @@ def _other_trainer(
         ),
         "step": base.plus(
             gradients=late,
-            step_transient=trainer.temporaries
-            * FP32
-            * (share if trainer.state_shard else elements),
+            step_transient=int(update_temporaries(case.row, case.engine) * states / 2),
         ),
     }, base
+
+
+def _moments_of(engine: Engine, stage: Stage) -> float:
+    """Elements' worth of Adam's two moments in fp32 that the row's update rule keeps."""
+    if engine.optimizer.kind is OptimizerKind.adafactor:
+        engine = replace(engine, factors=True)  # on whole tensors, it factors them
+    return replace(engine, moment_bytes=FP32).moments(stage) / (2 * FP32)
 
 
 def case_of(row: Row) -> Case:
@@ -221,55 +243,33 @@ def case_of(row: Row) -> Case:
     Raises:
         NotExpressible: With the reason.
     """
+    if row.unread:
+        raise NotExpressible(row.unread)
     if row.words("framework").startswith("kernel"):
         raise NotExpressible("a kernel of its own, not a training job")
-    framework = row.words("framework")
-    model = model_of(row)
-    notes: list[str] = []
+    row = with_published_shape(row)
+    accelerator, model = accelerator_of(row), model_of(row)
     config = RunConfig(model=model)
-    recompute, every = recompute_of(row)
-    set_precision(row, config)
-    sizes = {name: max(1, row.number(name, 1)) for name in ("tp", "pp", "world_gpus")}
-    cp = max(1, row.number("cp_sp", 1))
-    tensor, pipeline = sizes["tp"], sizes["pp"]
-    world = max(sizes["world_gpus"], tensor * pipeline * cp)
-    data = row.number("dp", 0) or world // (tensor * pipeline * cp)
-    if data * tensor * pipeline * cp != world and framework.startswith("deepspeed"):
-        data = max(1, world // (tensor * pipeline * cp))
-    config.zero_stage.stage = zero_stage_of(row)
-    if "deepspeed" in framework:
-        set_buffers(row, config)
-    config.activation_checkpointing.mode = {
-        Recompute.none: CheckpointingMode.none,
-        Recompute.full: CheckpointingMode.full,
-        Recompute.operations: CheckpointingMode.selective,
-        Recompute.attention: CheckpointingMode.none,
-    }[recompute]
-    config.activation_checkpointing.every_kth_block = every
-    set_loss(row, config)
-    if re.search(r"act|ckpt.*cpu", row.words("offload")) and recompute is Recompute.full:
-        config.activation_checkpointing.offload_to_cpu = True
-    optimizer, parameters = offload_of(row)
-    config.offload.optimizer, config.offload.parameters = optimizer, parameters
-    config.parallelism.tensor, config.parallelism.pipeline = tensor, pipeline
-    config.parallelism.sequence = cp
-    length, micro = row.number("seq_len", 1), row.number("micro_batch", 1)
-    config.training.micro_batch_size = micro
-    config.training.sequence_length = length
+    trainer = trainer_of(row)
+    _set_config(row, config, is_deepspeed=trainer is None)
+    mesh, world = _mesh_of(row, is_deepspeed="deepspeed" in row.words("framework"))
+    axes = config.parallelism
+    axes.tensor, axes.pipeline, axes.sequence = mesh.tensor, mesh.pipeline, mesh.sequence
+    length, micro = config.training.sequence_length, config.training.micro_batch_size
     # Pipelines are run with more micro batches than stages; elsewhere a row rarely says.
-    accumulation = pipeline if pipeline > 1 else 1
+    accumulation = mesh.pipeline if mesh.pipeline > 1 else 1
     plan = RunPlan(
         config=config,
         hardware=Hardware(
             name=row["gpu"] or "unknown",
-            accelerator=Accelerator.cuda,
+            accelerator=accelerator,
             nodes=max(1, world // 8),
             devices_per_node=min(world, 8),
             device_memory_bytes=capacity_of(row),
         ),
-        mesh=Mesh(data=data, tensor=tensor, pipeline=pipeline, sequence=cp),
+        mesh=mesh,
         batch=Batch(
-            global_batch_size=micro * accumulation * data,
+            global_batch_size=micro * accumulation * mesh.data,
             micro_batch_size=micro,
             gradient_accumulation_steps=accumulation,
             sequence_length=length,
@@ -277,47 +277,103 @@ def case_of(row: Row) -> Case:
         total_steps=1,
         stop_step=1,
         warmup_steps=0,
-        stage_blocks=stage_blocks_of(row, model, pipeline),
+        stage_blocks=stage_blocks_of(row, model, mesh.pipeline),
         deepspeed={"optimizer": {"params": {}}},
     )
-    engine = read_engine(plan)
-    if without_init(row):
-        engine = replace(engine, memory_efficient_linear=False)
-    trainer = trainer_of(row)
-    held = stages_of(row, model, tensor, plan.stage_blocks)
+    engine = _engine_of(row, plan)
+    held = stages_of(row, model, mesh.tensor, plan.stage_blocks)
     if not row["heads"]:
         held = (linear_stage(row),)
     elif not isinstance(trainer, megatron.Job):
         held = tuple(replace(stage, traced=block_of(row, plan, engine)) for stage in held)
     if "last rank" in row.words("metric"):
         held = held[-1:]
-    logit_bytes = logit_bytes_of(row, engine)
     kept = 0
     if model.name == "SimpleTransformer":
         # Its training loop's variables keep the last logits.
         kept = 2 * micro * length * model.vocab_size
-    count = count_of(row, model) if row["heads"] else 0
-    if row["params_b"] and row["heads"]:
-        stated = float(row["params_b"]) * 1e9
-        if abs(count / stated - 1) > 0.02:
-            notes.append(f"{count:,} parameters by shape, {stated:,.0f} stated")
     return Case(
         row=row,
         plan=plan,
         engine=engine,
         trainer=trainer,
         held=held,
-        logit_bytes=logit_bytes,
+        logit_bytes=logit_bytes_of(row, engine),
         kept_after_step=kept,
         gathered=_gathered(config, held),
         loads_whole=trainer is None and config.zero_stage.stage == 3 and without_init(row),
         runtime=runtime_of(plan),
-        notes=tuple(notes),
+        notes=tuple(_notes(row, model)),
     )
+
+
+def _engine_of(row: Row, plan: RunPlan) -> Engine:
+    """DeepSpeed's engine, with what the row's program does otherwise than trainctl's trainer."""
+    engine = read_engine(plan)
+    if without_init(row):
+        engine = replace(engine, memory_efficient_linear=False)
+    if engine.optimizer.kind is not OptimizerKind.adamw:
+        # Kernels of libraries, not trainctl's own rules; and on ZeRO's flat pieces an Adafactor
+        # that does not know them has nothing to factor.
+        engine = replace(engine, update=KERNEL, factors=False)
+    return engine
+
+
+def _set_config(row: Row, config: RunConfig, *, is_deepspeed: bool) -> None:
+    """Everything that a row says of the run but its mesh."""
+    set_precision(row, config)
+    set_optimizer(row, config)
+    set_loss(row, config)
+    set_attention(row, config)
+    config.zero_stage.stage = zero_stage_of(row)
+    if is_deepspeed:
+        set_buffers(row, config)
+    recompute, every = recompute_of(row)
+    checkpointing = config.activation_checkpointing
+    checkpointing.mode = {
+        Recompute.none: CheckpointingMode.none,
+        Recompute.full: CheckpointingMode.full,
+        Recompute.operations: CheckpointingMode.selective,
+        Recompute.attention: CheckpointingMode.none,
+    }[recompute]
+    checkpointing.every_kth_block = every
+    if offloads_activations(row):
+        if recompute is not Recompute.full:
+            raise NotExpressible("activations offloaded, but not recomputed: no term for it")
+        checkpointing.offload_to_cpu = True
+    config.offload.optimizer, config.offload.parameters = offload_of(row)
+    config.training.sequence_length = row.size("seq_len") if row["heads"] else 1
+    config.training.micro_batch_size = row.size("micro_batch", 1)
+
+
+def _mesh_of(row: Row, *, is_deepspeed: bool) -> tuple[Mesh, int]:
+    """How a row divides its devices, and how many there are."""
+    tensor, pipeline = (max(1, row.number(name, 1)) for name in ("tp", "pp"))
+    cp = context_of(row)
+    world = row.number("world_gpus", 0) or devices_of(row)
+    world = max(world, tensor * pipeline * cp)
+    data = row.number("dp", 0) or world // (tensor * pipeline * cp)
+    if data * tensor * pipeline * cp != world and is_deepspeed:
+        data = max(1, world // (tensor * pipeline * cp))
+    mesh = Mesh(data=partition_of(row) or data, tensor=tensor, pipeline=pipeline, sequence=cp)
+    return mesh, world
+
+
+def _notes(row: Row, model: ModelConfig) -> Iterator[str]:
+    stated = (row.quantity("params_b") or 0) * 1e9
+    if stated and row["heads"]:
+        count = count_of(row, model)
+        if abs(count / stated - 1) > 0.02:
+            yield f"{count:,} parameters by shape, {stated:,.0f} stated"
+    if not row["precision"]:
+        yield "precision is not given: bf16"
+    if row["heads"] and row.quantity("micro_batch") is None:
+        yield "micro_batch is not given: one sequence"
 
 
 def _gathered(config: RunConfig, held: tuple[Stage, ...]) -> int:
     """A fused loss reads the output projection outside its module, so ZeRO-3 takes it for one of
-    the whole model's own and keeps it gathered (`register_external_parameter`)."""
+    the whole model's own (`register_external_parameter`): it is gathered for the whole backward
+    pass, beside as many others as may be."""
     fused = config.kernels.cross_entropy is CrossEntropyKind.liger_fused
     return 2 * held[-1].head if fused and config.zero_stage.stage == 3 else 0

@@ -7,12 +7,22 @@ the other settings of that test. Paths are those of NVIDIA/Megatron-LM, under `m
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from memory_rows import NotExpressible, Row
+from memory_rows import NotExpressible, Recompute, Row
+from memory_settings import (
+    context_of,
+    is_pure,
+    offload_of,
+    offloads_activations,
+    precision_words,
+    recompute_of,
+)
 
+from trainctl.config.schema import OffloadDevice
 from trainctl.memory.components import Components
 
 FACTS = Path(__file__).parents[2] / "tests" / "data" / "megatron_cases.csv"
@@ -35,8 +45,9 @@ FP32 = 4
 class Job:
     """A Megatron-LM job; attributes are the names of its options, in Python's spelling.
 
-    `attention` is flash, fused, unfused or local; `chunk_layers` is the number of blocks of a model
-    chunk (the whole stage without interleaving).
+    `attention` is flash, fused, unfused or local; `recompute` is none, core (of attention) or full;
+    `chunk_layers` is the number of blocks of a model chunk (the whole stage without interleaving).
+    Accumulated gradients take `gradient_bytes` an element.
     """
 
     hidden: int
@@ -66,6 +77,7 @@ class Job:
     chunk_layers: int
     recompute: str
     device: str
+    gradient_bytes: int
 
     @property
     def width(self) -> int:
@@ -90,18 +102,11 @@ def job_of(row: Row) -> Job:
     facts = _facts().get(row["model"], {}) or _facts().get(
         row["source_path"].split("/")[-2:-1][0] if "/" in row["source_path"] else "", {}
     )
-    if facts.get("unsupported"):
-        raise NotExpressible(f"{facts['unsupported']}: no term for it")
-    if facts.get("fsdp") or "fsdp" in row.words("sharding"):
-        raise NotExpressible("Megatron's FSDP: no term for its buffers")
+    _check(row, facts)
     text = row.words("model", "id", "caveat")
-    if not facts and any(
-        word in row.words("model", "id") for word in ("moe", "mixtral", "deepseek", "experts")
-    ):
-        raise NotExpressible("experts: no term for them")
-    hidden, heads = row.number("hidden"), row.number("heads")
+    hidden, heads = row.size("hidden"), row.size("heads")
     tensor, pipeline = max(1, row.number("tp", 1)), max(1, row.number("pp", 1))
-    layers = row.number("layers")
+    layers = row.size("layers")
     vocab = row.number("vocab", 50257)
     multiple = 128 * tensor
     slots = (
@@ -116,13 +121,17 @@ def job_of(row: Row) -> Job:
         (name for name in ("gb200", "b200", "h100", "a100") if name in row.words("gpu")), "a100"
     )
     attention = facts.get("attention") or (
-        "unfused" if "unfused" in row.words("attention") else "auto"
+        "unfused" if re.search(r"unfused|eager|naive", row.words("attention")) else "auto"
     )
     if attention == "auto":
         # Transformer Engine prefers cuDNN's on Hopper and later, flash-attn's before.
         attention = "flash" if device == "a100" else "fused"
-    activation = facts.get("activation") or (
-        "swiglu" if "swiglu" in text or "llama" in text else "gelu"
+    # A test's options are Megatron's defaults where it sets none; a named model has its own.
+    own = {} if facts or not LIKE_LLAMA.search(row.words("model", "id")) else LLAMA
+    activation = (
+        facts.get("activation")
+        or own.get("activation")
+        or ("swiglu" if "swiglu" in text else "gelu")
     )
     ffn = row.number("ffn", 0) or (
         4 * hidden if activation != "swiglu" else int(4 * hidden * 2 / 3) // 64 * 64
@@ -130,36 +139,93 @@ def job_of(row: Row) -> Job:
     return Job(
         hidden=hidden,
         heads=heads,
-        query_groups=row.number("kv_heads", heads),
+        query_groups=row.number("kv_heads", heads) or heads,
         ffn=ffn,
         layers=layers,
         vocab=-(-vocab // multiple) * multiple,
-        sequence=row.number("seq_len"),
-        micro_batch=row.number("micro_batch", 1),
+        sequence=row.size("seq_len"),
+        micro_batch=row.size("micro_batch", 1),
         tensor=tensor,
         pipeline=pipeline,
         data=max(1, row.number("dp", 1)),
-        context=max(1, row.number("cp_sp", 1)),
-        distributed_optimizer="distributed" in row.words("sharding", "optimizer"),
-        untied=facts.get("untied", "1" if "untie" in text else "0") == "1",
-        sequence_parallel=facts.get(
-            "sequence_parallel", "1" if "sequence_parallel" in text else "0"
-        )
-        == "1",
+        context=context_of(row),
+        distributed_optimizer=bool(
+            re.search(r"distributed|zero[- ]?1", row.words("sharding", "optimizer"))
+        ),
+        untied=facts.get("untied", own.get("untied", "1" if "untie" in text else "0")) == "1",
+        sequence_parallel=facts.get("sequence_parallel", str(int(_splits_sequence(row)))) == "1",
         activation=activation,
-        norm=facts.get("norm") or ("rms" if "rmsnorm" in text or "llama" in text else "layer"),
+        norm=facts.get("norm") or own.get("norm") or ("rms" if "rmsnorm" in text else "layer"),
         query_key_norm=facts.get("query_key_norm") == "1",
         attention=attention,
-        attention_dropout=float(facts.get("attention_dropout") or 0.1) > 0,
-        hidden_dropout=float(facts.get("hidden_dropout") or 0.1) > 0,
-        bias=facts.get("bias", "1") == "1",
-        learned_positions=(facts.get("positions") or ("rope" if "rope_" in text else "learned"))
+        attention_dropout=float(facts.get("attention_dropout") or own.get("dropout", 0.1)) > 0,
+        hidden_dropout=float(facts.get("hidden_dropout") or own.get("dropout", 0.1)) > 0,
+        bias=facts.get("bias", own.get("bias", "1")) == "1",
+        learned_positions=(
+            facts.get("positions")
+            or own.get("positions")
+            or ("rope" if "rope_" in text else "learned")
+        )
         == "learned",
         stage_layers=stage_layers,
         chunk_layers=chunk,
-        recompute=facts.get("recompute") or ("full" if "full" in row.words("ac_mode") else "none"),
+        recompute=facts.get("recompute") or RECOMPUTE[recompute_of(row)[0]],
         device=device,
+        # Of 16-bit gradients only those of bf16 are accumulated in fp32 unasked (arguments.py).
+        gradient_bytes=2 if re.match(r"fp16(?!.*(fp32|main))", precision_words(row)) else FP32,
     )
+
+
+LIKE_LLAMA = re.compile(r"llama|mistral|qwen|gemma|swiglu")
+LLAMA = {
+    "activation": "swiglu",
+    "norm": "rms",
+    "bias": "0",
+    "dropout": "0.0",
+    "positions": "rope",
+    "untied": "1",
+}
+"""Options that make Megatron-LM's model a Llama."""
+
+
+def _splits_sequence(row: Row) -> bool:
+    """Whether tensor-parallel ranks share what each of them would copy (--sequence-parallel)."""
+    text = row.words("model", "id", "caveat", "sharding", "cp_sp")
+    return bool(re.search(r"sequence[-_ ]parallel|\bsp\b(?!\s*\d)", text)) and "ulysses" not in text
+
+
+RECOMPUTE = {
+    Recompute.none: "none",
+    Recompute.attention: "core",
+    Recompute.operations: "core",
+    Recompute.full: "full",
+}
+
+
+def _check(row: Row, facts: dict[str, str]) -> None:
+    """Raises:
+    NotExpressible: The job has a part that there is no term for.
+    """
+    if facts.get("unsupported"):
+        raise NotExpressible(f"{facts['unsupported']}: no term for it")
+    if facts.get("fsdp") or "fsdp" in row.words("sharding"):
+        raise NotExpressible("Megatron's FSDP: no term for its buffers")
+    if row.number("pp", 1) > 1 and "last rank" not in row.words("metric"):
+        raise NotExpressible("which pipeline rank was looked at: the last one alone has terms")
+    if re.search(r"zero[- ]?[23]|hsdp", row.words("sharding")):
+        raise NotExpressible(f"sharding '{row['sharding']}' in Megatron-LM")
+    precision = precision_words(row).strip() or "bf16"
+    if facts.get("fp8") == "1" or "fp8" in precision:
+        raise NotExpressible("Transformer Engine's fp8: no term for its copies of weights")
+    if is_pure(row) or not re.search(r"bf16|fp16|mixed", precision):
+        raise NotExpressible(f"precision '{row['precision']}' in Megatron-LM: no term for it")
+    optimizer = row.words("optimizer")
+    if optimizer and ("adam" not in optimizer or re.search(r"8-?bit|cpu", optimizer)):
+        raise NotExpressible(f"optimizer '{row['optimizer']}' in Megatron-LM: no term for it")
+    if offloads_activations(row) or OffloadDevice.none != offload_of(row)[0]:
+        raise NotExpressible("offloading in Megatron-LM: no term for it")
+    if recompute_of(row)[1] > 1 or re.search(r"mlp|norm|moe|mla", row.words("ac_mode")):
+        raise NotExpressible(f"ac_mode '{row['ac_mode']}' in Megatron-LM: no term for it")
 
 
 @cache
@@ -199,7 +265,7 @@ def block_bytes(job: Job) -> float:
     attention = 2 * (queries + 2 * keys) + 2 * queries
     if job.query_key_norm:
         attention += 2 * (queries + keys)
-    if job.attention in ("unfused", "local"):
+    if job.attention in ("unfused", "local") and job.recompute != "core":
         attention += (5 if job.attention_dropout else 2) * heads * job.sequence / job.context
     else:
         # flash-attn's layout is not Megatron's, so its output is copied.
@@ -223,7 +289,7 @@ def moments(job: Job) -> tuple[dict[str, Components], Components]:
     scores = 2 * job.heads // job.tensor * job.micro_batch * job.sequence**2
     base = Components(
         parameters=2 * count,
-        gradients=FP32 * count,
+        gradients=job.gradient_bytes * count,
         master_weights=FP32 * shard,
         optimizer_states=2 * FP32 * shard,
         communication_buffers=workspace + (scores if job.attention == "local" else 0),

@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 
 from memory_rows import NotExpressible, Row
+from memory_shapes import QUERY_WIDTHS, TIED
 
 from trainctl.config.schema import ModelConfig, ModelFamily
 from trainctl.memory.stages import Piece, Stage, stages
@@ -17,6 +18,7 @@ from trainctl.memory.stages import Piece, Stage, stages
 GATED = (
     "llama",
     "mistral",
+    "ministral",
     "qwen",
     "gemma",
     "swiglu",
@@ -25,35 +27,67 @@ GATED = (
     "yi-",
     "tinyllama",
     "phi-3",
+    "phi-4",
     "vicuna",
     "codellama",
     "debug",
+    "smollm",
+    "granite",
+    "internlm",
+    "baichuan",
+    "glm",
+    "palm",
 )
 
 
-EXPERTS = ("mixtral", "moe", "deepseek-v", "dbrx", "experts")
+EXPERTS = re.compile(
+    r"mixtral|moe|deepseek-?v[23]|dbrx|experts|\d+x\d+(\.\d+)?b|-a\d+(\.\d+)?b|gpt-?oss|grok|"
+    r"llama-?4|scout|maverick|jamba|kimi|qwen3-next|deepseek-?r1(?!-distill)"
+)
+OTHERS = re.compile(
+    r"\b(al)?bert|roberta|electra|\bt5\b|\bt5-|\bul2|\bbart\b|\bvit\b|\bvit-|mamba|rwkv|diffusion|"
+    r"\bunet|\bflux|\bdit\b|whisper|wav2vec|llava|-vl\b|\bclip\b|resnet|swin|hyena|retnet"
+)
+"""Names of models that are no dense decoders of text."""
+LARGEST_DISAGREEMENT = 1.4
+"""Of the parameters by shape and as stated: «1B» is said of 1.24 billion, and 2 of 2.5."""
 
 
 def model_of(row: Row) -> ModelConfig:
-    if any(word in row.words("model", "id") for word in EXPERTS):
+    """The decoder of a row.
+
+    Raises:
+        NotExpressible: It is something else, its sizes are not given, or they contradict the number
+            of parameters that is stated.
+    """
+    if EXPERTS.search(row.words("model")) or re.search("mixtral|moe|experts", row.words("id")):
         raise NotExpressible("a mixture of experts: the model table has dense models only")
+    if OTHERS.search(row.words("model")):
+        raise NotExpressible("not a decoder of text")
     if not row["heads"]:
         return _linear_model(row)
     text = row.words("model", "caveat")
     named = any(word in text for word in GATED)
     if "untie" in text or row["model"] == "SimpleTransformer":
         return _shape(row, gated=named, tied=False)
-    tied = not named or "gemma" in text
-    if not row["params_b"] or "megatron" in row.words("framework"):
+    tied = not named or bool(TIED.search(row.words("model")))
+    stated = (row.quantity("params_b") or 0) * 1e9
+    if not stated or "megatron" in row.words("framework"):
         return _shape(row, gated=named, tied=tied)
     # What the name leaves open, the number of parameters tells.
-    stated = float(row["params_b"]) * 1e9
     choices = [_shape(row, gated=named, tied=tied), _shape(row, gated=named, tied=not tied)]
     best = min(choices, key=lambda model: abs(count_of(row, model) / stated - 1))
     if abs(count_of(row, best) / stated - 1) < 0.05:
         return best
     choices += [_shape(row, gated=not named, tied=either) for either in (True, False)]
-    return min(choices, key=lambda model: abs(count_of(row, model) / stated - 1))
+    best = min(choices, key=lambda model: abs(count_of(row, model) / stated - 1))
+    ratio = count_of(row, best) / stated
+    if not 1 / LARGEST_DISAGREEMENT < ratio < LARGEST_DISAGREEMENT:
+        raise NotExpressible(
+            f"the sizes give {count_of(row, best) / 1e9:.3g} billion parameters, the row"
+            f" {stated / 1e9:.3g}"
+        )
+    return best
 
 
 def count_of(row: Row, model: ModelConfig) -> int:
@@ -65,7 +99,8 @@ def stages_of(
 ) -> tuple[Stage, ...]:
     """The pipeline's stages, with the row's key and value heads in models without a gate too."""
     held = stages(model, tensor=tensor, stage_blocks=stage_blocks)
-    hidden, keys = model.hidden_size, row.number("kv_heads", model.num_attention_heads)
+    hidden = model.hidden_size
+    keys = row.number("kv_heads", 0) or model.num_attention_heads
     if model.family is not ModelFamily.gpt2 or keys == model.num_attention_heads:
         return held
     packed = hidden + 2 * keys * (hidden // model.num_attention_heads)
@@ -89,20 +124,27 @@ def stages_of(
 
 
 def _shape(row: Row, *, gated: bool, tied: bool) -> ModelConfig:
-    hidden, heads = row.number("hidden"), row.number("heads")
+    hidden, heads = row.size("hidden"), row.size("heads")
     ffn = row.number("ffn", 0)
     if not ffn:
         ffn = -(-8 * hidden // (3 * 256)) * 256 if gated else 4 * hidden
+    name = row.words("model")
+    is_qwen3 = gated and "qwen3" in name
+    width = next((size for words, size in QUERY_WIDTHS if re.search(words, name)), None)
+    if hidden % heads and width is None:
+        raise NotExpressible(f"hidden {hidden} cannot be divided by {heads} heads")
+    family = ModelFamily.qwen3 if is_qwen3 else ModelFamily.llama if gated else ModelFamily.gpt2
     return ModelConfig(
         name=row["model"],
-        family=ModelFamily.llama if gated else ModelFamily.gpt2,
+        family=family,
         vocab_size=_padded_vocabulary(row),
         hidden_size=hidden,
         intermediate_size=ffn,
-        num_layers=row.number("layers"),
+        num_layers=row.size("layers"),
         num_attention_heads=heads,
-        num_key_value_heads=row.number("kv_heads", heads),
-        max_position_embeddings=row.number("seq_len"),
+        num_key_value_heads=row.number("kv_heads", heads) or heads,
+        head_dim=width if gated else None,
+        max_position_embeddings=row.size("seq_len"),
         tie_word_embeddings=tied,
     )
 
@@ -149,7 +191,7 @@ def linear_stage(row: Row) -> Stage:
 
 
 def _padded_vocabulary(row: Row) -> int:
-    vocab = row.number("vocab")
+    vocab = row.size("vocab")
     if "megatron" in row.words("framework"):
         multiple = 128 * max(1, row.number("tp", 1))
         return -(-vocab // multiple) * multiple

@@ -13,24 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-GIB = 2**30
-UNITS = {"bytes": 1, "b": 1, "mb": 2**20, "mib": 2**20, "gb": GIB, "gib": GIB, "gb(2^30)": GIB}
-DECIMAL = ("1e9", "10^9")
+from memory_metrics import GIB, Metric, NotExpressible, measured_bytes, metric_of
 
-
-class NotExpressible(Exception):
-    """A row that says too little, or describes what the estimator has no term for."""
-
-
-class Metric(Enum):
-    """What a row measured."""
-
-    after_step = "allocated after a step"
-    peak = "peak allocated"
-    reserved = "reserved"
-    driver = "as the driver reports it"
-    fits = "fits"
-    out_of_memory = "out of memory"
+__all__ = ["GIB", "Metric", "NotExpressible", "Recompute", "Row", "read_rows"]
 
 
 class Recompute(Enum):
@@ -48,13 +33,15 @@ class Row:
 
     Attributes:
         text: The columns as they came.
-        metric: What was measured.
+        metric: What was measured; None where `unread` says why that cannot be told.
         measured: The measurement in bytes; None where only «fits» is known.
+        unread: Why there is no measurement that could be scored; empty where there is.
     """
 
     text: dict[str, str]
-    metric: Metric
+    metric: Metric | None
     measured: float | None
+    unread: str = ""
 
     @property
     def id(self) -> str:
@@ -68,22 +55,46 @@ class Row:
         return " ".join(self[column] for column in columns).lower()
 
     def number(self, column: str, default: int | None = None) -> int:
-        """The first whole number in a column (`Ulysses SP 8` is 8).
+        """The first whole number in a column: `Ulysses SP 8` is 8, `8k` tokens are 8192.
 
         Raises:
-            NotExpressible: There is none, and no default.
+            NotExpressible: There is none and no default, or it is no whole number.
         """
-        found = re.search(r"\d[\d_,]*", self[column])
-        if found:
-            return int(found.group().replace("_", "").replace(",", ""))
-        if default is None:
-            raise NotExpressible(f"{column} is not given")
-        return default
+        found = NUMBER.search(self[column].lower())
+        if not found:
+            if default is None:
+                raise NotExpressible(f"{column} is not given")
+            return default
+        value = float(found["digits"].replace("_", "").replace(",", ""))
+        thousand = 1024 if column == "seq_len" else 1000
+        value *= {None: 1, "k": thousand, "m": thousand**2}[found["prefix"]]
+        if value != int(value):
+            raise NotExpressible(f"{column} is {self[column]}, no whole number")
+        return int(value)
+
+    def size(self, column: str, default: int | None = None) -> int:
+        """A number that a model or a batch cannot be without.
+
+        Raises:
+            NotExpressible: There is none and no default, or it is 0 or a range.
+        """
+        value = self.number(column, default)
+        if not value or re.match(r"\d+\s*(-|–|to|\.\.)\s*\d", self[column]):
+            raise NotExpressible(f"{column} is {self[column]}")
+        return value
+
+    def quantity(self, column: str) -> float | None:
+        """The first number in a column, fractional perhaps; None where there is none above 0."""
+        found = re.search(r"\d+(\.\d+)?", self[column])
+        return float(found.group()) or None if found else None
+
+
+NUMBER = re.compile(r"(?P<digits>\d[\d_,]*(?:\.\d+)?(?:e\+?\d+)?)(?:\s?(?P<prefix>[km])(?![a-z]))?")
 
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a CSV of measurements, or of a table of configurations that ran."""
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         lines = [line for line in file if not line.startswith("#")]
     records = [
         {key: (value or "").strip() for key, value in line.items() if key is not None}
@@ -95,33 +106,14 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _read(record: dict[str, str]) -> Row:
-    metric = _metric(record)
-    return Row(text=record, metric=metric, measured=_measured(record, metric))
-
-
-def _metric(record: dict[str, str]) -> Metric:
-    text = f"{record['metric']} {record.get('value', '')}".lower()
-    if "oom" in text or "out of memory" in text or "does not fit" in text:
-        return Metric.out_of_memory
-    if "fits" in text or record.get("tier") == "F":
-        return Metric.fits
-    if any(word in text for word in ("nvml", "smi", "driver", "wandb", "gpu memory used")):
-        return Metric.driver
-    if "reserved" in text:
-        return Metric.reserved
-    if "after" in text or "log point" in text or "resident" in text or "static" in text:
-        return Metric.after_step
-    return Metric.peak
-
-
-def _measured(record: dict[str, str], metric: Metric) -> float | None:
-    if metric in (Metric.fits, Metric.out_of_memory):
-        return None
-    if record.get("value_gib"):
-        return float(record["value_gib"]) * GIB
-    unit = record["unit"].lower()
-    scale = 10**9 if any(word in unit for word in DECIMAL) else UNITS[unit.split()[0]]
-    return float(record["value"]) * scale
+    metric = None
+    try:
+        metric = metric_of(record)
+        one_sided = metric in (Metric.fits, Metric.out_of_memory)
+        measured = None if one_sided else measured_bytes(record)
+    except NotExpressible as reason:
+        return Row(text=record, metric=metric, measured=None, unread=str(reason))
+    return Row(text=record, metric=metric, measured=measured)
 
 
 MPT = {

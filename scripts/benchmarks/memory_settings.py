@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 
-from memory_rows import GIB, Recompute, Row
+from memory_rows import NotExpressible, Recompute, Row
 
 from trainctl.config.schema import (
+    AttentionKind,
     CrossEntropyKind,
     DataType,
     ModelConfig,
     OffloadDevice,
+    OptimizerKind,
     RunConfig,
 )
+
+NOTHING = re.compile(r"(none|no|not|false|off|n/?a|0|-|without)\b|-$")
+"""How a column says that something is not done."""
 
 
 def without_init(row: Row) -> bool:
@@ -20,8 +25,37 @@ def without_init(row: Row) -> bool:
     return "no zero.init" in row.words("caveat")
 
 
+def precision_words(row: Row, *columns: str) -> str:
+    """The precision in one spelling, with other columns: `bfloat16` is bf16, `32-true` fp32."""
+    text = row.words("precision", *columns)
+    for spelling, name in (
+        (r"\bbfloat16", "bf16"),
+        (r"\b(float16|half)\b", "fp16"),
+        (r"\b(float32|tf32|fp32-true|32-true|full precision)\b", "fp32"),
+        (r"\b(float8|mxfp8|fp8_\w+|e4m3)\w*", "fp8"),
+    ):
+        text = re.sub(spelling, name, text)
+    return text
+
+
 def is_autocast(row: Row) -> bool:
-    return "autocast" in row.words("precision")
+    return bool(re.search(r"autocast|\bamp(_|\b)", row.words("precision")))
+
+
+def is_pure(row: Row) -> bool:
+    """Whether weights, gradients and moments have 16 bits and there is no master copy."""
+    return bool(
+        re.search(
+            r"(bf16|fp16)-true|(pure|true|all) (bf16|fp16)|bf16 params(?!.*reduce)|"
+            r"(no|without|w/o) (fp32 )?master|bf16[- ]only|master-?less",
+            precision_words(row, "sharding"),
+        )
+    )
+
+
+def is_compiled(row: Row) -> bool:
+    text = row.words("compile")
+    return bool(text) and not NOTHING.match(text) and not re.match(r"eager|see\b|unknown|\?", text)
 
 
 def frozen_bytes(row: Row) -> float | None:
@@ -36,13 +70,24 @@ def frozen_bytes(row: Row) -> float | None:
 
 
 def recompute_of(row: Row) -> tuple[Recompute, int]:
+    """What is recomputed, in one of how many blocks.
+
+    Raises:
+        NotExpressible: It recomputes, but which part is not told.
+    """
     text = row.words("ac_mode")
-    if not text or re.match(r"(none|no|false|off)\b|-$", text):
+    if not text or NOTHING.match(text):
         return Recompute.none, 1
+    if re.match(r"\?|unknown|see\b", text) or re.search(r"partial|budget|\bauto|moe_act", text):
+        raise NotExpressible(f"ac_mode '{text}' does not say what is recomputed")
+    if re.search(r"\bblock[ =]\s*\d", text):
+        raise NotExpressible(f"ac_mode '{text}': a number of blocks that is not one in so many")
     every = re.search(r"every\s+(\d+)|selective[^\d]{0,4}(\d)", text)
     if every:
         return Recompute.full, int(next(filter(None, every.groups())))
-    if "core" in text or ("selective" in text and "megatron" in row.words("framework")):
+    if re.search(r"core|\battention\b|\battn\b", text) or (
+        "selective" in text and "megatron" in row.words("framework")
+    ):
         return Recompute.attention, 1
     if "selective" in text or re.search(r"\bop\b|\bsac\b", text):
         return Recompute.operations, 1
@@ -50,28 +95,114 @@ def recompute_of(row: Row) -> tuple[Recompute, int]:
 
 
 def set_precision(row: Row, config: RunConfig) -> None:
-    text = row.words("precision")
+    """Number formats.
+
+    Raises:
+        NotExpressible: None is given, or weights learn in a format that the budget does not have.
+    """
+    text = precision_words(row)
     precision = config.precision
-    if re.search(r"\bfp16|\bfloat16", text):
+    if not text.strip():
+        if re.search(r"deepspeed|titan|megatron|nemo|foundry", row.words("framework")):
+            return  # they train in bf16 unless told otherwise
+        raise NotExpressible("precision is not given")
+    if not re.search(r"fp32|fp16|bf16|fp8|16|32|mixed|amp|autocast|lora|nf4|int8|bit", text):
+        raise NotExpressible(f"precision '{text}' is not known")
+    if re.search(r"nf4|int[48]|nvfp4|mxfp4|\b[48]-?bit", text) and frozen_bytes(row) is None:
+        raise NotExpressible(f"precision '{text}': weights that learn in it have no term")
+    if re.search(r"\bfp16", text) and "bf16" not in text:
         precision.compute = DataType.fp16
-    if ("fp32" in text or "32-true" in text) and not re.search(
-        r"bf16|fp16|fp8|bfloat16|mixed", text
-    ):
+    if "fp32" in text and not re.search(r"bf16|fp16|fp8|mixed|amp|autocast", text):
         precision.compute = DataType.fp32
-    if "master+grads+opt" in text or "pure bf16" in text:
+    if "fp8" in text:
+        precision.compute = DataType.fp8
+    if "master+grads+opt" in text or is_pure(row):
         precision.master_weights = precision.optimizer_states = DataType.bf16
     if "fp32 grad acc" in text or "fp32-main-grads" in text or "fp32 main" in text:
         precision.gradient_accumulation = DataType.fp32
 
 
+OPTIMIZERS = (
+    (r"8-?bit|_8bit|int8", OptimizerKind.adamw_8bit),
+    (r"adafactor", OptimizerKind.adafactor),
+    (r"\blamb\b", OptimizerKind.lamb),
+    (r"\bmuon", OptimizerKind.muon),
+    (r"\blion|cpulion|fusedlion", OptimizerKind.lion),
+    (r"adam", OptimizerKind.adamw),
+    (r"\bsgd\b", OptimizerKind.sgd),
+)
+
+
+def set_optimizer(row: Row, config: RunConfig) -> None:
+    """The update rule; AdamW where none is named.
+
+    Raises:
+        NotExpressible: Nothing learns, or by a rule whose states are not known.
+    """
+    text = row.words("optimizer")
+    if NOTHING.match(text) or re.search(r"forward only|inference|frozen", text):
+        raise NotExpressible("nothing learns: not a training job")
+    kind = next((kind for words, kind in OPTIMIZERS if re.search(words, text)), None)
+    if (kind is None and text) or re.search(r"galore|q-?adam|1-?bit|apollo|adam-?mini", text):
+        raise NotExpressible(f"optimizer '{row['optimizer']}': no term for its states")
+    if kind is None:
+        return
+    config.optimizer.kind = kind
+    if kind is OptimizerKind.sgd:
+        config.optimizer.momentum = 0.9 if "momentum" in text else 0.0
+    if "foreach" in text:
+        config.optimizer.fused = False
+
+
+FUSED_FRAMEWORKS = ("torchtitan", "nanogpt", "litgpt", "foundry", "mosaic", "composer", "olmo")
+"""Trainers that ask for torch's fused kernel, or update tensor by tensor, unless a row says
+otherwise."""
+
+
+def uses_foreach(row: Row) -> bool:
+    """Whether torch updates all tensors of a rank together, as it does on CUDA unless asked for one
+    fused kernel (`_default_to_fused_or_foreach`, torch/optim)."""
+    text = row.words("optimizer")
+    if "foreach" in text:
+        return True
+    if re.search(r"fused|apex|deepspeed|cpu|bnb|bitsandbytes|paged|8-?bit", text):
+        return False
+    return not any(name in row.words("framework") for name in FUSED_FRAMEWORKS)
+
+
 def zero_stage_of(row: Row) -> int:
+    """The ZeRO stage that comes closest to how a row divides its states."""
     text = row.words("sharding")
-    found = re.search(r"zero\D{0,2}(\d)", text)
+    found = re.search(r"(?:zero|stage)\D{0,2}(\d)", text)
     if found:
         return int(found.group(1))
-    if "fsdp" in text or "fully" in text or "full_shard" in text:
+    if re.search(r"infinity|zero\+\+", text):
+        return 3
+    if "zero-offload" in text:
+        return 2
+    if re.search(r"fsdp|fully|full_shard|hsdp", text):
         return 3
     return 1 if "distributed optimizer" in text else 0
+
+
+KNOWN_SHARDING = re.compile(
+    r"zero|fsdp|fully|full_shard|shard_grad|hsdp|distributed optimizer|ddp|data[- ]parallel|\bdp\b|"
+    r"no_shard|replica|single|\b1 (gpu|device)|\btp|\bpp|tensor|pipeline|3d|lora|optimizer states?"
+)
+
+
+def check_sharding(row: Row) -> None:
+    """Raises:
+    NotExpressible: Who holds the states is not told, or by a way that is not known.
+    """
+    text, framework = row.words("sharding"), row.words("framework")
+    if re.search(r"gemini|expert|\bep\d*\b|fairscale|sharded_ddp|\bmics\b", text):
+        raise NotExpressible(f"sharding '{row['sharding']}': no term for it")
+    alone = max(row.number("world_gpus", 0), row.number("dp", 0)) <= 1
+    if not text and not alone and not re.search(r"titan|fsdp|ddp|megatron|nemo", framework):
+        raise NotExpressible("sharding is not given")
+    if text and not NOTHING.match(text) and not KNOWN_SHARDING.search(text):
+        raise NotExpressible(f"sharding '{row['sharding']}' is not known")
 
 
 def set_buffers(row: Row, config: RunConfig) -> None:
@@ -80,51 +211,110 @@ def set_buffers(row: Row, config: RunConfig) -> None:
     for key, name in (
         ("reduce_bucket_size", "reduce_bucket_size"),
         ("stage3_param_persistence_threshold", "param_persistence_threshold"),
+        ("stage3_prefetch_bucket_size", "prefetch_bucket_size"),
+        ("stage3_max_live_parameters", "max_live_parameters"),
+        ("stage3_max_reuse_distance", "max_reuse_distance"),
         ("sub_group_size", "sub_group_size"),
     ):
-        found = re.search(rf"{key}=([\d.e]+)", caveat)
+        found = re.search(rf"{key}\s*[=:]\s*([\d.e]+)", caveat)
         if found:
             setattr(zero, name, int(float(found.group(1).rstrip("."))))
     zero.overlap_comm = (
-        "overlap_comm" in caveat or zero.stage == 3 or "stas00" in row["source_repo"]
-    )
+        "overlap_comm" in caveat and not re.search(r"overlap_comm\s*[=:]\s*(false|0)", caveat)
+    ) or (zero.stage == 3 or "stas00" in row["source_repo"])
 
 
 def set_loss(row: Row, config: RunConfig) -> None:
+    """How the loss meets the logits.
+
+    Raises:
+        NotExpressible: The model learns by something else than the cross entropy of its tokens.
+    """
     loss = row.words("loss")
+    if re.search(r"\b(dpo|grpo|ppo|orpo|kto|rlhf|mse|reward|contrastive|distill\w*)\b", loss):
+        raise NotExpressible(f"loss '{row['loss']}': no cross entropy of tokens")
     if "liger" in loss and "no liger" not in loss:
         config.kernels.liger = "ce" in loss or "fused" in loss
         config.kernels.cross_entropy = CrossEntropyKind.liger_fused
-    elif "chunk" in loss or "tiled" in loss:
+    elif re.search(r"fused[-_ ]linear|cut[-_ ]cross|\bcce\b|linear[-_ ]cross", loss):
+        config.kernels.cross_entropy = CrossEntropyKind.liger_fused
+    elif re.search(r"chunk|tiled(?!\s*mlp)", loss):
         config.kernels.cross_entropy = CrossEntropyKind.chunked
 
 
+def set_attention(row: Row, config: RunConfig) -> None:
+    """transformers' eager attention, where a row says so; all others keep the same, and so does it
+    where the scores are recomputed."""
+    if recompute_of(row)[0] is Recompute.attention:
+        return
+    if re.search(r"\beager|\bmath|naive|unfused|need_weights", row.words("attention")):
+        config.model.attention = AttentionKind.eager
+
+
 def offload_of(row: Row) -> tuple[OffloadDevice, OffloadDevice]:
-    text = row.words("offload")
-    if not text or text.startswith("none"):
-        return OffloadDevice.none, OffloadDevice.none
+    """Where the optimizer and the parameters are.
+
+    Raises:
+        NotExpressible: Something is offloaded, but it is not told what.
+    """
+    text, sharding = row.words("offload"), row.words("sharding")
+    if not text or NOTHING.match(text):
+        if "infinity" in sharding:
+            raise NotExpressible("ZeRO-Infinity, and offload does not say of what")
+        by_name = OffloadDevice.cpu if "zero-offload" in sharding else OffloadDevice.none
+        return by_name, OffloadDevice.none
     where = OffloadDevice.nvme if "nvme" in text else OffloadDevice.cpu
-    optimizer = where if "opt" in text else OffloadDevice.none
-    parameters = where if "param" in text else OffloadDevice.none
-    return optimizer, parameters
+    # FSDP moves all of its shards or none.
+    everything = re.search(r"\b(all|everything)\b", text) or (
+        "fsdp" in sharding and "cpu" in text and not offloads_activations(row)
+    )
+    has_optimizer = bool(everything or re.search(r"opt|zero-offload|states", text))
+    has_parameters = bool(everything or "param" in text)
+    if not (has_optimizer or has_parameters or offloads_activations(row)):
+        raise NotExpressible(f"offload '{row['offload']}' does not say of what")
+    return (
+        where if has_optimizer else OffloadDevice.none,
+        where if has_parameters else OffloadDevice.none,
+    )
 
 
-def capacity_of(row: Row) -> int | None:
-    text = row.words("gpu", "value")
-    found = re.search(r"(\d+)\s*g[bi]", text) or re.search(r"[ah]100[-_ ](\d+)|<=\s*(\d+)", text)
+def offloads_activations(row: Row) -> bool:
+    """Whether inputs of recomputed blocks are kept on the host."""
+    in_mode = re.search(r"offload", row.words("ac_mode"))
+    return bool(in_mode or re.search(r"\bact|activation|ckpt.*cpu", row.words("offload")))
+
+
+def context_of(row: Row) -> int:
+    """Ranks that share a sequence. Megatron's sequence parallelism shares what tensor parallelism
+    copies among the tensor-parallel ranks, so it has none of its own."""
+    text = row.words("cp_sp")
+    found = re.search(r"(?:\bcp|context|ulysses|ring|alst)\D{0,12}(\d+)", text)
     if found:
-        return int(next(filter(None, found.groups()))) * GIB
-    for name, size in (("h200", 141), ("b200", 180), ("h100", 80), ("a100", 80)):
-        if name in text:
-            return size * GIB
-    return None
+        return max(1, int(found[1]))
+    if re.search(r"\bep\b|\bep\d|expert|\btp\b|tensor|megatron", text):
+        return 1
+    return max(1, row.number("cp_sp", 1))
+
+
+def partition_of(row: Row) -> int | None:
+    """Ranks that the states are divided over, where that is not all of the data-parallel ones."""
+    text = row.words("sharding", "dp")
+    found = re.search(r"(?:dp_)?shard(?:ed|ing)?(?:_degree|_size)?\s*[=:x ]\s*(\d+)", text)
+    found = found or re.search(r"(\d+)\s*(?:-way )?shard", text)
+    return int(found[1]) if found else None
 
 
 def stage_blocks_of(row: Row, model: ModelConfig, pipeline: int) -> tuple[int, ...]:
-    """Equal stages; where the embeddings count as blocks, the first and the last have one less."""
+    """Equal stages; where the embeddings count as blocks, the first and the last have one less.
+
+    Raises:
+        NotExpressible: There are fewer blocks than stages.
+    """
     layers = model.num_layers
     if pipeline == 1:
         return (layers,)
+    if layers < pipeline:
+        raise NotExpressible(f"{layers} blocks on {pipeline} pipeline stages")
     if "embedding gets its own slot" in row.words("caveat"):
         whole = _equal(layers + 2, pipeline)
         return (whole[0] - 1, *whole[1:-1], whole[-1] - 1)

@@ -11,13 +11,29 @@ from dataclasses import dataclass, replace
 
 import memory_blocks as blocks
 import memory_megatron as megatron
-from memory_rows import Row
-from memory_settings import frozen_bytes, is_autocast
+from memory_rows import NotExpressible, Recompute, Row
+from memory_settings import (
+    check_sharding,
+    frozen_bytes,
+    is_autocast,
+    is_compiled,
+    is_pure,
+    offload_of,
+    precision_words,
+    recompute_of,
+    uses_foreach,
+)
 
-from trainctl.config.schema import ModelConfig, ModelFamily
+from trainctl.config.schema import (
+    AttentionKind,
+    ModelConfig,
+    ModelFamily,
+    OffloadDevice,
+    OptimizerKind,
+)
 from trainctl.memory import constants
 from trainctl.memory.activations import BlockActivations, block_activations, compute_bytes
-from trainctl.memory.constants import LogitBytes
+from trainctl.memory.constants import BYTES, LogitBytes
 from trainctl.memory.engine import Engine
 from trainctl.plan.types import RunPlan
 
@@ -32,14 +48,13 @@ class Trainer:
         gradients: Gradient buffers whole on each rank, always there.
         late_gradients: Gradients that appear during the backward pass, whole.
         late_shard: The same, divided.
-        states: Master weights and moments, whole.
+        states: Adam's moments, whole.
         state_shard: The same, divided.
         gathered: Blocks of weights gathered at a time, in the compute type.
         keeps_gathered: Whether gathered weights stay from forward to backward.
         buckets: Bytes per parameter of communication buffers.
         in_flight: Bytes per element of the gradient of the tensor or block going backward.
         cast: Bytes per parameter of weights cast to the compute type and kept (autocast).
-        temporaries: fp32 copies of what is updated that the update rule makes on the way.
     """
 
     weights: float = 0
@@ -54,7 +69,6 @@ class Trainer:
     buckets: float = 0
     in_flight: int = 2
     cast: float = 0
-    temporaries: int = 0
 
 
 TRAINERS = {
@@ -64,12 +78,13 @@ TRAINERS = {
     "fsdp shard_grad_op": Trainer(
         weight_shard=4, late_shard=4, state_shard=8, gathered=3, in_flight=6, keeps_gathered=True
     ),
-    "fsdp bf16": Trainer(
-        weight_shard=2, late_shard=2, state_shard=4, gathered=3, in_flight=4, temporaries=0
-    ),
+    "fsdp bf16": Trainer(weight_shard=2, late_shard=2, state_shard=4, gathered=3, in_flight=4),
+    # CPUOffloadPolicy: shards, their gradients and the moments are on the host.
+    "fsdp offload": Trainer(gathered=3, in_flight=6),
     # fp32 weights, gradients and moments everywhere, and the reducer's buckets.
     "ddp autocast": Trainer(weights=4, late_gradients=4, states=8, buckets=4, cast=2, in_flight=4),
     "ddp bf16": Trainer(weights=2, late_gradients=2, states=4, buckets=2),
+    "ddp fp32": Trainer(weights=4, late_gradients=4, states=8, buckets=4, in_flight=4),
     "one device autocast": Trainer(weights=4, late_gradients=4, states=8, cast=2, in_flight=4),
     "one device bf16": Trainer(weights=2, late_gradients=2, states=4),
     "one device fp32": Trainer(weights=4, late_gradients=4, states=8, in_flight=4),
@@ -80,27 +95,54 @@ TRAINERS = {
 AUTOCAST = (TRAINERS["ddp autocast"], TRAINERS["one device autocast"])
 
 
+JAX = ("jax", "maxtext", "tensorflow", "mindspore", "paddle", "levanter", "t5x", "mesh")
+
+
 def trainer_of(row: Row) -> Trainer | megatron.Job | None:
-    framework, sharding = row.words("framework"), row.words("sharding", "precision")
-    if ("megatron" in framework or "nemo" in framework) and "deepspeed" not in framework:
+    """Where a row's framework keeps the states; None is DeepSpeed.
+
+    Raises:
+        NotExpressible: It is no framework of torch's, or its way of dividing them is not known.
+    """
+    framework, sharding = row.words("framework"), precision_words(row, "sharding")
+    if any(name in framework for name in JAX):
+        raise NotExpressible(f"{row['framework']}: torch's allocator is not used")
+    if "colossal" in framework and "zero" not in sharding and "ddp" not in sharding:
+        raise NotExpressible(f"{row['framework']}: no term for its buffers")
+    check_sharding(row)
+    if re.search(r"megatron|nemo(?!.*auto)", framework) and "deepspeed" not in framework:
         return megatron.job_of(row)
     adapted = frozen_bytes(row)
-    true_bf16 = re.search(r"bf16-true|pure bf16|true bf16|bf16 params|all bf16", sharding)
-    if re.search(r"fsdp|full_shard|shard_grad|fully|hsdp", sharding) or "torchtitan" in framework:
+    offloaded = OffloadDevice.none not in offload_of(row)
+    divides = re.search(r"fsdp|full_shard|shard_grad|fully|hsdp", sharding) or (
+        re.search(r"torchtitan|fsdp", framework) and "ddp" not in sharding
+    )
+    if divides and "no_shard" not in sharding:
         if adapted is not None:
             return Trainer(weight_shard=adapted, gathered=3)
-        if "shard_grad_op" in sharding:
+        if offloaded:
+            return TRAINERS["fsdp offload"]
+        if re.search(r"shard_grad_op|zero-?2", sharding):
             return TRAINERS["fsdp shard_grad_op"]
-        return TRAINERS["fsdp bf16" if true_bf16 else "fsdp"]
-    if "deepspeed" in framework or re.search(r"zero-?\d", sharding):
+        return TRAINERS["fsdp bf16" if is_pure(row) else "fsdp"]
+    if "deepspeed" in framework or re.search(r"zero[- ]?[1-3]|zero-offload|zero\+\+", sharding):
         return None
+    if offload_of(row) != (OffloadDevice.none, OffloadDevice.none):
+        raise NotExpressible(f"offload '{row['offload']}' without FSDP or ZeRO")
     if adapted is not None:
         return Trainer(weights=adapted)
     many = row.number("dp", row.number("world_gpus", 1)) > 1
     kind = "ddp" if many else "one device"
-    if "fp32" in sharding and "bf16" not in sharding and "fp16" not in sharding:
-        return TRAINERS["one device fp32"]
-    return TRAINERS[f"{kind} bf16" if true_bf16 or "litgpt" in framework else f"{kind} autocast"]
+    if "fp32" in sharding and not re.search(r"bf16|fp16|fp8|mixed|amp|autocast", sharding):
+        return TRAINERS[f"{kind} fp32"]
+    pure = is_pure(row) or ("litgpt" in framework and "mixed" not in sharding)
+    return TRAINERS[f"{kind} bf16" if pure else f"{kind} autocast"]
+
+
+def update_temporaries(row: Row, engine: Engine) -> int:
+    """Copies of the second moment that one update makes: its root, where torch's Adam updates all
+    tensors together (`_multi_tensor_adam`, torch/optim/adam.py)."""
+    return int(engine.optimizer.kind is OptimizerKind.adamw and uses_foreach(row))
 
 
 def logit_bytes_of(row: Row, engine: Engine) -> LogitBytes:
@@ -111,10 +153,10 @@ def logit_bytes_of(row: Row, engine: Engine) -> LogitBytes:
     if "vocab-parallel" in loss or "megatron" in framework:
         # Softmax in fp32, in place; its gradient is written over it, then cast.
         return LogitBytes(forward=6, backward=6)
-    if "llm-foundry" in framework or "mosaic" in framework:
+    if "llm-foundry" in framework or "mosaic" in framework or re.match(r"fused(?!.*linear)", loss):
         # flash-attn's loss: 16-bit logits and their gradient.
         return LogitBytes(forward=2, backward=4)
-    if "compile" in loss or row.words("compile").startswith(("yes", "true")):
+    if "compile" in loss or is_compiled(row):
         return LogitBytes(forward=4, backward=6)
     return constants.LOGIT_BYTES[engine.weight_bytes]
 
@@ -126,6 +168,12 @@ def block_of(row: Row, plan: RunPlan, engine: Engine) -> BlockActivations | None
     code = _code(row, plan.config.model)
     if code is None:
         return None
+    if recompute_of(row)[0] is Recompute.attention:
+        code = replace(code, scores=0)
+    elif plan.config.model.attention is AttentionKind.eager and not code.scores:
+        # The softmax runs in fp32 under autocast, and its result is cast for the product.
+        autocast = trainer_of(row) in AUTOCAST
+        code = replace(code, scores=6 if autocast else BYTES[plan.config.precision.compute])
     text = row.words("cp_sp", "sharding", "caveat", "id", "model")
     titan = "torchtitan" in row.words("framework")
     if titan or re.search(r"sequence[-_ ]parallel|\btp\+sp\b|\bsp\b", text):
@@ -133,7 +181,7 @@ def block_of(row: Row, plan: RunPlan, engine: Engine) -> BlockActivations | None
     return blocks.block(
         plan.config.model,
         replace(code, alternate=titan),
-        key_heads=row.number("kv_heads", plan.config.model.num_attention_heads),
+        key_heads=row.number("kv_heads", 0) or plan.config.model.num_attention_heads,
         sequence_length=plan.batch.sequence_length,
         element=2 if engine.weight_bytes == 2 or engine.autocast else 4,
         tensor=plan.mesh.tensor,
@@ -168,19 +216,27 @@ TRANSFORMERS = (
 def _code(row: Row, model: ModelConfig) -> blocks.Code | None:
     """How a row's blocks are written; None is transformers' way, which the budget knows."""
     framework = row.words("framework")
-    gated = model.family is ModelFamily.llama
+    gated = model.family is not ModelFamily.gpt2
     if model.name == "SimpleTransformer":
         return blocks.TORCH_AUTOCAST if is_autocast(row) else blocks.TORCH
     if "megatron" in framework:
         return blocks.MEGATRON_UNFUSED
-    if any(word in framework for word in TRANSFORMERS):
-        return None
-    if frozen_bytes(row) is not None and gated:
-        return blocks.FROZEN
-    if row.words("compile").startswith(("yes", "true")):
+    adapts = frozen_bytes(row) is not None
+    if is_compiled(row) and not adapts:
         return blocks.COMPILED if gated else blocks.COMPILED_GELU
+    if any(word in framework for word in TRANSFORMERS):
+        return None if gated or "gpt2" in model.name.lower() else _other_gelu(model)
+    if adapts and gated:
+        return blocks.FROZEN
     if "litgpt" in framework and gated:
         return blocks.PLAIN_FP32_NORM
     code = blocks.PLAIN if gated else blocks.PLAIN_GELU
     # Under autocast the residual stream is fp32.
     return replace(code, norm=code.norm + 2) if trainer_of(row) in AUTOCAST else code
+
+
+def _other_gelu(model: ModelConfig) -> blocks.Code:
+    """transformers' models without a gate other than GPT-2: torch's GELU, or OPT's ReLU, whose
+    result is all that it keeps."""
+    is_relu = model.name.lower().startswith(("opt", "facebook/opt"))
+    return replace(blocks.PLAIN_GELU, inner=1) if is_relu else blocks.PLAIN_GELU

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -47,3 +49,26 @@ def test_json_keeps_every_digit(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_short_count(number: float, text: str) -> None:
     assert short_count(number) == text
+
+
+class Closed(io.StringIO):
+    """A terminal that was closed: EIO."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_talk_that_nobody_hears_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Closed())
+    say("bad", style="error")
+
+
+def test_a_dumb_terminal_gets_no_escape_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    put("good", style="good")
+    assert sys.stdout.getvalue() == "good\n"

@@ -189,6 +189,30 @@ def test_a_failure_shows_the_log_and_passes_the_exit_code_on(
     ]
 
 
+FAILING = """
+import sys
+from trainctl.cli.main import entry_point
+from trainctl.launch import local
+from trainctl.launch.outcome import Outcome
+from trainctl.runs.status import State
+local.run_launch = lambda launch: Outcome(exit_code=6, state=State.failed, message="rank 1 died")
+sys.argv = ["trainctl", "launch", "recipe=tiny", "--run-dir", "r"]
+entry_point()
+"""
+
+
+def test_readers_that_have_gone_change_neither_the_launch_nor_its_exit_code(
+    tmp_path: Path,
+) -> None:
+    """`trainctl launch ... 2>&1 | head` must not end with 0 when a rank died."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", FAILING], stdout=writer, stderr=writer)
+    os.close(writer)
+    assert done.returncode == 6
+    assert last_attempt(open_run(tmp_path / "r")) == 1
+
+
 def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     launched = trainctl(
         "launch", *SMALL, "training.stop_after_steps=4", "--run-dir", "runs/a", "--json"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,9 @@ import pytest
 
 from trainctl import __version__
 from trainctl.cli.main import run
+from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
+from trainctl.runs.directory import create_run
 
 
 def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
@@ -120,6 +124,45 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     assert done.stderr == ""
+
+
+def test_a_reader_of_a_table_that_leaves_is_no_error(tmp_path: Path) -> None:
+    create_run(RunConfig(), root=tmp_path / "runs")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "trainctl", "runs", "ls"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_closed_descriptors_are_no_error(tmp_path: Path) -> None:
+    command = f"exec {sys.executable} -m trainctl config show recipe=tiny >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path).returncode == 0
+
+
+def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path / "runs") + b"/\xff-\xc3\xa9"
+    create_run(RunConfig(), run_dir=Path(os.fsdecode(folder)))
+    for encoding in ("utf-8", "ascii"):
+        done = subprocess.run(
+            [sys.executable, "-m", "trainctl", "runs", "ls", "--json"],
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            capture_output=True,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        (row,) = json.loads(done.stdout)["runs"]
+        assert os.fsencode(row["path"]) == folder
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ESTALE])
+def test_what_the_file_system_refuses_is_no_bug(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = OSError(number, os.strerror(number), "/runs/r")
+    assert raising(monkeypatch, error) == ExitCode.environment
+    assert capsys.readouterr().err == f"error: /runs/r: {os.strerror(number)}\n"
 
 
 def test_json_reports_the_findings_of_a_config_that_does_not_compose(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,7 +47,8 @@ def test_two_steps_are_measured_and_what_they_tell_is_kept(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
 
 
-def test_the_run_ends_with_the_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_run_ends_with_the_command(tmp_path: Path, number: signal.Signals) -> None:
     words = ["estimate-memory", "recipe=tiny", "--measure"]
     process = subprocess.Popen(
         [sys.executable, "-m", "trainctl", *words],
@@ -57,8 +59,12 @@ def test_the_run_ends_with_the_command(tmp_path: Path) -> None:
     try:
         _wait_until(lambda: any("trainctl.train" in line for line in _working_in(tmp_path)))
     finally:
-        process.terminate()
+        process.send_signal(number)
         process.wait()
+    if number is signal.SIGTERM:
+        assert process.returncode == ExitCode.terminated
+        assert _working_in(tmp_path) == [] and list(tmp_path.iterdir()) == []
+        return
     _wait_until(lambda: not _working_in(tmp_path))
     (records,) = tmp_path.glob("trainctl-measure-*/run/events.jsonl")
     assert '"memory"' not in records.read_text(), "it went on to its end"

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainctl.cli.follow import Follower
 from trainctl.cli.progress import Progress, clock, event_lines, step_line
+from trainctl.runs.layout import RunPaths
 
 
 def step(number: int, time: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -169,3 +180,83 @@ def test_an_intervention_is_one_line(changes: dict[str, Any], line: str) -> None
         "in_a_row": 0,
     }
     assert event_lines(event | changes) == [line]
+
+
+def build(seconds: float | None) -> dict[str, Any]:
+    return {"event": "build", "operator": "cpu_adam", "seconds": seconds, "host": "node-a"}
+
+
+def test_a_build_is_told_when_it_begins_and_when_it_ends() -> None:
+    (line,) = event_lines(build(None))
+    assert line.startswith("DeepSpeed compiles cpu_adam on node-a")
+    assert event_lines(build(38.4)) == ["compiled cpu_adam in 38 s"]
+
+
+IN_A_TERMINAL = """
+import os, sys
+from trainctl.cli.progress import Progress
+from test_progress import build, step
+with Progress(stop_step=2, every_steps=1) as progress:
+    for event in (build(None), build(38.4), step(1), step(2)):
+        progress(event)
+        print("next", file=sys.__stderr__, flush=True)
+        sys.__stdin__.readline()
+os._exit(6)
+"""
+
+
+def in_a_terminal(kind: str, *, closed: bool = False) -> tuple[int, str]:
+    """Exit code and output of a display in a terminal of 40 columns; closed before a step."""
+    terminal, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL],
+        env={**os.environ, "TERM": kind, "PYTHONPATH": str(Path(__file__).parent)},
+        stdin=subprocess.PIPE,
+        stdout=end,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(end)
+    os.set_blocking(terminal, False)
+    output = b""
+    assert process.stdin is not None and process.stderr is not None
+    for number in range(4):
+        assert process.stderr.readline() == "next\n"
+        if not closed:
+            time.sleep(0.25)  # the live line is drawn ten times a second
+            with suppress(BlockingIOError):
+                output += os.read(terminal, 65536)
+        elif number == 1:
+            os.close(terminal)
+        process.stdin.write("\n")
+        process.stdin.flush()
+    process.communicate()
+    if not closed:
+        os.close(terminal)
+    return process.returncode, output.decode()
+
+
+def test_a_terminal_shows_that_something_is_compiled_and_then_steps() -> None:
+    code, output = in_a_terminal("xterm-256color")
+    assert code == 6
+    assert output.count("compiling cpu_adam") > 0 and "step 1/2" in output
+
+
+def test_a_terminal_that_cannot_draw_a_line_anew_gets_plain_lines() -> None:
+    code, output = in_a_terminal("dumb")
+    assert code == 6
+    assert [line.split()[1] for line in output.splitlines() if line.startswith("step")] == [
+        "1/2",
+        "2/2",
+    ]
+
+
+def test_a_terminal_that_is_closed_does_not_change_how_a_launch_ends() -> None:
+    assert in_a_terminal("xterm-256color", closed=True) == (6, "")
+
+
+def test_a_log_that_cannot_be_read_does_not_change_how_a_launch_ends(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path / ("x" * 300))  # as with a stale handle, every look fails
+    with Follower(run) as follower:
+        follower({"event": "program", "attempt": 1})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,7 +27,7 @@ from trainctl.runs.job import Job, write_job
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, is_requested
-from trainctl.runs.status import State, Status, write_status
+from trainctl.runs.status import State, Status, read_status, write_status
 
 HOSTS = ("node-a", "node-b")
 HOLD = """
@@ -41,6 +43,7 @@ with hold(run):
         time.sleep(0.02)
     write_status(run, read_status(run).changed(State.stopped, exit_code=0, message=f"got {found}"))
 """
+FOR_EVER = HOLD.partition("    while")[0] + "    time.sleep(600)\n"
 
 
 def make_run(path: Path, state: State | None = State.running) -> RunPaths:
@@ -72,9 +75,9 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
 
 
 @contextmanager
-def held(paths: RunPaths) -> Iterator[None]:
+def held(paths: RunPaths, program: str = HOLD) -> Iterator[None]:
     """Another process holds the run, and ends when it is asked to."""
-    command = [sys.executable, "-c", HOLD, str(paths.root)]
+    command = [sys.executable, "-c", program, str(paths.root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "held\n"
@@ -128,6 +131,45 @@ def test_ls_tells_states_apart(
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("r ") and " lost " in line and " 7/50 " in line for line in lines)
     assert any(line.startswith("q ") and "4711_3" in line for line in lines)
+
+
+HALF_WRITTEN = (
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b'{"id": "x", "created": "yesterday"}',
+    b'{"id": "x", "created": 1.0, "mesh": 5, "stop_step": "many", "hardware": {"nodes": []}}',
+    b'{"event": "step", "step": null, "loss": {}, "time": "late", "attempt": 1}\n',
+    b'{"state": "running", "attempt": "one"}',
+)
+
+
+def test_ls_is_not_kept_from_a_run_by_what_lies_beside_it(
+    paths: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("run.json", "config.yaml", "status.json", "events.jsonl", "lock", "attempts"):
+        other = make_run(tmp_path / "runs" / f"no-{name}")
+        shutil.rmtree(other.root / name, ignore_errors=True)
+        (other.root / name).unlink(missing_ok=True)
+        (other.root / name).symlink_to(name)  # a loop: no look at it succeeds
+    for number, content in enumerate(HALF_WRITTEN):
+        other = make_run(tmp_path / "runs" / f"half-{number}")
+        for path in (other.record, other.status, other.events, other.attempt(1).plan, other.lock):
+            if path != other.record or number > 4:
+                path.write_bytes(content)
+        (other.attempts / "\N{SUPERSCRIPT TWO}").mkdir()
+    damaged = make_run(tmp_path / "runs" / "damaged")
+    damaged.record.write_text("{")
+    (tmp_path / "runs" / "file").write_text("")
+    (tmp_path / "runs" / "link").symlink_to("nowhere")
+    assert run(["runs", "ls", "--json"]) == 0
+    shown = capsys.readouterr()
+    names = {Path(row["path"]).name for row in json.loads(shown.out)["runs"]}
+    assert {"r", "no-status.json", "no-events.jsonl", "no-lock", "half-0", "half-6"} <= names
+    assert "damaged" not in names and f"left out: {damaged.record} cannot be read" in shown.err
+    assert run(["runs", "ls"]) == 0
 
 
 def test_ls_and_status_where_nothing_is(
@@ -249,6 +291,14 @@ def test_stop_takes_a_queued_job_from_its_queue(
     assert (tmp_path / "called").read_text() == "-- 4711\n"
     assert "stopped, cancelled before it started" in capsys.readouterr().out
     assert not is_requested(queued, Request.stop)
+    # Cancelled by hand, and forgotten by Slurm since.
+    refusal = "scancel: error: Kill job error on job id 4711: Invalid job id specified"
+    (tmp_path / "scancel").write_text(f"#!/bin/sh\necho '{refusal}' >&2\nexit 1\n")
+    before = read_status(queued)
+    assert before is not None
+    write_status(queued, before.changed(State.queued))
+    assert run(["runs", "stop", str(queued.root)]) == 0
+    assert run(["runs", "rm", str(queued.root)]) == 0
 
 
 def test_rm_refuses_what_is_used_and_what_is_worth_something(
@@ -294,3 +344,25 @@ def test_attach_shows_the_past_and_what_comes(
             ),
         )
     assert run(["runs", "attach", str(lost.root)]) == 137
+
+
+def test_stop_now_does_not_wait_for_ever_for_what_nothing_ends(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A holder that no signal reaches: stuck in the kernel, or in another container."""
+    grace = read_plan(paths.attempt(1).plan).config.launcher.grace_seconds
+    monkeypatch.setattr("trainctl.cli.runs._KILL_PATIENCE_SECONDS", 0.2 - grace)
+    monkeypatch.setattr("trainctl.cli.runs._FORCE_PATIENCE_SECONDS", 0.2)
+    with held(paths, FOR_EVER):
+        assert run(["runs", "stop", "--now", str(paths.root)]) == ExitCode.run_state
+    assert "does not end: process" in capsys.readouterr().err
+
+
+def test_every_run_is_removed_although_nobody_reads_of_it(tmp_path: Path) -> None:
+    names = [str(make_run(tmp_path / name, None).root) for name in ("a", "b", "c")]
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "trainctl", "runs", "rm", *names]
+    done = subprocess.run(command, stdout=writer, stderr=writer)
+    os.close(writer)
+    assert done.returncode == 0 and list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +55,41 @@ def test_a_number_that_is_accepted_is_finite_and_in_range(key: str, number: floa
 def test_a_range_names_the_nearest_legal_value(value: float, least: float, most: float) -> None:
     problem = range_problem({"minimum": least, "maximum": most}, value)
     assert (problem is None) == (least <= value <= most)
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "hint"),
+    [
+        ("training.steps", "1k", "write 1000 (optimizer steps)"),
+        ("training.steps", "1.5 million", "write 1500000 (optimizer steps)"),
+        ("training.steps", "5", "write 5 (optimizer steps)"),
+        ("training.steps", "", "give a whole number, in optimizer steps, or null"),
+        ("training.steps", "1.0005k", "give a whole number, in optimizer steps, or null"),
+        ("training.tokens", "1 Billion", "write 1000000000 (tokens)"),
+        ("training.time_limit_minutes", "4h", "write 240 (minutes)"),
+        ("training.time_limit_minutes", "90s", "write 1.5 (minutes)"),
+        ("training.time_limit_minutes", "4x", "give a number, in minutes, or null"),
+        ("launcher.grace_seconds", "2 minutes", "write 120 (seconds)"),
+        ("hardware.device_memory_bytes", "80GB", "write 80000000000 (bytes)"),
+        ("hardware.device_memory_bytes", "80GiB", "write 85899345920 (bytes)"),
+        ("checkpoint.keep", "", "give a whole number"),
+        ("optimizer.lr", "high", "give a number, such as 0.1 or 1e-4"),
+        ("optimizer.lr", math.inf, "give a number, such as 0.1 or 1e-4"),
+    ],
+)
+def test_a_number_of_another_form_is_told_in_the_keys_unit(
+    key: str, written: str | float, hint: str
+) -> None:
+    with pytest.raises(ValueProblem) as caught:
+        accept(leaves()[key], written)
+    assert caught.value.hint == hint
+
+
+def test_every_example_is_a_legal_value_of_its_key() -> None:
+    with_example = [leaf for leaf in leaves().values() if leaf.metadata["example"]]
+    assert len(with_example) >= 5
+    for leaf in with_example:
+        assert accept(leaf, yaml.safe_load(leaf.metadata["example"]))
 
 
 def test_check_ranges_finds_every_number_out_of_range() -> None:

@@ -9,6 +9,7 @@ import pytest
 from trainctl.config.catalog import shipped_root
 from trainctl.config.compose import Composed, compose
 from trainctl.config.files import missing_files
+from trainctl.config.own_files import own_files
 from trainctl.config.user_code import check_user_code, not_applied, with_words
 
 
@@ -94,6 +95,16 @@ def test_a_function_is_found_without_importing_it(
         found = findings(f'{key}="{reference}"')
         assert [(rule, about) for rule, about, _ in found] == ([("TC117", key)] if expected else [])
         assert all(expected in text for _, _, text in found)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_python_warns_of_is_not_said_here(folder: Path) -> None:
+    """Since Python 3.12 that of an escape sequence is printed by default."""
+    (folder / "escapes.py").write_text("DIGITS = '\\d+'\nimport beside\n")
+    (folder / "beside.py").write_text("")
+    assert [rule for rule, _, _ in findings("trainer=escapes:gone")] == ["TC117"]
+    config = made("trainer=escapes:DIGITS").config
+    assert own_files(config, folder) == [folder / "beside.py", folder / "escapes.py"]
 
 
 def test_the_folder_of_the_run_is_searched_on_a_resume(tmp_path: Path) -> None:

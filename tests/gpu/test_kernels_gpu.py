@@ -21,6 +21,7 @@ from trainctl.config.schema import (
     KernelsConfig,
     ModelFamily,
 )
+from trainctl.train.data import MicroBatch
 from trainctl.train.kernels import apply_kernels
 from trainctl.train.loss import LanguageModel
 from trainctl.train.recompute import wrap_blocks
@@ -91,18 +92,36 @@ def loss_and_gradients(
 
 
 @needs_liger
+@pytest.mark.parametrize("z_loss", [0.0, 0.02])
 @pytest.mark.parametrize("family", [ModelFamily.llama, ModelFamily.mistral, ModelFamily.qwen3])
-def test_ligers_kernels_give_the_same_gradients_in_fp32(family: ModelFamily) -> None:
+def test_ligers_kernels_give_the_same_gradients_in_fp32(family: ModelFamily, z_loss: float) -> None:
     ids = torch.randint(0, 64, (2, 64), device="cuda")
     kernels = KernelsConfig(liger=True, cross_entropy=CrossEntropyKind.liger_fused)
-    plain = LanguageModel(built(family).cuda(), None, KernelsConfig())
+    plain = LanguageModel(built(family).cuda(), None, KernelsConfig(), z_loss)
     other = copy.deepcopy(plain.model)
     apply_kernels(other, kernels)
-    loss, gradients = loss_and_gradients(LanguageModel(other, None, kernels), ids)
+    loss, gradients = loss_and_gradients(LanguageModel(other, None, kernels, z_loss), ids)
     plain_loss, wanted = loss_and_gradients(plain, ids)
     assert loss == pytest.approx(plain_loss, rel=1e-4)
     for name, gradient in wanted.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-2, atol=1e-2, msg=name)
+
+
+@needs_flash
+@pytest.mark.parametrize("family", [ModelFamily.llama, ModelFamily.gpt2])
+def test_flash_attention_keeps_to_the_documents_of_every_sample(family: ModelFamily) -> None:
+    ids = torch.randint(0, 64, (2, 64))
+    positions = torch.stack([torch.cat([torch.arange(24), torch.arange(40)]), torch.arange(64)])
+    batch = MicroBatch(ids, ids, positions, positions, torch.arange(2), is_masked=True)
+    device = torch.device("cuda")
+    model = built(family).to(device, torch.bfloat16).eval()
+    with torch.no_grad():
+        expected = model(**batch.model_inputs(device)).logits
+        model.set_attn_implementation("flash_attention_2")
+        found = model(**batch.model_inputs(device, flash_attention=True)).logits
+        across = model(input_ids=ids.to(device), use_cache=False).logits
+    difference = (found - expected).abs().max()
+    assert difference < 0.1 * (across - expected).abs().max()
 
 
 def test_offloaded_block_inputs_are_not_on_the_device() -> None:

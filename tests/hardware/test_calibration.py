@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import pwd
 from pathlib import Path
 
 import pytest
 
 from trainctl.cli.main import run
 from trainctl.config.schema import Accelerator, HardwareConfig
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware import resolve_hardware
+from trainctl.hardware.builds import build_folders
 from trainctl.hardware.calibration import (
     Calibration,
     calibration_file,
@@ -38,6 +41,21 @@ def test_it_is_in_the_cache_folder_of_the_user(
     monkeypatch.delenv("TRAINCTL_CALIBRATION_FILE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert calibration_file() == tmp_path / "trainctl" / "calibration.json"
+
+
+def test_a_user_without_a_home_has_no_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRAINCTL_CALIBRATION_FILE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert read_calibration("cpu") is None
+    with pytest.raises(TrainctlError, match="no home directory") as caught:
+        calibration_file()
+    assert caught.value.exit_code is ExitCode.environment
+    assert build_folders("cpu_adam") == []
 
 
 def test_each_measurement_adds_what_it_measured(file: Path) -> None:

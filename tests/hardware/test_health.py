@@ -248,8 +248,8 @@ def test_a_machine_without_compilers(tools: Any, monkeypatch: pytest.MonkeyPatch
     (finding,) = builds.compiler_is_here(made, CPU)
     assert isinstance(finding, Finding) and finding.rule == "TC126"
     assert "compile cpu_adam" in finding.message and "C++ compiler (c++)" in finding.message
-    monkeypatch.setattr(builds, "find_spec", lambda name: None)
     monkeypatch.setattr(builds.sysconfig, "get_path", lambda name: "/nowhere")
+    monkeypatch.setattr(builds.sys, "executable", "/nowhere/bin/python")
     hints = [each.hint for each in builds.compiler_is_here(made, CPU) if isinstance(each, Finding)]
     assert hints == ["apt install g++", "pip install ninja", "apt install python3-dev"]
     monkeypatch.setenv("CXX", "my-c++")
@@ -257,7 +257,23 @@ def test_a_machine_without_compilers(tools: Any, monkeypatch: pytest.MonkeyPatch
     assert len(rules(builds.compiler_is_here(made, CPU))) == 2
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler here")
+def test_ninja_must_be_a_program_that_ranks_find(
+    tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed runs it: the Python package alone will not do."""
+    tools("c++", "exit 0")
+    python = tmp_path / "environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    monkeypatch.setattr(builds.sys, "executable", str(python))
+    assert only(builds.compiler_is_here(config("offload=cpu"), CPU)).hint == "pip install ninja"
+    # That of the environment is found although the environment is not activated.
+    ninja = python.with_name("ninja")
+    ninja.write_text("")
+    ninja.chmod(0o755)
+    assert rules(builds.compiler_is_here(config("offload=cpu"), CPU)) == []
+    assert shutil.which("ninja", path=builds.tools_path()) == str(ninja)
+
+
 def test_the_lock_of_a_killed_build_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +294,7 @@ def test_the_lock_of_a_killed_build_is_found(
     assert len(list(builds.no_build_was_left(wants, CPU))) == 1
 
 
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler here")
 def test_a_program_is_really_linked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert builds.links("int main() { return 0; }\n", "-lm")
     assert not builds.links("int main() { return 0; }\n", "-lno_such_library")

@@ -1,6 +1,7 @@
 """A launcher process for the tests: `driver.py RUN_DIR BEHAVIOUR`; prints records and the end."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from trainctl.runs.lock import hold
 
 
 def main() -> int:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as in a terminal, under nohup too
     run = open_run(Path(sys.argv[1]))
     plan = read_plan(run.root / "plan_for_tests.json")
     stand_in = Path(__file__).with_name("stand_in.py")

@@ -10,6 +10,7 @@ stubborn    ignore SIGTERM
 raise       rank 1 raises at the third step
 segfault    rank 1 crashes in native code at the third step
 processors  say which ones it may use
+build       rank 0 compiles as torch's cpp_extension does, as far as others can see, for 2.5 s
 slow_exit   handle SIGTERM by ending a second later
 """
 
@@ -55,6 +56,17 @@ if "gloo" in behaviour:
 print(f"rank {rank} of {os.environ['WORLD_SIZE']} is up", flush=True)
 if "processors" in behaviour:
     print(f"processors {sorted(os.sched_getaffinity(0))}", flush=True)
+if "build" in behaviour and rank == 0:
+    from torch.utils.file_baton import FileBaton
+
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"], "cpu_adam")
+    folder.mkdir(parents=True)
+    baton = FileBaton(str(folder / "lock"))
+    assert baton.try_acquire()
+    time.sleep(2.5)
+    (folder / "cpu_adam.so").touch()
+    baton.release()
+    time.sleep(1.5)
 last = 10 if "steps" in behaviour else sys.maxsize
 with EventWriter(Path(os.environ["TRAINCTL_RUN_DIR"], "events.jsonl"), tag.attempt) as events:
     if rank == 0:

@@ -15,11 +15,14 @@ from trainctl.launch.order import Launch
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.restarts import run_with_restarts
 from trainctl.launch.stop import Stop, TimeLimit
+from trainctl.launch.supervise import Attempt, supervise
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import AttemptPaths
+from trainctl.runs.processes import RunTag
+from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, file_request, pending_requests
-from trainctl.runs.status import State
+from trainctl.runs.status import State, read_status
 
 FAILED = Outcome(exit_code=137, state=State.failed, message="killed", may_pass=True)
 FINAL = Outcome(exit_code=4, state=State.failed, message="port taken")
@@ -118,3 +121,44 @@ def test_the_margin_of_a_time_limit_learns_from_the_records():
     near = TimeLimit((limit.margin_seconds + 1) / 60)
     near.observe({"event": "checkpoint", "seconds": 60.0})
     assert near.is_near()
+
+
+def test_a_step_that_once_hung_does_not_end_every_later_launch():
+    steps = [{"event": "step", "attempt": 1, "time": time} for time in (0.0, 1.0, 8 * 3600.0)]
+    limit = TimeLimit(60.0, steps)
+    assert limit.margin_seconds == 1800 and not limit.is_near()
+
+
+class Agents:
+    """Agents that end after three looks; the run's status cannot be replaced until the second."""
+
+    margin_seconds = 1.0
+    returncode = 0
+
+    def __init__(self, run, events):
+        self.run, self.events, self.looks = run, events, 0
+
+    def poll(self):
+        self.looks += 1
+        if self.looks == 1:
+            self.run.status.unlink()
+            self.run.status.mkdir()
+            self.events.write("start", world_size=1)
+        elif self.looks == 3:
+            self.run.status.rmdir()
+        return None if self.looks < 5 else 0
+
+
+def test_a_status_that_cannot_be_written_for_a_moment_ends_no_run(tmp_path):
+    plan = make_plan(1)
+    run = create_run(plan.config, root=tmp_path, folder=tmp_path)
+    attempt = Attempt(run, new_attempt(run, plan), RunTag("nobody", run.root, 1), ranks=1)
+    with EventWriter(run.events, 1) as events, Stop.of_launch(run, plan) as stop:
+        outcome = supervise(
+            attempt,
+            lambda: Agents(run, events),
+            lambda event: None,
+            stop,
+            grace_seconds=0,
+        )
+    assert (outcome.exit_code, read_status(run).state) == (0, State.finished)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,23 @@ from supervised import make_plan
 
 from trainctl.config.compose import examine
 from trainctl.config.hosts import Host
-from trainctl.config.schema import Accelerator, LauncherConfig, LauncherKind
+from trainctl.config.schema import (
+    Accelerator,
+    LauncherConfig,
+    LauncherKind,
+    OffloadConfig,
+    OffloadDevice,
+)
 from trainctl.errors import Severity
 from trainctl.hardware import resolve_hardware
+from trainctl.launch import probe
 from trainctl.launch.order import Start
 from trainctl.launch.preflight import problems
 from trainctl.launch.remote import shell_line, ssh
 from trainctl.launch.shrink import shrink
-from trainctl.launch.site import Site
+from trainctl.launch.site import Site, look
 from trainctl.launch.ssh import render
-from trainctl.launch.survey import Report
+from trainctl.launch.survey import Report, survey
 from trainctl.launch.variables import not_forwarded
 from trainctl.plan.types import RunPlan
 from trainctl.planner.assess import assess
@@ -145,6 +154,7 @@ FACTS: dict[str, Any] = {
     "listens": 4000,
     "port": None,
     "storage": {"free_bytes": 10**9, "problem": ""},
+    "builds": [],
 }
 
 
@@ -213,6 +223,73 @@ def test_why_a_host_gave_no_answer(said: str, code: int | None, rule: str) -> No
     report = Report(host=Host("n1"), return_code=code, said=said)
     (problem,) = problems(two_nodes(), [report], {}, "", {}, None)
     assert problem.rule == rule and said.strip() in problem.message
+
+
+@pytest.fixture
+def remote_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts an `ssh` into PATH that runs its last word here, after some lines of a shell."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def put(lines: str) -> None:
+        script = folder / "ssh"
+        script.write_text(f'#!/bin/sh\nfor last; do :; done\n{lines}\nexec sh -c "$last"\n')
+        script.chmod(0o755)
+
+    return put
+
+
+def test_what_a_login_shell_prints_is_not_taken_for_an_answer(
+    remote_shell: Callable[[str], None], tmp_path: Path
+) -> None:
+    remote_shell("echo Welcome; echo 42; printf 'no newline, then '; echo")
+    (report,) = survey([Host("n1")], two_nodes(interface="lo"), tmp_path)
+    assert report.facts is not None and report.facts["address"] == "127.0.0.1"
+    assert report.unreached == () and report.unseen == ()
+
+
+def test_a_host_that_cannot_compile_is_said_before_the_start(
+    remote_shell: Callable[[str], None], tmp_path: Path
+) -> None:
+    remote_shell("export CXX=no-such-compiler")
+    plan = two_nodes(interface="lo")
+    offload = OffloadConfig(optimizer=OffloadDevice.cpu)
+    plan = replace(plan, config=replace(plan.config, offload=offload))
+    (problem,) = look(plan, [Host("n1")], tmp_path, None).findings
+    assert (problem.rule, problem.key) == ("TC126", "offload.optimizer")
+    assert problem.message.startswith("n1: DeepSpeed has to compile cpu_adam")
+    assert "no C++ compiler (no-such-compiler)" in problem.message
+
+
+def test_many_hosts_are_asked_where_few_files_may_be_open(
+    remote_shell: Callable[[str], None], tmp_path: Path
+) -> None:
+    remote_shell("exit 255")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+    try:
+        reports = survey([Host(f"n{number}") for number in range(30)], two_nodes(), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [report.return_code for report in reports] == [255] * 30
+
+
+def test_a_port_is_tried_where_the_address_is_of_version_6(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "addresses_of", lambda name: ["::1"])
+    question = {
+        "interface": "lo", "port": 0, "folder": str(tmp_path), "mark": "m", "files": [],
+        "config": {}, "hardware": {},
+    }  # fmt: skip
+    asked = probe.Probe()
+    try:
+        facts = asked.answer({"facts": question})
+    finally:
+        asked.close()
+    # Neither can be had on a machine without IPv6.
+    assert bool(facts["port"]["problem"]) == (facts["listens"] is None)
 
 
 # --------------------------------------------------------------------------- fewer nodes

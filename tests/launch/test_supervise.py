@@ -8,10 +8,15 @@ import shutil
 import signal
 import socket
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from supervised import Launches, carriers
+from supervised import Launches, carriers, make_plan
 
+from trainctl.config.codec import to_plain
+from trainctl.config.schema import OffloadConfig, OffloadDevice
+from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import holder
 from trainctl.runs.status import State
@@ -28,6 +33,23 @@ def test_a_run_that_ends_well_leaves_nothing_and_exits_0(launches: Launches) -> 
     for rank in (0, 1):
         log = launch.run.attempt(1).rank_log(rank).read_text()
         assert log == f"rank {rank} of 2 is up\n"
+
+
+def test_what_a_rank_compiles_is_recorded(
+    launches: Launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions" / "py311_cpu"))
+    run = launches.make_run(ranks=1)
+    plan = make_plan(1)
+    offload = OffloadConfig(optimizer=OffloadDevice.cpu)
+    plan = replace(plan, config=replace(plan.config, offload=offload))
+    write_json(run.root / "plan_for_tests.json", to_plain(plan))
+    launch = launches.start("build,steps", run=run)
+    assert launch.end(60.0)[0] == 0
+    begun, ended = launch.events("build")
+    assert begun["operator"] == ended["operator"] == "cpu_adam"
+    assert begun["seconds"] is None and ended["seconds"] > 0
+    assert begun["host"] == socket.gethostname()
 
 
 def test_a_killed_rank_is_named_and_its_peers_and_children_end(launches: Launches) -> None:

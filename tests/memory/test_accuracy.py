@@ -2,77 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "scripts" / "benchmarks"
-DATA = ROOT / "tests" / "data"
+from accuracy_rows import DATA, LLAMA, SCRIPTS, load, rows
 
 
 @pytest.fixture(scope="module")
 def accuracy() -> Any:
-    """The script, as a module, with the peers that need other packages left out."""
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        import memory_accuracy
-    finally:
-        sys.path.remove(str(SCRIPTS))
-    memory_accuracy.peers.PEERS.clear()
-    return memory_accuracy
-
-
-@pytest.fixture(scope="module")
-def columns() -> list[str]:
-    with (DATA / "memory_measurements.csv").open() as file:
-        lines = [line for line in file if not line.startswith("#")]
-    return next(csv.reader(lines))
-
-
-def rows(accuracy: Any, columns: list[str], folder: Path, *texts: dict[str, str]) -> Any:
-    """Rows made up for a test, by way of a file as anyone's would be."""
-    path = folder / "rows.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(dict.fromkeys(columns, "") | text for text in texts)
-    return accuracy.read_rows(path)
-
-
-LLAMA = {
-    "id": "a",
-    "tier": "A",
-    "framework": "DeepSpeed",
-    "model": "llama3.1-8b",
-    "params_b": "8.03",
-    "layers": "32",
-    "hidden": "4096",
-    "heads": "32",
-    "kv_heads": "8",
-    "ffn": "14336",
-    "vocab": "128256",
-    "seq_len": "8192",
-    "micro_batch": "1",
-    "precision": "bf16 fp32-master",
-    "optimizer": "AdamW",
-    "sharding": "ZeRO-3",
-    "world_gpus": "8",
-    "dp": "8",
-    "tp": "1",
-    "pp": "1",
-    "ac_mode": "full",
-    "offload": "none",
-    "gpu": "8xH100-80",
-    "metric": "max_memory_allocated",
-    "value": "40",
-    "unit": "GiB",
-    "value_gib": "40",
-}
+    return load()
 
 
 def test_published_measurements_are_met(accuracy: Any) -> None:
@@ -83,8 +24,8 @@ def test_published_measurements_are_met(accuracy: Any) -> None:
     errors = [item.error("trainctl") for item in found.scored]
     median, ninetieth, worst = accuracy.summary(errors)
     assert median <= 0.01
-    assert ninetieth <= 0.065
-    assert worst <= 0.11
+    assert ninetieth <= 0.06
+    assert worst <= 0.1
     exact = [item for item in found.scored if item.row.metric is accuracy.Metric.after_step]
     assert all(abs(item.error("trainctl")) <= 0.005 for item in exact)
 
@@ -105,9 +46,9 @@ def test_counts_are_those_of_the_throughput_table(accuracy: Any) -> None:
         assert stage.parameters == pytest.approx(float(row["params_b"]) * 1e9, rel=0.001)
 
 
-def test_out_of_memory_is_not_said_to_fit(accuracy: Any, columns: Any, tmp_path: Path) -> None:
+def test_out_of_memory_is_not_said_to_fit(accuracy: Any, tmp_path: Path) -> None:
     ran_out = LLAMA | {"sharding": "ZeRO-1", "dp": "1", "world_gpus": "1", "metric": "OOM"}
-    found = accuracy.report(rows(accuracy, columns, tmp_path, ran_out | {"value": ""}))
+    found = accuracy.report(rows(accuracy, tmp_path, ran_out | {"value": ""}))
     assert [said for _, said in found.verdicts] == [False]
 
 
@@ -118,7 +59,13 @@ def test_out_of_memory_is_not_said_to_fit(accuracy: Any, columns: Any, tmp_path:
         {"framework": "torchtitan", "sharding": "FSDP2", "ac_mode": "none", "compile": "yes"},
         {"framework": "torchtitan", "sharding": "FSDP2+TP", "tp": "2", "dp": "4"},
         {"framework": "Megatron-LM", "sharding": "distributed optimizer", "tp": "4", "dp": "2"},
-        {"framework": "Megatron-LM", "sharding": "DDP", "pp": "4", "dp": "2", "seq_len": "4096"},
+        {
+            "framework": "Megatron-LM",
+            "sharding": "DDP",
+            "pp": "4",
+            "dp": "2",
+            "metric": "max_memory_allocated (last rank)",
+        },
         {"framework": "transformers", "sharding": "DDP", "precision": "bf16 autocast"},
         {"framework": "nanoGPT", "sharding": "DDP", "precision": "bf16 autocast"},
         {"framework": "litgpt", "sharding": "none", "precision": "bf16-true", "world_gpus": "1"},
@@ -131,27 +78,25 @@ def test_out_of_memory_is_not_said_to_fit(accuracy: Any, columns: Any, tmp_path:
     ids=lambda change: "-".join(change.values()),
 )
 def test_other_frameworks_are_expressed(
-    change: dict[str, str], accuracy: Any, columns: Any, tmp_path: Path
+    change: dict[str, str], accuracy: Any, tmp_path: Path
 ) -> None:
-    (row,) = rows(accuracy, columns, tmp_path, LLAMA | change)
+    (row,) = rows(accuracy, tmp_path, LLAMA | change)
     found = accuracy.estimate(accuracy.case_of(row))
     weights = 0.5 * 8.03e9 if "litgpt" in row["framework"] else 0
     assert found.peak >= found.after_step > weights
-    assert found.reserved > found.peak
+    assert found.reserved >= found.peak  # no more than the device has, where that is less
     assert found.driver > found.reserved
     assert found.of(row.metric) < 1000 * accuracy.GIB
 
 
-def test_what_cannot_be_expressed_is_listed_with_the_reason(
-    accuracy: Any, columns: Any, tmp_path: Path
-) -> None:
+def test_what_cannot_be_expressed_is_listed_with_the_reason(accuracy: Any, tmp_path: Path) -> None:
     texts = (
         LLAMA | {"id": "experts", "model": "mixtral-8x7b"},
-        LLAMA | {"id": "no layers", "layers": ""},
+        LLAMA | {"id": "no layers", "layers": "", "model": "llama of our own"},
         LLAMA | {"id": "no unit", "value_gib": "", "unit": "GiB"},
         LLAMA | {"id": "kernel", "framework": "kernel microbench", "model": "RMSNorm"},
     )
-    found = accuracy.report(rows(accuracy, columns, tmp_path, *texts))
+    found = accuracy.report(rows(accuracy, tmp_path, *texts))
     reasons = {row.id: reason for row, reason in found.refused}
     assert set(reasons) == {"experts", "no layers", "kernel"}
     assert "experts" in reasons["experts"]
@@ -170,3 +115,18 @@ def test_an_example_is_shown_in_our_own_terms() -> None:
     assert "zero_stage.stage=3" in done.stdout
     assert "kernels.cross_entropy=liger_fused" in done.stdout
     assert "measured 37.50" in done.stdout
+
+
+def test_constants_are_put_back_after_a_source_is_left_out(accuracy: Any) -> None:
+    """And with those that are shipped the two scripts say the same."""
+    holdout = load("memory_holdout")
+    cases = holdout.read_cases([DATA / "memory_measurements.csv"])
+    assert len(cases) == 47
+    shipped = holdout.as_shipped()
+    other = holdout.errors(cases, shipped | {"communicator, GiB": 0.0})
+    assert holdout.as_shipped() == shipped
+    same = holdout.errors(cases, shipped)
+    found = accuracy.report([case.row for case in cases])
+    scored = {item.row.id: item.error("trainctl") for item in found.scored}
+    assert same == [scored[case.row.id] for case in cases]
+    assert other != same

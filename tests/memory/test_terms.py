@@ -153,3 +153,34 @@ def test_saving_takes_one_tensor_on_the_host_unless_it_is_there() -> None:
         "checkpoint_tensor"
         not in budget(make_plan(TINY, accelerator=Accelerator.cpu)).host.components
     )
+
+
+def test_the_allocator_holds_no_more_than_the_device_has() -> None:
+    """What it cannot use it gives back before it says that memory has run out."""
+    settings = {"zero_stage__stage": 2, "devices": 8}
+    plan = make_plan(LLAMA_3_8B, device_memory=200 * GIB, **settings)
+    roomy = budget(plan)
+    tensors = roomy.components.allocated + 2**26
+    tight = tensors + runtime_of(plan).usual
+    held = budget(make_plan(LLAMA_3_8B, device_memory=tight, **settings)).device_reserved_bytes
+    assert held == tensors + 2**26  # cuBLAS's workspaces are among the tensors
+    too_small = make_plan(LLAMA_3_8B, device_memory=tensors // 2, **settings)
+    assert budget(too_small).device_reserved_bytes == tensors
+    assert roomy.device_reserved_bytes == int(tensors * 1.12)
+
+
+def test_weights_ahead_are_gathered_up_to_the_limit() -> None:
+    """However few are asked for at a time; without asking, only those that are used again soon."""
+    common = {"zero_stage__stage": 3, "zero_stage__param_persistence_threshold": 0}
+    tensor = 4096 * 14_336
+    for prefetch in (1_000_000, 50_000_000):
+        (found,) = moments(zero_stage__prefetch_bucket_size=prefetch, **common)
+        assert found["forward_end"].gathered_parameters == 2 * (10**9 + tensor)
+    (few,) = moments(zero_stage__max_live_parameters=600_000_000, **common)
+    assert few["forward_end"].gathered_parameters == 2 * (600_000_000 + tensor)
+    (none,) = moments(zero_stage__prefetch_bucket_size=0, **common)
+    assert none["forward_end"].gathered_parameters == 2 * 10**9
+    (again,) = moments(
+        zero_stage__prefetch_bucket_size=0, zero_stage__max_reuse_distance=400_000_000, **common
+    )
+    assert again["forward_end"].gathered_parameters == 2 * (200_000_000 + HEAD)

@@ -17,9 +17,19 @@ from trainctl.plan.derive import (
     derive_total_steps,
     derive_warmup_steps,
 )
+from trainctl.plan.nearest import divisors, nearest_divisors
 from trainctl.plan.resolve import resolve
 
 sizes = st.integers(1, 64)
+
+
+@given(number=st.integers(1, 5000), wanted=st.integers(1, 6000))
+def test_divisors_are_all_and_the_nearest_are_next_to_the_wanted_one(number, wanted):
+    every = [size for size in range(1, number + 1) if number % size == 0]
+    assert divisors(number) == every
+    below = [size for size in every if size <= wanted]
+    above = [size for size in every if size > wanted]
+    assert nearest_divisors(number, wanted) == below[-1:] + above[:1]
 
 
 @given(micro=sizes, accumulation=sizes, data=sizes, left_out=st.integers(0, 3))

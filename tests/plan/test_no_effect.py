@@ -48,6 +48,10 @@ def test_the_table_names_keys_of_the_schema_once():
         ({"tokenizer__path": "/t"}, {"tokenizer__kind": "file"}),
         ({"data__text_key": "body"}, {"data__kind": "files", "data__paths": ["a"]}),
         ({"training__sample_prompt": "x"}, {"training__sample_tokens": 5}),
+        (
+            {"training__stop_min_delta": 0.1},
+            {"training__stop_patience": 2, "training__evaluate_every_steps": 5},
+        ),
         ({"stability__max_interventions": 1}, {"stability__on_bad_loss": "skip_step"}),
         ({"stability__spike_window": 5}, {"stability__spike_factor": 2.0}),
         ({"stability__spike_after_steps": 5}, {"stability__norm_spike_factor": 2.0}),

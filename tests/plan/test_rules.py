@@ -287,19 +287,6 @@ ERRORS = [
     ),
     ("TC032", {"offload__parameters": "cpu"}, gpus(), "stage 3, and it is 1", "zero_stage=3"),
     (
-        "TC040",
-        {
-            "zero_stage__stage": 3,
-            "offload__parameters": "nvme",
-            "offload__nvme_path": "/nvme",
-            "parallelism__tensor": 2,
-            "activation_checkpointing__mode": "full",
-        },
-        gpus(8),
-        "computes a wrong gradient",
-        "offload.parameters=cpu",
-    ),
-    (
         "TC032",
         {"offload__optimizer": "cpu", "zero_stage__stage": 0},
         gpus(),
@@ -400,6 +387,19 @@ ERRORS = [
         gpus(),
         "a checkpoint would lack them",
         "checkpoint.at_end=false",
+    ),
+    *(
+        ("TC035", {**OFFLOAD, "offload__super_offload": True, **changes}, gpus(), message, hint)
+        for changes, message, hint in (
+            ({"optimizer__kind": "adam"}, "updates by AdamW", "optimizer=adamw"),
+            ({"optimizer__kind": "lion"}, "updates by AdamW", "super_offload=false"),
+            ({"precision__master_weights": "bf16"}, "fp32 master weights", "=fp32"),
+            (
+                {"precision__compute": "fp16", "optimizer__gradient_clipping": 0.0},
+                "multiplied by the loss scale",
+                "precision=bf16",
+            ),
+        )
     ),
     (
         "TC034",
@@ -764,6 +764,14 @@ ERRORS = [
         gpus(),
         "zero_optimization.mics_shard_size has been removed",
         "use zero_optimization.zero_hpz_partition_size",
+    ),
+    ("TC094", {"model__num_layers": 0}, gpus(), "model.num_layers=0", "model.num_layers=1"),
+    (
+        "TC094",
+        {"model__intermediate_size": 0},
+        gpus(),
+        "model.intermediate_size=0",
+        "model.intermediate_size=1",
     ),
     (
         "TC081",

@@ -253,6 +253,13 @@ def test_offload_is_for_what_does_not_fit_without() -> None:
         assert found.plan.config.offload.optimizer is OffloadDevice.none
 
 
+def test_what_host_memory_has_no_room_for_goes_to_nvme() -> None:
+    values = LLAMA_70B | {"training.sequence_length": 4096, "offload.nvme_path": "/nvme"}
+    hardware = hardware_of("h100-80g", 1, 8, host_memory_bytes=600 * 10**9)
+    (found,) = search(config_of(values), hardware, top=1).found
+    assert found.plan.config.offload.optimizer is OffloadDevice.nvme
+
+
 def test_a_faster_variant_that_fails_says_why() -> None:
     result = search(config_of(LLAMA_70B), hardware_of("h100-80g", 8, 8))
     rejected = [found.rejected for found in result.found if found.rejected is not None]
@@ -279,8 +286,32 @@ def test_the_global_batch_is_not_a_question_of_speed() -> None:
         search(config, hardware_of("h100-80g", 1, 8))
 
 
-def nothing(values: dict[str, Any], hardware: Hardware) -> set[tuple[str, ExitCode]]:
-    result = search(config_of(values), hardware)
+def test_accumulation_that_the_user_has_set_stays_and_a_recipes_is_replaced() -> None:
+    hardware = hardware_of("h100-80g", 1, 8)
+    key = "training.gradient_accumulation_steps"
+    tokens = {"training.global_batch_size": None, "training.global_batch_tokens": 1_000_000}
+    for size in ({"training.global_batch_size": 96}, tokens):
+        config = config_of(LLAMA_7B | size | {key: 3})
+        kept = search(config, hardware, fixed=frozenset({key})).found
+        assert kept
+        assert {found.plan.batch.gradient_accumulation_steps for found in kept} == {3}
+        free = search(config, hardware).found
+        assert len(free) == 5
+        assert {found.plan.batch.gradient_accumulation_steps for found in free} != {3}
+
+
+def test_micro_batches_fit_into_the_batches_of_a_ramp() -> None:
+    """More of the faster ones do not than the search tries of what rules refuse."""
+    ramp = [{"until_steps": 10, "global_batch_size": 4}]
+    config = config_of(LLAMA_7B | {"training.batch_ramp": ramp, "model.num_layers": 4})
+    (found,) = search(config, hardware_of("h200-141g", 1, 8), top=1).found
+    assert 4 % (found.plan.batch.micro_batch_size * found.plan.mesh.data) == 0
+
+
+def nothing(
+    values: dict[str, Any], hardware: Hardware, fixed: frozenset[str] = frozenset()
+) -> set[tuple[str, ExitCode]]:
+    result = search(config_of(values), hardware, fixed=fixed)
     assert result.found == ()
     return {(finding.rule, finding.exit_code) for finding in result.findings}
 
@@ -289,6 +320,35 @@ def test_a_model_that_fits_nowhere() -> None:
     huge = LLAMA_70B | {"model.hidden_size": 131_072, "model.intermediate_size": 524_288}
     small = hardware_of("a100-40g", 1, 8)
     assert nothing(huge, small) == {("TC159", ExitCode.does_not_fit)}
+
+
+def test_a_batch_that_no_layout_can_share_names_the_next_one_that_one_can() -> None:
+    values = LLAMA_7B | {
+        "training.global_batch_size": None,
+        "training.global_batch_tokens": 4 * 4096,
+        "training.micro_batch_size": 3,
+        "zero_stage.stage": 3,
+    }
+    fixed = frozenset({"zero_stage", "parallelism", "training.micro_batch_size"})
+    hardware = hardware_of("h100-80g", 1, 8)
+    assert nothing(values, hardware, fixed) == {("TC158", ExitCode.bad_input)}
+    (finding,) = search(config_of(values), hardware, fixed=fixed).findings
+    assert finding.key == "training.global_batch_tokens"
+    assert f"nearest legal: training.global_batch_tokens={24 * 4096}" in finding.hint
+    assert "leave parallelism and zero_stage and training.micro_batch_size" in finding.hint
+    mended = values | {"training.global_batch_tokens": 24 * 4096}
+    assert search(config_of(mended), hardware, fixed=fixed).found
+
+
+def test_memory_is_named_where_the_batch_is_not_what_is_too_small() -> None:
+    """Data-parallel ranks cannot share this batch, but the others could, if they had room."""
+    values = LLAMA_70B | {"training.global_batch_size": 2}
+    fixed = frozenset({"offload"})
+    small = hardware_of("a100-40g", 1, 8)
+    assert nothing(values, small, fixed) == {("TC159", ExitCode.does_not_fit)}
+    (finding,) = search(config_of(values), small, fixed=fixed).findings
+    assert "weights and optimizer states alone need" in finding.message
+    assert finding.hint.endswith("or leave offload to the search")
 
 
 def test_what_no_layout_can_mend_is_said_by_its_rule() -> None:
@@ -317,6 +377,24 @@ def test_impossible_shapes_are_left_out() -> None:
     for found in result.found:
         assert found.plan.mesh.tensor == 1
         assert 4095 % found.plan.mesh.sequence == 0
+
+
+def test_sliced_inputs_stay_where_the_user_asks_and_go_where_a_recipe_does() -> None:
+    slices = "activation_checkpointing.partition_across_tensor_ranks"
+    config = config_of(LLAMA_7B | {"activation_checkpointing.mode": "full", slices: True})
+    hardware = hardware_of("h100-80g", 1, 8)
+    asked = search(config, hardware, fixed=frozenset({slices}), top=2).found
+    assert asked
+    for found in asked:
+        assert found.plan.mesh.tensor > 1
+        assert found.plan.config.activation_checkpointing.partition_across_tensor_ranks
+    (first,) = search(config, hardware, top=1).found
+    assert first.plan.mesh.tensor == 1
+    fixed = frozenset({"parallelism.tensor", "activation_checkpointing.offload_to_cpu"})
+    away = with_values(config, {"activation_checkpointing.offload_to_cpu": True})
+    (recomputed,) = search(away, hardware, fixed=fixed, top=1).found
+    settings = recomputed.plan.config.activation_checkpointing
+    assert settings.mode is CheckpointingMode.full and recomputed.plan.mesh.tensor == 1
 
 
 def test_a_recipe_of_recomputed_inputs_may_become_one_without_recomputation() -> None:

@@ -135,6 +135,9 @@ def test_links_between_machines_are_slower() -> None:
     across = time_of(nodes=2, devices=4, parallelism__tensor=8)
     assert across.tensor > 2 * inside.tensor  # four network cards for eight devices
     assert time_of(nodes=2, zero_stage__stage=3).seconds > 0
+    # Sequence ranks lie four apart here, so four of them are on two machines.
+    shared = {"parallelism__tensor": 4, "parallelism__sequence": 4}
+    assert time_of(nodes=2, **shared).sequence > 2 * time_of(devices=16, **shared).sequence
     near, far = time_of(zero_stage__stage=1), time_of(nodes=8, devices=1, zero_stage__stage=1)
     assert far.reduce > 3 * near.reduce
 

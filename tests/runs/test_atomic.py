@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainctl.runs.atomic import write_json, write_text
+from trainctl.runs.records import EventWriter, read_events
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -43,3 +45,32 @@ def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(tmp_path: Path) -> N
     assert path.read_text() == "old"
     assert [item.name for item in tmp_path.iterdir()] == ["a.txt"]
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_a_path_of_any_bytes_is_read_back_from_json(tmp_path: Path) -> None:
+    folder = os.fsdecode(b"/runs/\xff-\xc3\xa9\\udcff")
+    path = tmp_path / "a.json"
+    write_json(path, folder)
+    assert json.loads(path.read_text(encoding="utf-8")) == folder
+    with EventWriter(tmp_path / "events.jsonl", 1) as writer:
+        writer.write("checkpoint", path=folder)
+    (event,) = read_events(tmp_path / "events.jsonl")
+    assert event["path"] == folder
+
+
+def test_a_signals_handler_may_write_the_same_file_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So may a process of the same number, in another container."""
+    path = tmp_path / "stop"
+    sync = os.fsync
+
+    def handler_comes(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        write_json(path, "of the handler")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", handler_comes)
+    write_json(path, "of the program")
+    assert json.loads(path.read_text()) == "of the program"
+    assert list(tmp_path.iterdir()) == [path]

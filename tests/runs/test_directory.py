@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from trainctl.plan.types import Batch, Derived, Mesh, RunPlan
 from trainctl.runs import directory
 from trainctl.runs.directory import (
     create_run,
+    is_run,
     last_attempt,
     new_attempt,
     newest_run,
@@ -24,6 +26,7 @@ from trainctl.runs.directory import (
     read_record,
     run_id,
 )
+from trainctl.runs.removal import remove_run
 
 PLAN = RunPlan(
     config=RunConfig(recipe="tiny"),
@@ -186,3 +189,44 @@ def test_damaged_files_are_named() -> None:
     run.record.write_text("{}")
     with pytest.raises(TrainctlError, match=r"run\.json cannot be read: it has no id"):
         run_id(run)
+
+
+def test_an_attempt_is_there_with_its_plan_or_not_at_all() -> None:
+    run = create_run(PLAN.config)
+    new_attempt(run, replace(PLAN, stop_step=7))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        new_attempt(run, replace(PLAN, total_steps=float("inf")))
+    # A resume goes on from the last attempt that was made, not from how the run began.
+    assert last_attempt(run) == 1 and read_plan(run.attempt(1).plan).stop_step == 7
+    assert new_attempt(run, PLAN).number == 2
+    assert [path.name for path in sorted(run.attempts.iterdir())] == ["1", "2"]
+
+
+def test_a_path_that_cannot_be_looked_at_is_no_run() -> None:
+    long = Path("x" * 300)
+    assert not is_run(long)
+    code, message, _ = code_of(long)
+    assert code is ExitCode.run_state and "File name too long" in message
+
+
+def test_a_removed_run_leaves_nothing_and_no_file_is_removed_while_it_is_open() -> None:
+    """NFS keeps such a file under another name, and the folder with it."""
+    run = create_run(PLAN.config)
+    new_attempt(run, PLAN)
+    (run.root / "link").symlink_to(Path.cwd())
+    open_then: list[Path] = []
+    watching = True
+
+    def look(event: str, arguments: tuple[object, ...]) -> None:
+        if watching and event == "os.remove":
+            name = Path(str(arguments[0])).name
+            opened = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+            open_then.extend(path for path in opened if path.readlink() == run.root / name)
+
+    sys.addaudithook(look)  # for good, so it is told when to be quiet
+    try:
+        remove_run(run)
+    finally:
+        watching = False
+    assert not run.root.exists() and Path.cwd().is_dir()
+    assert open_then == []

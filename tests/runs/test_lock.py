@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -86,3 +89,37 @@ def test_holding_survives_an_error_inside(tmp_path: Path) -> None:
         raise RuntimeError
     with hold(run):
         pass
+
+
+def test_one_that_looks_does_not_keep_a_launch_out(tmp_path: Path) -> None:
+    """The launch that wrote itself in was killed on another machine, and `runs ls` looks."""
+    run = RunPaths(tmp_path)
+    run.lock.write_text('{"pid": 4711, "host": "elsewhere", "since": 1.0}\n')
+    with run.lock.open() as looker:
+        fcntl.flock(looker, fcntl.LOCK_SH)
+        threading.Timer(0.2, fcntl.flock, (looker, fcntl.LOCK_UN)).start()
+        with hold(run):
+            pass
+
+
+def test_a_folder_that_cannot_be_locked_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunPaths(tmp_path)
+    run.lock.mkdir()
+    with pytest.raises(TrainctlError, match=r"cannot be written: Is a directory") as caught:
+        with hold(run):
+            pass
+    assert caught.value.exit_code is ExitCode.environment
+    run.lock.rmdir()
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    with hold(run):
+        monkeypatch.setattr(fcntl, "flock", refuse)  # as Lustre mounted without -o flock
+        assert holder(run) is None
+    with pytest.raises(TrainctlError, match=r"cannot be locked: Function not impl") as caught:
+        with hold(run):
+            pass
+    assert caught.value.exit_code is ExitCode.environment and "-o flock" in caught.value.hint

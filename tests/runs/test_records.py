@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import multiprocessing
+import threading
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainctl.runs import records
 from trainctl.runs.records import EventFollower, EventWriter, number, read_events, step_curve
 
 
@@ -104,3 +108,53 @@ def test_the_last_attempt_wins_from_its_first_step_on() -> None:
     assert [event["attempt"] for event in curve.values()] == [1] * 20 + [2] * 5
     assert step_curve(reversed(events[-5:])) == step_curve([events[-5]])
     assert step_curve([]) == {}
+
+
+def test_a_follower_outlives_a_file_that_cannot_be_read_for_a_moment(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventWriter(path, 1):
+        follower = EventFollower(path)
+    path.rename(tmp_path / "away")
+    path.symlink_to(path.name)  # ELOOP stands in for the ESTALE of a network file system
+    assert follower.poll() == []
+    path.unlink()
+    (tmp_path / "away").rename(path)
+    with EventWriter(path, 1) as writer:
+        written = writer.write("step", step=1)
+    assert follower.poll() == [written]
+
+
+def test_records_of_some_kinds_are_read_without_parsing_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventWriter(path, 1) as writer:
+        for step in (1, 2):
+            writer.write("step", step=step)
+            # The word may stand elsewhere in a line, too.
+            writer.write("evaluation", loss=1.0, of="step")
+        writer.write("end", reason="complete")
+    assert [event["event"] for event in read_events(path, "evaluation", "end")] == [
+        "evaluation",
+        "evaluation",
+        "end",
+    ]
+    assert [event["step"] for event in read_events(path, "step")] == [1, 2]
+    assert read_events(tmp_path / "none", "step") == []
+
+
+def test_a_line_waits_for_the_writer_of_another_machine_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS lets two machines append at the same place, unless the file is locked."""
+    path = tmp_path / "events.jsonl"
+    with EventWriter(path, 1) as writer, path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        thread = threading.Thread(target=writer.write, args=("end",))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive() and path.read_bytes() == b""
+        fcntl.flock(other, fcntl.LOCK_UN)
+        thread.join()
+        fcntl.flock(other, fcntl.LOCK_EX)  # and is stopped for good
+        monkeypatch.setattr(records, "_LOCK_SECONDS", 0.1)
+        writer.write("end")
+    assert len(read_events(path)) == 2

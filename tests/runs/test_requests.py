@@ -4,7 +4,13 @@ import json
 from pathlib import Path
 
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.requests import Request, file_request, pending_requests, withdraw_request
+from trainctl.runs.requests import (
+    Request,
+    file_request,
+    is_requested,
+    pending_requests,
+    withdraw_request,
+)
 
 
 def test_a_request_is_there_until_it_is_withdrawn(tmp_path: Path) -> None:
@@ -26,3 +32,9 @@ def test_what_is_no_request_is_not_followed(tmp_path: Path) -> None:
     for name in ("halt", ".stop.123.tmp", "STOP"):
         (run.requests / name).touch()
     assert pending_requests(run) == set()
+
+
+def test_a_folder_that_cannot_be_read_asks_for_nothing(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path / ("x" * 300))  # as after a stale handle: every look fails
+    assert pending_requests(run) == set()
+    assert not is_requested(run, Request.end)

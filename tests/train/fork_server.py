@@ -23,7 +23,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -183,19 +184,20 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
             _call(work)
         threads = os.listdir("/proc/self/task")  # noqa: PTH208 (names only)
         assert len(threads) == 1, f"the server must not have threads to fork: {threads}"
-        port = _free_port()
-        ranks: dict[int, int] = {}
-        for rank in range(work.world_size):
-            server = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                requests.close()
-                answers.close()
-                _be_rank(work, rank, port, server)
-                return
-            ranks[pid] = rank
-        pickle.dump(_watch(ranks, work.seconds), answers)
+        with _reserved_port() as port:
+            ranks: dict[int, int] = {}
+            for rank in range(work.world_size):
+                server = os.getpid()
+                pid = os.fork()
+                if pid == 0:
+                    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                    requests.close()
+                    answers.close()
+                    _be_rank(work, rank, port, server)
+                    return
+                ranks[pid] = rank
+            problem = _watch(ranks, work.seconds)
+        pickle.dump(problem, answers)
         answers.flush()
 
 
@@ -265,10 +267,17 @@ def _signal(ranks: dict[int, int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+@contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port for the first rank to listen on, which nobody else is given meanwhile.
+
+    One that is let go can be taken, by a connection of another test, before the rank listens.
+    """
+    with socket.socket() as reserved:
+        reserved.bind(("", 0))
+        # Only from here on: the rank's listener, which sets it too, may then share the port.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield int(reserved.getsockname()[1])
 
 
 def main() -> None:

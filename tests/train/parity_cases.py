@@ -20,6 +20,7 @@ from rank_processes import Case, curve, tiny_config, train_cases
 from trainctl.config.schema import (
     Accelerator,
     CheckpointingMode,
+    DataConfig,
     DataType,
     ModelFamily,
     OffloadDevice,
@@ -151,7 +152,7 @@ def judge(
     combination: Combination,
     *,
     steps: int = STEPS,
-    mask_documents: bool = False,
+    data: DataConfig | None = None,
     nvme: Path = Path("/nvme"),
 ) -> Verdict:
     """Resolve a combination.
@@ -162,14 +163,14 @@ def judge(
     Args:
         combination: The choices.
         steps: Optimizer steps of the run.
-        mask_documents: Whether attention and labels stop at the end of a document.
+        data: The corpus; None for that of the tiny recipe.
         nvme: Folder that states are swapped to.
     """
     hardware = Hardware(
         name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=combination.world_size
     )
     config = _config(combination, steps, nvme)
-    config.data.mask_documents = mask_documents
+    config.data = data or config.data
     resolution = resolve(config, hardware)
     if resolution.plan is None:
         return Verdict(None, tuple(item for item in resolution.findings if item.is_error))
@@ -227,7 +228,7 @@ def enlarge(config: RunConfig) -> None:
 
 
 def train(
-    combination: Combination, folder: Path, *, steps: int = STEPS, mask_documents: bool = False
+    combination: Combination, folder: Path, *, steps: int = STEPS, data: DataConfig | None = None
 ) -> Curve:
     """Train a combination that is not refused; loss and gradient norm by step.
 
@@ -235,7 +236,7 @@ def train(
         RanksFailed: A rank failed.
     """
     nvme = folder / "nvme"
-    verdict = judge(combination, steps=steps, mask_documents=mask_documents, nvme=nvme)
+    verdict = judge(combination, steps=steps, data=data, nvme=nvme)
     assert verdict.plan is not None, verdict.refusal
     run = RunPaths(Path(tempfile.mkdtemp(dir=folder)))
     train_cases(combination.world_size, [Case(verdict.plan, run)])

@@ -17,7 +17,13 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainctl.config.schema import DataType, ModelFamily, TokenizerConfig, TokenizerKind
+from trainctl.config.schema import (
+    AttentionKind,
+    DataType,
+    ModelFamily,
+    TokenizerConfig,
+    TokenizerKind,
+)
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
@@ -138,6 +144,18 @@ def small(tmp_path):
     """A configuration and a checkpoint of its model."""
     config = tiny_config()
     return config, fabricate(RunPaths(tmp_path / "run"), config.model)
+
+
+def test_a_run_with_flash_attention_is_exported_and_loaded_where_there_is_none(tmp_path):
+    made = plan(0)
+    checkpoint = fabricate(RunPaths(tmp_path / "run"), made.config.model)
+    made.config.model.attention = AttentionKind.flash_attention_2  # as if planned for a GPU
+    export(made.config, checkpoint, tmp_path / "out", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ours = load(made, checkpoint, "cpu", lambda *_: None).model.eval()
+    ids = torch.randint(0, 256, (1, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, ours(ids).logits)
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, small):

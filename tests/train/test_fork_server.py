@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -43,6 +44,19 @@ def refuse(_):
     raise ValueError("cannot be prepared")
 
 
+def bind_the_port(_):
+    """Whether the first rank can listen on the port of its world, and any other program take it."""
+    address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    with socket.socket() as other:
+        try:
+            other.bind(address)
+            others_can = True
+        except OSError:
+            others_can = False
+    with socket.create_server(address):  # with SO_REUSEADDR, as TCPStore
+        return others_can
+
+
 def start_server_and_wait(_):
     """A client that is ended while its server has work."""
     with ForkServer((), {}) as inner:
@@ -79,6 +93,10 @@ def test_a_rank_that_hangs_shows_where(server):
     with pytest.raises(RanksFailed, match=r"not done after 0\.5 seconds:(?s:.*)wait_for_ever"):
         server.run("test_fork_server:wait_for_ever", None, 2, 0.5)
     assert children(server.pid) == []
+
+
+def test_the_port_of_a_world_is_kept_for_it(server):
+    assert server.run("test_fork_server:bind_the_port", None, 1, 60) == [False]
 
 
 def test_what_is_prepared_is_in_every_rank(server):

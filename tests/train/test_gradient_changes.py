@@ -18,6 +18,7 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.clipping import NormHistory
 from trainctl.train.gradient_changes import Place, elementwise, normal
+from trainctl.train.gradients import _totals
 from trainctl.train.shards import Shard
 
 STEPS = 5
@@ -194,3 +195,11 @@ def test_the_history_of_norms_has_its_window_and_goes_on_from_a_checkpoint():
     off = NormHistory(GradientsConfig())
     off.add(1.0)
     assert off.state() == [] and off.limit(2.0) is None
+
+
+def test_squares_of_a_partly_offloaded_gradient_are_added_on_the_device():
+    """meta stands for it: some sub-groups of a parameter group are there, some in host memory."""
+    host, device = torch.tensor(2.0), torch.empty((), device="meta")
+    assert _totals([[host, device], [host]]).device.type == "meta"
+    assert _totals([[host, host], [host]]).tolist() == [4.0, 2.0]
+    assert _totals([]).tolist() == []

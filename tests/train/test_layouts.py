@@ -5,20 +5,25 @@ what is particular to a layout.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 from torch import nn
+from transformers import LlamaForCausalLM
 
-from trainctl.config.schema import DataType, ModelFamily, PipelinePartition
+from trainctl.config.schema import DataType, ModelFamily, OptimizerKind, PipelinePartition
 from trainctl.plan.rules.layout import PARALLEL_ARCHITECTURES
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.build import whole_pieces
 from trainctl.train.engine import parameter_groups
 from trainctl.train.families import FAMILIES
-from trainctl.train.model import skeleton
+from trainctl.train.mesh import Axis
+from trainctl.train.model import skeleton, transformers_config
+from trainctl.train.pipeline import PipelineEngine
 
 STEPS = 4
 
@@ -109,6 +114,22 @@ def test_the_plan_and_the_trainer_know_the_same_architectures():
     assert set(PARALLEL_ARCHITECTURES) == set(FAMILIES)
 
 
+def test_every_stage_makes_a_group_when_the_ends_share_a_weight(monkeypatch):
+    """NCCL splits a group off that of all ranks: it hangs as soon as one of them does not."""
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: made.append(ranks))
+    config = config_of(parallelism__pipeline=4)
+    model, ranks = skeleton(config.model, torch.float32), (0, 2, 4, 6)
+    weights = []
+    for index in range(len(ranks)):
+        engine = object.__new__(PipelineEngine)
+        engine._pipeline = Axis(index, ranks, None)
+        engine._plan = engine._process = SimpleNamespace(config=config, timeout=None)
+        weights.append(engine._tied_weight(model) is not None)
+    assert weights == [True, False, False, True]
+    assert made == [[0, 6], [2, 4], [2, 4], [0, 6]]
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_embeddings_have_no_decay_whether_the_embedding_module_is_there_or_not(family):
     config = config_of(family=family)
@@ -125,3 +146,26 @@ def test_embeddings_have_no_decay_whether_the_embedding_module_is_there_or_not(f
     untied = {nn.Parameter(): replace(piece, is_embedding=False) for piece in head.values()}
     (group,) = parameter_groups(untied, config)
     assert group["weight_decay"] == config.optimizer.weight_decay
+
+
+class OtherNames(LlamaForCausalLM):
+    """A user's own model, whose output projection has another name."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.unembedding = self.lm_head
+        del self.lm_head
+
+    def get_output_embeddings(self):
+        return self.unembedding
+
+
+def test_muon_leaves_the_output_projection_to_adamw_whatever_its_name():
+    config = config_of(model__tie_word_embeddings=False)
+    config.optimizer.kind = OptimizerKind.muon
+    model = OtherNames(transformers_config(config.model))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(whole_pieces(model), config)
+    muon, decayed, _ = ({names[p] for p in group["params"]} for group in groups)
+    assert muon and all(".layers." in name for name in muon)
+    assert decayed == {"unembedding.weight"}

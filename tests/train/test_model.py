@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from transformers import modeling_flash_attention_utils
 
 from trainctl.config.schema import (
     ModelConfig,
     ModelFamily,
 )
 from trainctl.train.build import materialise
-from trainctl.train.model import skeleton
+from trainctl.train.data import MicroBatch
+from trainctl.train.model import has_flash_attention, skeleton
 from trainctl.train.weights import SeedWeights
 
 FAMILIES = [ModelFamily.llama, ModelFamily.mistral, ModelFamily.qwen3, ModelFamily.gpt2]
@@ -52,3 +55,55 @@ def test_positions_that_start_anew_keep_attention_inside_a_document(family):
 
     assert torch.equal(second_document(ids, masked), second_document(changed, masked))
     assert not torch.allclose(second_document(ids, plain), second_document(changed, plain))
+
+
+def attend(query, key, value, softmax_scale=None, **_):
+    """FlashAttention's function of whole samples, (samples, length, heads, width)."""
+    heads = query.shape[2] // key.shape[2]
+    query, key, value = (
+        each.transpose(1, 2).repeat_interleave(times, dim=1)
+        for each, times in ((query, 1), (key, heads), (value, heads))
+    )
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=softmax_scale)
+    return mixed.transpose(1, 2)
+
+
+def attend_by_lengths(query, key, value, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, **options):
+    """Its function of documents that lie one after the other, (tokens, heads, width)."""
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k) and cu_seqlens_q.dtype == torch.int32
+    lengths = cu_seqlens_q.diff().tolist()
+    assert max_seqlen_q == max(lengths)
+    documents = zip(*(each.split(lengths) for each in (query, key, value)), strict=True)
+    return torch.cat([attend(*(part[None] for part in parts), **options)[0] for parts in documents])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flash_attention_keeps_to_the_documents_of_every_sample(family, monkeypatch):
+    """By transformers' own way to the package, which a GPU alone has."""
+    functions = (attend, attend_by_lengths, None, None, None)
+    monkeypatch.setattr(
+        modeling_flash_attention_utils,
+        "lazy_import_flash_attention",
+        lambda *_, **__: (functions, (lambda **given: given, None)),
+    )
+    ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    positions = torch.stack([torch.cat([torch.arange(5), torch.arange(7)]), torch.arange(12)])
+    batch = MicroBatch(ids, ids, positions, positions, torch.arange(2), is_masked=True)
+    model = built(family).double()  # fp32 would be taken for a mistake of somebody's
+    device = torch.device("cpu")
+    with torch.no_grad():
+        expected = model(**batch.model_inputs(device)).logits
+        model.config._attn_implementation = "flash_attention_2"
+        assert has_flash_attention(model)
+        found = model(**batch.model_inputs(device, flash_attention=True)).logits
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_part_of_a_sequence_tells_flash_attention_of_the_whole():
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 0]])
+    batch = MicroBatch(ids, ids, positions, positions, torch.arange(2), is_masked=True)
+    inputs = batch.model_inputs(torch.device("cpu"), part=(1, 2), flash_attention=True)
+    assert inputs["position_ids"].tolist() == positions[:, 4:].tolist()
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 3, 8, 15, 16]
+    assert inputs["max_length_k"] == 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,10 +11,13 @@ import torch
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 from torch.optim import _muon
 
-from trainctl.config.schema import DataType, OptimizerKind, RunConfig
+from trainctl.config.schema import DataType, ModelFamily, OptimizerKind, RunConfig
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.optimizers.muon import orthogonalised
+from trainctl.train.build import whole_pieces
+from trainctl.train.model import skeleton
+from trainctl.train.optimizers.muon import MatrixOptimizer, orthogonalised
+from trainctl.train.optimizers.partitioned import Part
 
 Curve = dict[int, tuple[float, float]]
 
@@ -74,6 +78,40 @@ def test_matrices_are_orthogonalised_as_by_torch(shape):
     assert torch.equal(orthogonalised(matrix, torch.bfloat16), expected)
     values = torch.linalg.svdvals(orthogonalised(matrix, torch.float32))
     assert values.min() > 0.5 and values.max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
+def test_muon_s_step_is_as_large_whichever_way_a_matrix_lies(shape):
+    """gpt2's have their inputs in rows: the same layer, transposed."""
+    matrix, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    changes = []
+    for turn, inputs_first in ((lambda m: m, False), (torch.t, True)):
+        flat = turn(matrix).reshape(-1).clone()
+        flat.grad = turn(gradient).reshape(-1).clone()
+        group = {"params": [flat], "lr": 0.1, "uses_muon": True}
+        optimizer = MatrixOptimizer(
+            [group],
+            momentum=0.9,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            fused=False,
+            iterate_in=torch.float32,
+        )
+        size, lies = flat.numel(), turn(matrix).shape
+        part = Part("matrix", lies, ((0, size),), 0, 0, inputs_first=inputs_first)
+        optimizer.bind({flat: [part]}, None)
+        optimizer.step()
+        changes.append(turn(flat.view(lies)) - matrix)
+    torch.testing.assert_close(changes[1], changes[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_rows_of_gpt2_s_matrices_are_known_to_be_inputs():
+    config = config_of(OptimizerKind.muon)
+    for family, expected in ((ModelFamily.llama, False), (ModelFamily.gpt2, True)):
+        config.model.family = family
+        pieces = whole_pieces(skeleton(config.model, torch.float32))
+        found = {p.inputs_first for p in pieces.values() if re.search("mlp.*weight", p.name)}
+        assert found == {expected}
 
 
 OWN = (

@@ -4,6 +4,7 @@ The whole product is `scripts/parity.py`; here every pair of choices is had once
 """
 
 import functools
+from dataclasses import replace
 
 import pytest
 from parity_cases import (
@@ -20,6 +21,8 @@ from parity_cases import (
     product,
     train,
 )
+
+from trainctl.config.schema import DataConfig, DataKind
 
 FEW = 6
 MODELS = ("llama", "mistral-untied", "qwen3", "gpt2-untied")
@@ -122,9 +125,14 @@ def test_the_first_step_in_bf16_is_the_same_at_every_stage(tmp_path):
 
 def test_masked_documents_are_masked_on_every_layout(tmp_path):
     """But over sequence ranks, where the plan refuses it."""
-    plain = train(Combination(), tmp_path, steps=FEW)
+    texts, held_out = tmp_path / "short.jsonl", tmp_path / "held_out.jsonl"
+    for file in (texts, held_out):  # several documents in every sample
+        file.write_text("".join(f'{{"text": "{n} squared: {n * n}"}}\n' for n in range(4000)))
+    data = DataConfig(kind=DataKind.files, paths=[str(texts)], held_out_paths=[str(held_out)])
+    masked = replace(data, mask_documents=True)
+    plain = train(Combination(), tmp_path, steps=FEW, data=data)
     one, *others = (
-        train(Combination(layout), tmp_path, steps=FEW, mask_documents=True)
+        train(Combination(layout), tmp_path, steps=FEW, data=masked)
         for layout in ("1", "DP2", "TP2", "PP2")
     )
     assert Difference.between(plain, one).norm > 1e-3

@@ -27,6 +27,16 @@ def test_two_in_a_row_without_a_lower_loss_exhaust_it(losses, exhausted_at):
     assert found == exhausted_at and not never.is_exhausted
 
 
+def test_a_loss_that_creeps_down_counts_once_it_has_come_far_enough():
+    patience = Patience(3, min_delta=0.5)
+    since = []
+    for step, loss in enumerate([3.0, 2.8, 2.5, 2.4, 2.2, 1.95, 1.92]):
+        patience.see(loss, step)
+        since.append(patience.state()["evaluations_since"])
+    assert since == [0, 1, 2, 0, 1, 2, 3]
+    assert patience.state()["best_step"] == 3 and patience.is_exhausted
+
+
 def test_a_later_attempt_counts_on_with_its_own_limit():
     before = Patience(2)
     for step, loss in enumerate([2.0, 1.5, 1.6], start=1):

@@ -81,6 +81,32 @@ def test_the_next_save_waits_for_the_last(run, process, held):
     assert saved_steps(run) == [2]
 
 
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a device."""
+
+    device = torch.device("cuda")
+
+
+def test_the_loop_goes_on_when_the_device_s_copies_are_there(run, process, monkeypatch):
+    """Also where the last tensor of a partly offloaded optimizer is in host memory."""
+    waits, make = [], torch.empty
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory=False, **options: make(*size, **options)
+    )
+    state = PlainState(1.0)
+    monkeypatch.setattr(
+        state,
+        "saved",
+        lambda index, name: state.tensor(index, name).as_subclass([OnDevice, torch.Tensor][index]),
+    )
+    saver = Saver(run, process, state, BEHIND)
+    saver.save(facts(1))
+    assert waits == [1]
+    saver.wait()
+    assert torch.all(saved_values(run, 1) == 1.0)
+
+
 def test_what_does_not_fit_is_not_begun(run, process, monkeypatch):
     state = PlainState(1.0)
     config = CheckpointConfig(keep=1)

@@ -60,7 +60,7 @@ def test_waiting_for_a_processor_is_busy_and_sleep_is_not() -> None:
     times = Stopwatch(torch.device("cpu"))
     with times.part("backward"):
         time.sleep(0.3)
-    assert times.take()["backward"] >= 0.3 and times.take_busy()["backward"] < 0.2
+    assert times.take()["backward"] - times.take_busy()["backward"] >= 0.25
     assert times.take_busy() == {}
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainctl.agent.guard import Guard, leave
 from trainctl.agent.place import Place, carry_tag, find_place, prepare_ranks, use_interface_towards
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.hardware.builds import needed_operators
 from trainctl.runs.causes import Cause, disk_is_full, exit_code, host_oom_kills
 from trainctl.runs.command import AttemptCommand, read_command
 from trainctl.runs.directory import read_plan
@@ -115,6 +116,7 @@ class Agent:
         leave(code)
 
     def _supervise(self) -> int:
+        from trainctl.agent.builds import BuildWatch
         from trainctl.agent.elastic import RankExit, run_ranks
         from trainctl.agent.rendezvous import NodeRendezvous
         from trainctl.agent.watch import Watch
@@ -159,6 +161,9 @@ class Agent:
             heartbeat_seconds=inf if command.is_users else launcher.heartbeat_seconds,
             slow_phase_seconds=inf if command.is_users else launcher.slow_phase_seconds,
         )
+        # All nodes compile the same: one of them tells.
+        operators = needed_operators(plan.config, plan.hardware) if self._node == 0 else ()
+        builds = BuildWatch(self._attempt, operators, self._report_build)
 
         def on_failure(failed: RankExit | HungRank) -> None:
             nonlocal code
@@ -172,7 +177,9 @@ class Agent:
         if command.is_users and self._node == 0:
             with EventWriter(self._run.events, self._attempt.number) as writer:
                 writer.write("program", command=redact_argv(command.rank_command))
-        run_ranks(command, rendezvous, self._tag, guard, watch, self._grace_seconds, on_failure)
+        run_ranks(
+            command, rendezvous, self._tag, guard, watch, builds, self._grace_seconds, on_failure
+        )
         return code
 
     def _report_exit(self, ended: RankExit, command: AttemptCommand, oom_kills: int) -> int:
@@ -253,6 +260,13 @@ class Agent:
         except OSError as error:
             with suppress(OSError):  # the log is on the same disk
                 print(f"cannot record {record}: {error}", file=sys.stderr)
+
+    def _report_build(self, operator: str, seconds: float | None) -> None:
+        """Record that an operator is being compiled, or was in so many seconds."""
+        where = {"node": self._node, "host": socket.gethostname()}
+        with suppress(OSError):  # a full disk, which others will find
+            with EventWriter(self._run.events, self._attempt.number) as writer:
+                writer.write("build", operator=operator, seconds=seconds, **where)
 
     def _report_preempted(self) -> None:
         """Tell the launcher, which has all ranks save and end."""

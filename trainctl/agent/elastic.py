@@ -25,6 +25,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
+from trainctl.agent.builds import BuildWatch
 from trainctl.agent.guard import Guard
 from trainctl.agent.rendezvous import NodeRendezvous
 from trainctl.agent.watch import HungRank, Watch
@@ -55,6 +56,7 @@ def run_ranks(
     tag: RunTag,
     guard: Guard,
     watch: Watch,
+    builds: BuildWatch,
     grace_seconds: float,
     on_failure: Callable[[RankExit | HungRank], None],
 ) -> None:
@@ -66,6 +68,7 @@ def run_ranks(
         tag: What all processes of the attempt carry.
         guard: Has the signals.
         watch: Finds a rank that hangs.
+        builds: Finds what the ranks compile before they train.
         grace_seconds: Between SIGTERM and SIGKILL for the ranks that outlive the first failure.
         on_failure: Called at once with the first rank that fails, before the others are stopped.
     """
@@ -85,7 +88,7 @@ def run_ranks(
         master_addr=rendezvous.address,
         master_port=rendezvous.port,
     )
-    agent = RankAgent(spec, tag, guard, watch, grace_seconds, on_failure)
+    agent = RankAgent(spec, tag, guard, watch, builds, grace_seconds, on_failure)
     try:
         agent.run()
     except SignalException:  # elastic's handlers are in place for a moment, while it starts ranks
@@ -101,6 +104,7 @@ class RankAgent(LocalElasticAgent):
         tag: RunTag,
         guard: Guard,
         watch: Watch,
+        builds: BuildWatch,
         grace_seconds: float,
         on_failure: Callable[[RankExit | HungRank], None],
     ) -> None:
@@ -108,6 +112,7 @@ class RankAgent(LocalElasticAgent):
         self._tag = tag
         self._guard = guard
         self._watch = watch
+        self._builds = builds
         self._grace_seconds = grace_seconds
         self._on_failure = on_failure
         self._has_failed = False
@@ -134,6 +139,7 @@ class RankAgent(LocalElasticAgent):
         ]
         alive = {worker.global_rank: worker.id for worker, code in codes.items() if code is None}
         if not failed and alive:
+            self._builds.look()
             hung = self._watch.find_hung(alive)
             if hung is None:
                 return RunResult(state=WorkerState.HEALTHY)

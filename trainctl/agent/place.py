@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from trainctl.errors import TrainctlError
 from trainctl.hardware.binding import rank_processors
+from trainctl.hardware.builds import tools_path
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import run_id
 from trainctl.runs.layout import RunPaths
@@ -93,13 +94,15 @@ def use_interface_towards(address: str | None) -> None:
 
 
 def prepare_ranks(plan: RunPlan, ranks: int) -> None:
-    """Set what `trainctl.runs.rank_entry` does before a rank begins: its processors, a benchmark.
+    """Set where ranks find tools, and what `trainctl.runs.rank_entry` does before one begins: its
+    processors, a benchmark.
 
     Args:
         plan: The plan.
         ranks: On this node.
     """
     launcher = plan.config.launcher
+    os.environ["PATH"] = tools_path()
     processors = rank_processors(launcher.cpu_binding, ranks, plan.hardware.accelerator)
     if processors:
         os.environ[PROCESSORS_VARIABLE] = json.dumps(processors)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -22,33 +23,77 @@ STYLES = {"error": "31", "warning": "33", "good": "32"}
 """Codes of ANSI's Select Graphic Rendition: red, yellow, green."""
 
 
+_output = {"is_needed": True}
+"""Whether a command is there for what it prints."""
+
+
+def go_on_without_reader() -> None:
+    """For a command that does more than to print: from now on a reader of stdout that goes away
+    (`| head`, a closed terminal) ends the output and not the command."""
+    _output["is_needed"] = False
+
+
+def abandon_output() -> None:
+    """Have nothing more of stdout reach anyone; without this Python complains at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def put(text: str, *, style: str = "") -> None:
-    """One line of data on stdout, in colour if a style is named and stdout is a terminal."""
-    _write(sys.stdout, text, style)
+    """One line of data on stdout, in colour if a style is named and stdout is a terminal.
+
+    Raises:
+        OSError: The reader has gone, and the command is there for him (`go_on_without_reader`).
+    """
+    try:
+        _write(sys.stdout, text, style)
+    except OSError as error:
+        _lose_reader(error)
+
+
+def _lose_reader(error: OSError) -> None:
+    if _output["is_needed"]:
+        raise error
+    abandon_output()
 
 
 def say(text: str, *, style: str = "") -> None:
-    """One line of talk on stderr, in colour if a style is named and stderr is a terminal."""
-    _write(sys.stderr, text, style)
+    """One line of talk on stderr, in colour if a style is named and stderr is a terminal.
+
+    Where nobody listens any more (a closed terminal, `2>&1 | head`) it is lost: what a command
+    does, and its exit code, do not hang on talk.
+    """
+    with suppress(OSError):
+        _write(sys.stderr, text, style)
 
 
 def _write(stream: TextIO, text: str, style: str) -> None:
-    if style and stream.isatty() and not os.environ.get("NO_COLOR"):
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    if style and stream.isatty() and not is_plain:
         text = f"\x1b[{STYLES[style]}m{text}\x1b[0m"
     stream.write(text + "\n")
     stream.flush()
 
 
-def print_json(value: Any) -> None:
-    """One JSON document on stdout, floats at full precision."""
-    put(json.dumps(value, indent=2, ensure_ascii=False))
+def print_json(value: Any, *, indent: int | None = 2) -> None:
+    """One JSON document on stdout, floats at full precision; without `indent` on one line.
+
+    Characters are escaped where the output's encoding may not have them.
+    """
+    is_ascii = (sys.stdout.encoding or "utf-8").lower() not in ("utf-8", "utf8")
+    put(json.dumps(value, indent=indent, ensure_ascii=is_ascii))
 
 
 def rich_console(*, stderr: bool = False) -> Console:
     """Rich on stdout or stderr, for what needs it; without colour where `put` has none."""
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False, emoji=False, stderr=stderr)
+    class PlainConsole(Console):
+        """One for which a reader who has gone means what he means to `put`."""
+
+        def on_broken_pipe(self) -> None:
+            _lose_reader(BrokenPipeError())
+
+    console = PlainConsole(highlight=False, markup=False, emoji=False, stderr=stderr)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console

@@ -65,11 +65,14 @@ class Follower:
 
     def _copy(self) -> None:
         with self._lock:
-            if self._log is None or not self._log.is_file():
+            if self._log is None:
                 return
-            with self._log.open("rb") as stream:
-                stream.seek(self._copied)
-                data = stream.read()
+            try:
+                with self._log.open("rb") as stream:
+                    stream.seek(self._copied)
+                    data = stream.read()
+            except OSError:  # not there yet, or a network file system fails for a moment
+                return
             self._copied += len(data)
             try:
                 sys.stdout.buffer.write(data)

@@ -7,6 +7,8 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -35,6 +37,18 @@ from trainctl.errors import ExitCode, TrainctlError
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 COMPLETE_VARIABLE = "_TRAINCTL_COMPLETE"
+
+_OF_THE_MACHINE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENAMETOOLONG,
+)
+"""Errors of files and disks that anyone may meet: no bugs, wherever they come up."""
 
 app = typer.Typer(
     name="trainctl",
@@ -99,7 +113,9 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return ExitCode.interrupted
     except BrokenPipeError:
-        _abandon_output()
+        from trainctl.cli.console import abandon_output
+
+        abandon_output()
         return ExitCode.success
     except TrainctlError as error:
         from trainctl.cli.findings import show_trainctl_error
@@ -110,8 +126,8 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(error, USAGE_ERROR):
             _show_usage_error(error)
             return ExitCode.bad_input
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            _show_full_disk(error)
+        if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+            _show_machine_error(error)
             return ExitCode.environment
         _show_bug(error)
         return ExitCode.internal_error
@@ -128,12 +144,15 @@ def entry_point() -> NoReturn:
     if COMPLETE_VARIABLE in os.environ:  # a shell asks how a line may go on
         _complete()
     gc.set_threshold(200_000)
+    # A closed descriptor (`>&-`) would go to the next file that is opened.
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  (to the end)
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
+    # Names of files may hold any bytes, and a terminal may know few characters: LANG=C, say.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = run(sys.argv[1:])
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _abandon_output()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # whoever read it has gone
+            stream.flush()
     os._exit(code)
 
 
@@ -144,11 +163,6 @@ def _complete() -> None:
 
     sys.stdout.write(answer_bash(app, os.environ))
     sys.exit(0)
-
-
-def _abandon_output() -> None:
-    # The reader has gone (`| head`); without this Python complains at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_usage_error(error: Exception) -> None:
@@ -166,11 +180,13 @@ def _show_usage_error(error: Exception) -> None:
     show_error(message, hint)
 
 
-def _show_full_disk(error: OSError) -> None:
+def _show_machine_error(error: OSError) -> None:
     from trainctl.cli.findings import show_error
 
     where = f"{error.filename}: " if error.filename else ""
-    show_error(f"{where}{error.strerror}", "free space, then repeat the command")
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = "free space, then repeat the command" if is_full else ""
+    show_error(f"{where}{error.strerror}", hint)
 
 
 def _show_bug(error: Exception) -> None:

@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from trainctl.cli.console import print_json, put, rich_console, say
 from trainctl.errors import ExitCode, TrainctlError
@@ -95,16 +99,51 @@ def _train(overrides: Sequence[str], config_dir: Path | None, *, force: bool) ->
         words += ["--config-dir", str(config_dir)] if config_dir is not None else []
         words += ["--force"] if force else []
         command = [sys.executable, "-m", "trainctl", "launch", *words]
-        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=ends_with_us)
-        if done.returncode != 0:
-            sys.stderr.write(done.stderr)
+        with (
+            _signals_raise(),
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                preexec_fn=ends_with_us,
+            ) as process,
+        ):
+            try:
+                output, talk = process.communicate()
+            except BaseException:
+                process.terminate()
+                process.communicate()  # until it has ended it writes into the folder
+                raise
+        if process.returncode != 0:
+            sys.stderr.write(talk)
             raise TrainctlError(
                 "nothing was measured: the steps were not made",
                 hint="what is above says why",
-                exit_code=_exit_code(done.returncode),
+                exit_code=_exit_code(process.returncode),
             )
-        records: list[Event] = [json.loads(line) for line in done.stdout.splitlines()]
+        records: list[Event] = [json.loads(line) for line in output.splitlines()]
     return [record for record in records if record["event"] == "memory"][-1]
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Have the first SIGTERM or SIGHUP end this command as an exception does, cleaning up."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise typer.Exit(128 + number)
+
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _exit_code(status: int) -> ExitCode:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from trainctl.cli.console import printable, put, rich_console
+from trainctl.cli.console import print_json, printable, put, rich_console
 from trainctl.runs.records import number
 from trainctl.runs.stragglers import account
 
 Event = Mapping[str, Any]
+
+_PLAIN_TERMINALS = ("dumb", "unknown")
+"""Values of TERM of terminals in which no line can be drawn anew, such as an editor's."""
 
 
 class Progress:
@@ -32,9 +36,10 @@ class Progress:
         self._as_json = as_json
         self._broken = False
         self._live: Any = None
-        if sys.stdout.isatty() and not as_json:
+        if sys.stdout.isatty() and not as_json and os.environ.get("TERM") not in _PLAIN_TERMINALS:
             self._live = _live_line()
-            self._task = self._live.add_task("starting", total=stop_step)
+            # Without a total the bar moves by itself: starting may take minutes.
+            self._task = self._live.add_task("starting", total=None)
         self._seconds_per_step = 0.0
         self._last_time: float | None = None
 
@@ -50,7 +55,8 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):  # the terminal is closed, and the launch has its own exit code
+                self._live.stop()
 
     def __call__(self, event: Event) -> None:
         """Show one record."""
@@ -63,18 +69,21 @@ class Progress:
 
     def _show(self, event: Event) -> None:
         if self._as_json:
-            put(json.dumps(event, ensure_ascii=False))
+            print_json(event, indent=None)
         elif event["event"] == "step":
             self._show_step(event)
         else:
             for line in event_lines(event):
                 self._print(line)
+            if self._live is not None and event["event"] == "build":
+                what = f"compiling {event['operator']}" if event["seconds"] is None else "starting"
+                self._live.update(self._task, description=what)
 
     def _show_step(self, event: Event) -> None:
         step = event["step"]
         line = step_line(event, stop_step=self._stop_step, seconds_left=self._seconds_left(event))
         if self._live is not None:
-            self._live.update(self._task, completed=step, description=line)
+            self._live.update(self._task, total=self._stop_step, completed=step, description=line)
         elif step % self._every_steps == 0 or step == self._stop_step:
             self._print(line)
 
@@ -140,14 +149,22 @@ def event_lines(event: Event) -> list[str]:
         case "intervention":
             return [_intervention_line(event)]
         case "end" if event["reason"] == "no_improvement":
+            by = f"more than {event['min_delta']:g} " if event.get("min_delta") else ""
             return [
                 f"ended early: in {event['evaluations_since']} evaluations the held-out loss was "
-                f"never below {number(event['best']):.4f}, that of step {event['best_step']}"
+                f"never {by}below {number(event['best']):.4f}, that of step {event['best_step']}"
             ]
         case "memory":
             return _memory_lines(event)
         case "profile":
             return [f"profile of the steps up to {event['step']}: {event['path']}"]
+        case "build" if event["seconds"] is None:
+            return [
+                f"DeepSpeed compiles {event['operator']} on {event['host']}: it takes minutes, and "
+                "is kept for later runs"
+            ]
+        case "build":
+            return [f"compiled {event['operator']} in {event['seconds']:.0f} s"]
         case "restart":
             return [
                 f"failed: {event['cause']}",

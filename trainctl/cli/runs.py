@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.2
 _KILL_PATIENCE_SECONDS = 15.0
 """How long `stop --now` waits, beyond the ranks' own grace, for a launcher that does not answer."""
+_FORCE_PATIENCE_SECONDS = 60.0
+"""And how much longer when it was ended by force: a scheduler takes its time."""
 
 app = typer.Typer(help="List, follow, stop and remove runs.", add_completion=False)
 
@@ -35,13 +37,16 @@ def list_(
 ) -> None:
     """List the runs of a folder, oldest first, whatever launcher started them."""
     from trainctl.cli.console import print_json, say
-    from trainctl.runs.directory import DEFAULT_ROOT, runs_in
+    from trainctl.runs.directory import DEFAULT_ROOT, find_runs
     from trainctl.runs.listing import summaries
 
     root = folder or DEFAULT_ROOT
     if folder is not None and not folder.is_dir():
         raise TrainctlError(f"{folder} is not a folder", exit_code=ExitCode.run_state)
-    found = summaries(runs_in(root))
+    runs, damaged = find_runs(root)
+    for problem in damaged:
+        say(f"warning: left out: {problem}", style="warning")
+    found = summaries(runs)
     if as_json:
         print_json({"schema": 1, "runs": [summary.to_json() for summary in found]})
     elif found:
@@ -64,7 +69,7 @@ def status(run: Run = None, as_json: Json = False) -> None:
     paths = open_or_newest(run)
     summary = summarise(paths)
     failure = _first_failure(paths, summary.attempt)
-    slow = still_slow(read_events(paths.events), summary.attempt)
+    slow = still_slow(read_events(paths.events, "straggler"), summary.attempt)
     checkpoint, _ = newest_checkpoint(paths)
     if as_json:
         saved = checkpoint.step if checkpoint else None
@@ -143,9 +148,11 @@ def stop(
 
     Example: trainctl runs stop runs/NAME
     """
+    from trainctl.cli.console import go_on_without_reader
     from trainctl.runs.directory import open_run
     from trainctl.runs.listing import summarise
 
+    go_on_without_reader()
     opened = [open_run(run) for run in runs]
     live = [paths for paths in opened if summarise(paths).is_live]
     for paths in live:
@@ -169,11 +176,12 @@ def rm(
 
     Example: trainctl runs rm runs/NAME
     """
-    from trainctl.cli.console import put
+    from trainctl.cli.console import go_on_without_reader, put
     from trainctl.runs.directory import open_run
     from trainctl.runs.listing import summarise
     from trainctl.runs.removal import remove_run
 
+    go_on_without_reader()
     opened = [open_run(run) for run in runs]
     for paths in opened:
         summary = summarise(paths)
@@ -258,9 +266,7 @@ def _first_failure(run: RunPaths, attempt: int) -> Event | None:
     from trainctl.runs.records import read_events
 
     failures = [
-        event
-        for event in read_events(run.events)
-        if event["event"] == "failure" and event["attempt"] == attempt
+        event for event in read_events(run.events, "failure") if event["attempt"] == attempt
     ]
     # What an agent says that has lost its launcher counts if nobody else says anything.
     return min(failures, key=lambda event: "launcher_lost" in event, default=None)
@@ -312,7 +318,8 @@ def _wait_for_end(run: RunPaths, *, now: bool) -> None:
     """Wait until nobody holds the run; with `now`, end what does not answer.
 
     Raises:
-        TrainctlError: It does not answer, and this machine cannot reach it (exit code 5).
+        TrainctlError: It does not answer, and this machine cannot reach it, or it does not end by
+            force either (exit code 5).
     """
     from trainctl.cli.console import put
     from trainctl.runs.directory import last_config
@@ -321,10 +328,18 @@ def _wait_for_end(run: RunPaths, *, now: bool) -> None:
 
     patience = last_config(run).launcher.grace_seconds + _KILL_PATIENCE_SECONDS
     deadline = time.monotonic() + patience
-    while holder(run) is not None:
+    is_forced = False
+    while (current := holder(run)) is not None:
         if now and time.monotonic() > deadline:
+            if is_forced:
+                raise TrainctlError(
+                    f"{run.root} does not end: process {current.pid} on {current.host} holds it",
+                    hint="it may be stuck in the kernel, by a disk or a network file system (state "
+                    "D in `ps`), or in another container; or its scheduler needs more time",
+                    exit_code=ExitCode.run_state,
+                )
             _end_by_force(run)
-            deadline += patience
+            is_forced, deadline = True, time.monotonic() + patience + _FORCE_PATIENCE_SECONDS
         time.sleep(_POLL_SECONDS)
     summary = summarise(run)
     put(f"{run.root}: {summary.state}" + (f", {summary.message}" if summary.message else ""))

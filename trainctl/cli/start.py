@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from trainctl.cli.console import print_json, put, say
+from trainctl.cli.console import go_on_without_reader, print_json, put, say
 from trainctl.cli.extend import compare_schedules
 from trainctl.cli.findings import findings_to_json, show_error, show_findings
 from trainctl.cli.planning import Planned, name_sources, plan, show_suggestions
@@ -44,6 +44,8 @@ def start_run(
     """
     from trainctl.runs.directory import DEFAULT_ROOT, create_run
 
+    if not dry_run:
+        go_on_without_reader()
     planned = plan(composed, with_files=True)
     made = _accept(planned, force=force, as_json=as_json)
     if dry_run:
@@ -92,6 +94,8 @@ def resume_run(
     from trainctl.runs.lock import hold
 
     run = open_run(root)
+    if not dry_run:
+        go_on_without_reader()
     with hold(run):
         before = last_config(run)
         composed = configure(before)
@@ -163,10 +167,12 @@ def _is_done(run: RunPaths, checkpoint: CheckpointInfo, planned: Planned) -> boo
         return True
     limit, since = made.config.training.stop_patience, patience.get("evaluations_since", 0)
     if limit is not None and since >= limit:
+        min_delta = made.config.training.stop_min_delta
+        by = f"more than {min_delta:g} " if min_delta else ""
         say(
             f"nothing to do: {run.root} ended at step {checkpoint.step:,}, because in {since:.0f} "
-            f"evaluations the held-out loss was never below {patience['best']:.4f}, that of step "
-            f"{patience['best_step']:,} (training.stop_patience={limit})"
+            f"evaluations the held-out loss was never {by}below {patience['best']:.4f}, that of "
+            f"step {patience['best_step']:,} (training.stop_patience={limit})"
         )
         say("hint: a larger training.stop_patience, or null, trains on")
         return True
@@ -262,7 +268,7 @@ def _show_stragglers(run: RunPaths) -> None:
     from trainctl.runs.records import read_events
     from trainctl.runs.stragglers import account, still_slow
 
-    for event in still_slow(read_events(run.events), last_attempt(run)):
+    for event in still_slow(read_events(run.events, "straggler"), last_attempt(run)):
         say(f"slow: {account(event)}", style="warning")
 
 

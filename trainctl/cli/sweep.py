@@ -53,7 +53,7 @@ def sweep(
 
     Example: trainctl sweep recipe=125m optimizer.lr=1e-4,3e-4 schedule=cosine,wsd
     """
-    from trainctl.cli.console import put, say
+    from trainctl.cli.console import go_on_without_reader, put, say
     from trainctl.config.schema import LauncherKind
     from trainctl.config.sweep import expand_sweep
 
@@ -68,6 +68,7 @@ def sweep(
         for index, point in enumerate(points):
             put(f"{index}: {' '.join(point.overrides)}")
         return
+    go_on_without_reader()
     folder, started = _make(sweep_dir, arguments or [], points, plans)
     put(f"sweep: {folder}")
     if kind is LauncherKind.slurm:

@@ -13,7 +13,7 @@ from trainctl.errors import Finding, Severity, TrainctlError
 
 BASE = "base"
 SHADOWS, NOT_READ, UNKNOWN_OPTION, UNKNOWN_RECIPE = "TC106", "TC107", "TC108", "TC109"
-COUNTED = re.compile(r"(?:(\d{1,6})x)?(\d{1,6})x(.+)")
+COUNTED = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x(.+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,12 +93,16 @@ def unknown_key(setting: Setting) -> Finding:
     elif key in sections():
         inside = [name for name in leaves() if name.startswith(f"{key}.")]
         message, hint = f"{key} is a section", f"set a key of it, such as {', '.join(inside[:4])}"
+        if key in GROUPS and isinstance(setting.value, (str, int)):
+            option = setting.value if not str(setting.value).isdigit() else f'"{setting.value}"'
+            hint = f"choose an option in the defaults list: `- override /{key}: {option}`"
     else:
         message = f"there is no key {key}"
         hint = did_you_mean(nearest_keys(key, leaves(), GROUPS))
         if setting.path[0] in DEEPSPEED_KEYS:
             own = f"DeepSpeed's own keys are set as deepspeed.{key}"
             hint = f"{hint} {own}" if hint else own
+        hint = hint or "`trainctl config show` lists the keys"
     return Finding(rule=UNKNOWN_KEY, key=key, message=message, hint=hint, source=setting.source)
 
 

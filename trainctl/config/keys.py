@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trainctl.config.codec import to_plain
+from trainctl.config.quantities import in_unit
 from trainctl.config.schema import RunConfig
 from trainctl.config.suggest import nearest
 
@@ -101,11 +102,46 @@ def accept(leaf: Leaf, value: Any, text: str | None = None) -> Any:
     """
     if leaf.metadata.get("unit") == "tokens" and isinstance(value, str):
         value = _with_suffix(value)
-    accepted = _accept(leaf.hint, value, text, leaf.default)
+    try:
+        accepted = _accept(leaf.hint, value, text, leaf.default)
+    except ValueProblem as wrong:
+        if wrong.hint:
+            raise
+        raise ValueProblem(wrong.message, _as_typed(leaf, value)) from None
     problem = range_problem(leaf.metadata, accepted)
     if problem:
         raise problem
     return accepted
+
+
+def as_written(value: Any) -> str:
+    """A value as YAML and overrides have it."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_written, value))}]"
+    if isinstance(value, dict):
+        inside = ", ".join(f"{name}: {as_written(item)}" for name, item in value.items())
+        return f"{{{inside}}}"
+    return "null" if value is None else str(value)
+
+
+def _as_typed(leaf: Leaf, value: Any) -> str:
+    """How a value of a key is written: what was perhaps meant, else an example or its kind."""
+    example, unit = leaf.metadata.get("example"), leaf.metadata.get("unit") or ""
+    if example:
+        return f"as in '{leaf.key}={example}'"
+    if get_origin(leaf.hint) in (list, dict):
+        return "write it as [a,b]" if get_origin(leaf.hint) is list else "write it as {key: value}"
+    kinds = get_args(leaf.hint) or (leaf.hint,)
+    meant = in_unit(value, unit) if isinstance(value, str) else None
+    if meant is not None and (float in kinds or meant == int(meant)):
+        return f"write {_number(meant)}" + (f" ({unit})" if unit else "")
+    what = _expected(kinds[0])
+    what += f", in {unit}" if unit else ", such as 0.1 or 1e-4" if float in kinds else ""
+    return what + (", or null" if type(None) in kinds else "")
 
 
 def range_problem(metadata: Mapping[str, Any], value: Any) -> ValueProblem | None:
@@ -187,14 +223,27 @@ def _accept_any(value: Any) -> Any:
 
 
 def _accept_list(hint: Any, value: Any) -> list[Any]:
+    inner = get_args(hint)[0]
     if not isinstance(value, list):
-        raise ValueProblem(f"expected a list, got {value!r}", f"write it as [{value}]")
-    return [_accept(get_args(hint)[0], item, None, None) for item in value]
+        shown = as_written(value) or "nothing"
+        raise ValueProblem(f"expected a list, got {shown}", _in_a_list(inner, value))
+    return [_accept(inner, item, None, None) for item in value]
+
+
+def _in_a_list(inner: Any, value: Any) -> str:
+    """The hint for a value that stands where a list of such does."""
+    if value == "":
+        return "write [] for none"
+    try:
+        _accept(inner, value, None, None)
+    except ValueProblem:
+        return ""
+    return f"write it as [{as_written(value)}]"
 
 
 def _accept_mapping(hint: Any, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueProblem(f"expected a mapping, got {value!r}", "write it as {key: value}")
+        raise ValueProblem(f"expected a mapping, got {as_written(value) or 'nothing'}")
     inner = get_args(hint)[1]
     return {str(name): _accept(inner, item, None, None) for name, item in value.items()}
 
@@ -249,9 +298,9 @@ def _accept_int(value: Any, text: str | None) -> int:
 
 def _accept_float(value: Any, text: str | None) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueProblem(f"expected a number, got {_shown(value)}", "such as 0.1 or 1e-4")
+        raise ValueProblem(f"expected a number, got {_shown(value)}")
     if not _is_finite(value):
-        raise ValueProblem("expected a finite number", "such as 0.1 or 1e-4")
+        raise ValueProblem("expected a finite number")
     return float(value)
 
 

@@ -19,6 +19,7 @@ from trainctl.config.catalog import (
     unknown_recipe,
 )
 from trainctl.config.check import REFUSED, Setting, check_setting
+from trainctl.config.keys import leaves
 from trainctl.config.schema import GROUPS
 from trainctl.errors import Finding, Severity
 
@@ -81,8 +82,13 @@ def _parse(parser: Any, text: str, folders: list[Folder]) -> Any:
 
     key, equals, value = text.partition("=")
     if not equals and not text.startswith("~"):
-        is_recipe = text in recipe_names(folders)
-        hint = f"write recipe={text}" if is_recipe else "write GROUP=OPTION or KEY=VALUE"
+        hint = "write GROUP=OPTION or KEY=VALUE"
+        if text in recipe_names(folders):
+            hint = f"write recipe={text}"
+        elif text in GROUPS or text == "recipe":
+            hint = f"write {text}=OPTION"
+        elif text in leaves() or text in ALIASES:
+            hint = f"write {text}=VALUE"
         return _syntax(text, f"{text!r} is not an override", hint)
     try:
         parsed = parser.parse_override(text)
@@ -97,8 +103,11 @@ def _parse(parser: Any, text: str, folders: list[Folder]) -> Any:
         hint = f"set another value: {name}=VALUE"
         return _refused(name, text, "a key cannot be deleted: each has a value", hint)
     if parsed.is_sweep_override():
-        message = "several values make a sweep; a launch takes one configuration"
-        return _refused(name, text, message, "give one value; quote it if the comma belongs to it")
+        message = "several values make a sweep, and this command takes one configuration"
+        hint = (
+            "give one value (`trainctl sweep` takes several); quote it if the comma belongs to it"
+        )
+        return _refused(name, text, message, hint)
     if parsed.package is not None or "/" in name:
         hint = "write GROUP=OPTION; a group is always placed under its own name"
         return _refused(name, text, "packages and paths of groups are not used here", hint)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainctl.config.schema import RunConfig
-from trainctl.config.user_code import find_module, functions
+from trainctl.config.user_code import find_module, functions, parse
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _TRAINCTL = Path(__file__).parents[1]
@@ -58,10 +58,9 @@ def _modules(name: str, where: Path) -> Iterator[tuple[Path, str, Path]]:
 
 def _imported(file: Path, module: str) -> Iterator[str]:
     """Names of modules, and perhaps of what is in them, that a file imports anywhere."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return  # the rank says it, with the line
+    tree = parse(file)
+    if tree is None:
+        return
     package = module.split(".") if module else []
     if file.name != "__init__.py":
         package = package[:-1]

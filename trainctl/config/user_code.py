@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.machinery import PathFinder
@@ -51,6 +52,7 @@ TRAINERS_OWN = (
     "training.sample_tokens",
     "training.seed",
     "training.stop_after_steps",
+    "training.stop_min_delta",
     "training.stop_patience",
     "training.time_limit_minutes",
 )
@@ -198,12 +200,24 @@ def find_module(module: str, folder: Path) -> Path | str | None:
     return source if source is not None and source.suffix == ".py" else None
 
 
+def parse(file: Path) -> ast.Module | None:
+    """The syntax tree of a Python file; None if it cannot be read or parsed, as the ranks will say.
+
+    They say Python's warnings too, such as one of a wrong escape sequence, with the file's name.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return ast.parse(file.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            return None
+
+
 def _names_of(file: Path) -> set[str] | None:
     """Names that a module's file binds at its top level; None where only running it would tell."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return None  # the rank says it, with the line
+    tree = parse(file)
+    if tree is None:
+        return None
     names: set[str] = set()
     pending: list[ast.AST] = [*tree.body]
     while pending:

@@ -58,6 +58,7 @@ def read_document(path: Path, shown: str) -> Document:
         path: The file.
         shown: How the file is named to the user.
     """
+    text = ""
     try:
         text = path.read_text(encoding="utf-8")
         loader = _loader_class()(text)
@@ -72,7 +73,10 @@ def read_document(path: Path, shown: str) -> Document:
         return _unreadable(shown, "is not UTF-8 text")
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else None
-        return _unreadable(shown, f"is not valid YAML: {error.problem}", line)
+        written = "".join(text.splitlines()[line - 1 : line]) if line else ""
+        is_indented_by_tab = "\t" in written[: len(written) - len(written.lstrip())]
+        hint = "indent with spaces: YAML takes no tabs" if is_indented_by_tab else ""
+        return _unreadable(shown, f"is not valid YAML: {error.problem}", line, hint)
     except yaml.YAMLError as error:
         return _unreadable(shown, f"is not valid YAML: {first_line(error)}")
     except (RecursionError, ValueError) as error:
@@ -88,9 +92,10 @@ def read_scalar(text: str) -> Any:
     return value if isinstance(value, (bool, int, float)) else text
 
 
-def _unreadable(shown: str, what: str, line: int | None = None) -> Document:
+def _unreadable(shown: str, what: str, line: int | None = None, hint: str = "") -> Document:
     source = f"{shown}:{line}" if line else shown
-    return Document(findings=(Finding(rule=UNREADABLE, message=f"{shown} {what}", source=source),))
+    finding = Finding(rule=UNREADABLE, message=f"{shown} {what}", hint=hint, source=source)
+    return Document(findings=(finding,))
 
 
 def _read(loader: Any, node: yaml.Node | None, shown: str) -> Document:
@@ -139,7 +144,17 @@ def _read_settings(
 def _read_defaults(
     loader: Any, node: yaml.Node, shown: str, defaults: list[Default], findings: list[Finding]
 ) -> None:
-    for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+    if not isinstance(node, yaml.SequenceNode):
+        finding = Finding(
+            rule=UNREADABLE,
+            key="defaults",
+            message="defaults is no list",
+            hint="write `defaults: [base, _self_]`, or name a recipe instead of base",
+            source=f"{shown}:{_line(node)}",
+        )
+        findings.append(finding)
+        return
+    for item in node.value:
         value = loader.construct_object(item, deep=True)
         source = f"{shown}:{_line(item)}"
         if isinstance(value, str):

@@ -12,11 +12,11 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from trainctl.config.schema import Accelerator, OffloadDevice, OptimizerKind, RunConfig
@@ -59,6 +59,13 @@ def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
     return {name: key for name, key in wanted.items() if not _prebuilt().get(name)}
 
 
+def problems(config: RunConfig, hardware: Hardware) -> list[Finding]:
+    """All that keeps DeepSpeed from compiling them on this machine."""
+    checks = (compiler_is_here, libaio_is_here, no_build_was_left, toolkit_matches_torch)
+    found = (each for check in checks for each in check(config, hardware))
+    return [each for each in found if isinstance(each, Finding)]
+
+
 def _prebuilt() -> dict[str, bool]:
     """The operators that were compiled when DeepSpeed was installed."""
     text = packaged_text("deepspeed", "deepspeed/git_version_info_installed.py") or ""
@@ -76,7 +83,7 @@ def compiler_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Fi
     missing = []
     if shutil.which(compiler) is None:
         missing.append((f"no C++ compiler ({compiler})", "apt install g++"))
-    if shutil.which("ninja") is None and find_spec("ninja") is None:
+    if shutil.which("ninja", path=tools_path()) is None:
         missing.append(("no ninja", "pip install ninja"))
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         missing.append(("no Python.h", "apt install python3-dev"))
@@ -86,6 +93,12 @@ def compiler_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Fi
         )
     if not missing:
         yield f"{compiler}, to compile {names} at the first use"
+
+
+def tools_path() -> str:
+    """The PATH of ranks: where trainctl is started without its environment being activated, the
+    tools that were installed into that (ninja) are found all the same."""
+    return os.pathsep.join((os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)))
 
 
 def libaio_is_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
@@ -108,8 +121,8 @@ def no_build_was_left(config: RunConfig, hardware: Hardware) -> Iterator[str | F
     """A killed build leaves its lock, for which every later one waits without end and a word
     (torch/utils/file_baton.py)."""
     for operator, key in needed_operators(config, hardware).items():
-        for lock in sorted(_build_root().glob(f"*/{operator}/lock")):
-            if time.time() - lock.stat().st_mtime > _LONGEST_BUILD_SECONDS:
+        for lock in (folder / "lock" for folder in build_folders(operator)):
+            if lock.exists() and time.time() - lock.stat().st_mtime > _LONGEST_BUILD_SECONDS:
                 yield problem(
                     "TC137",
                     key,
@@ -119,8 +132,19 @@ def no_build_was_left(config: RunConfig, hardware: Hardware) -> Iterator[str | F
                 )
 
 
+def build_folders(operator: str) -> list[Path]:
+    """Where torch's cpp_extension has built an operator, or is building it.
+
+    One for each version of Python and kind of device.
+    """
+    try:
+        return sorted(_build_root().glob(f"*/{operator}"))
+    except (OSError, RuntimeError):  # no such folder, or a user without a home
+        return []
+
+
 def _build_root() -> Path:
-    """Where torch's cpp_extension builds, in a folder for each version of Python and device."""
+    """The folder of these folders."""
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
     if named:
         # Then without such a folder in between.

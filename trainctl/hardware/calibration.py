@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware.facts import Hardware
 
 CALIBRATION_SCHEMA = 1
@@ -51,12 +52,23 @@ def device_name(hardware: Hardware) -> str:
 
 
 def calibration_file() -> Path:
-    """Where it is kept; the variable TRAINCTL_CALIBRATION_FILE names another place."""
+    """Where it is kept; the variable TRAINCTL_CALIBRATION_FILE names another place.
+
+    Raises:
+        TrainctlError: This user has no home (exit code 4): in a container he may be a mere number.
+    """
     named = os.environ.get("TRAINCTL_CALIBRATION_FILE")
     if named:
         return Path(named)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "trainctl" / "calibration.json"
+    try:
+        return Path(cache).expanduser() / "trainctl" / "calibration.json"
+    except RuntimeError:
+        raise TrainctlError(
+            "this user has no home directory to keep measurements in",
+            hint="set HOME, XDG_CACHE_HOME or TRAINCTL_CALIBRATION_FILE",
+            exit_code=ExitCode.environment,
+        ) from None
 
 
 def read_calibration(device: str) -> Calibration | None:
@@ -93,7 +105,7 @@ def installed_torch() -> str:
 def _entries() -> dict[str, Any]:
     try:
         content = json.loads(calibration_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TrainctlError):
         return {}
     is_ours = isinstance(content, dict) and content.get("schema") == CALIBRATION_SCHEMA
     devices = content.get("devices") if is_ours else None

@@ -45,10 +45,13 @@ def main() -> int:
         run = open_run(given.run_dir)
         with _held(run, given.lock):
             code, plan = _launch(run, given.attempt)
-        config = plan.config.launcher
+        config, is_own = plan.config.launcher, not plan.config.trains_itself
         is_job = config.kind is LauncherKind.slurm and slurm.JOB_VARIABLE in os.environ
-        if code == ExitCode.requeue and is_job and config.slurm_requeue:
-            slurm.requeue(run)
+        if is_job and config.slurm_requeue:
+            # What a program of the user's exits with does not say why it ended.
+            is_interrupted = slurm.is_preempted() if is_own else code == ExitCode.requeue
+            if is_interrupted:
+                slurm.requeue(run)
     except TrainctlError as error:
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:
@@ -80,7 +83,7 @@ def _launch(run: RunPaths, number: int) -> tuple[int, RunPlan]:
 def _next_attempt(run: RunPaths, number: int) -> tuple[AttemptPaths, RunPlan]:
     """The attempt if nothing has run of it yet, else a new one with the newest plan."""
     plan = read_plan(run.attempt(last_attempt(run)).plan)
-    launched = {event["attempt"] for event in read_events(run.events) if event["event"] == "launch"}
+    launched = {event["attempt"] for event in read_events(run.events, "launch")}
     if number == last_attempt(run) and number not in launched:
         return run.attempt(number), plan
     return new_attempt(run, plan), plan

@@ -67,6 +67,7 @@ def problems(
         *(finding for report in answered for finding in _versions(report, here, code)),
         *(finding for report in answered for finding in _own_code(report, own)),
         *(finding for report in answered for finding in _devices(report, plan)),
+        *(finding for report in answered for finding in _builds(report)),
         *(finding for report in answered for finding in _network(report, plan)),
         *(finding for report in answered for finding in _storage(report, checkpoint_bytes)),
         *(finding for report in answered for finding in _clock(report)),
@@ -183,6 +184,14 @@ def _accelerators(report: Report, plan: RunPlan) -> Iterator[Finding]:
             f"and the plan is for {planned / 2**30:.1f} GiB",
             f"hardware.device_memory_bytes={smallest['memory_bytes']}",
         )
+
+
+def _builds(report: Report) -> Iterator[Finding]:
+    """What keeps DeepSpeed from compiling there what the plan needs."""
+    assert report.facts is not None
+    for found in report.facts["builds"]:
+        message = f"{report.host.name}: {found['message']}"
+        yield _problem(found["rule"], found["key"], message, found["hint"])
 
 
 def _network(report: Report, plan: RunPlan) -> Iterator[Finding]:

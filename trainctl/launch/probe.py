@@ -21,6 +21,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trainctl.config.codec import from_plain
+from trainctl.config.schema import RunConfig
+from trainctl.hardware import Hardware, builds
 from trainctl.hardware.detect import host_memory_limit, visible_devices
 from trainctl.runs.network import addresses_of, interface_of, interface_towards, source_towards
 from trainctl.runs.provenance import file_digest
@@ -69,7 +72,14 @@ class Probe:
             self._listener.close()
 
     def _facts(
-        self, interface: str | None, port: int | None, folder: str, mark: str, files: Sequence[str]
+        self,
+        interface: str | None,
+        port: int | None,
+        folder: str,
+        mark: str,
+        files: Sequence[str],
+        config: dict[str, Any],
+        hardware: dict[str, Any],
     ) -> dict[str, Any]:
         """What this host is.
 
@@ -79,6 +89,8 @@ class Probe:
             folder: Of the run, on storage that is to be shared.
             mark: Name of the file to write there.
             files: Of the user's code.
+            config: The plan's, for what DeepSpeed will compile here.
+            hardware: The plan's.
         """
         name = interface or _interface()
         self._address = next(iter(addresses_of(name)), None) if name else None
@@ -99,6 +111,7 @@ class Probe:
             "listens": self._listen(),
             "port": None if port is None else self._try_port(port),
             "storage": self._write(Path(folder), mark),
+            "builds": _build_problems(config, hardware),
         }
 
     def _peers(self, addresses: Sequence[tuple[str, int]], marks: Sequence[str]) -> dict[str, Any]:
@@ -121,10 +134,14 @@ class Probe:
         if self._address is None:
             return None
         with suppress(OSError):
-            family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-            self._listener = socket.create_server((self._address, 0), family=family, backlog=4096)
+            self._listener = self._bind(0)
             return int(self._listener.getsockname()[1])
         return None
+
+    def _bind(self, port: int) -> socket.socket:
+        address = self._address or ""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=4096)
 
     def _connect(self, address: str, port: int) -> str:
         """Why an address cannot be reached from this host's interface; empty if it can."""
@@ -138,7 +155,7 @@ class Probe:
     def _try_port(self, port: int) -> dict[str, Any]:
         """The port, or why it cannot be had."""
         try:
-            with socket.create_server((self._address or "", port)) as listener:
+            with self._bind(port) as listener:
                 return {"number": listener.getsockname()[1], "problem": ""}
         except OSError as error:
             return {"number": port, "problem": error.strerror or str(error)}
@@ -171,6 +188,18 @@ def _interface() -> str | None:
         if not ipaddress.ip_address(address).is_loopback:
             return interface_of(address)
     return interface_towards("127.0.0.1")
+
+
+def _build_problems(config: dict[str, Any], hardware: dict[str, Any]) -> list[dict[str, str]]:
+    """What keeps DeepSpeed from compiling here what the plan needs."""
+    try:
+        found = builds.problems(from_plain(RunConfig, config), from_plain(Hardware, hardware))
+    except (ValueError, TypeError):  # of another version, which is a problem of its own
+        return []
+    return [
+        {"rule": each.rule, "key": each.key, "message": each.message, "hint": each.hint}
+        for each in found
+    ]
 
 
 def _version(package: str) -> str:

@@ -12,13 +12,18 @@ _SECONDS = 60
 
 
 def cancel(job: Job) -> None:
-    """Take a job from its queue, or end it.
+    """Take a job from its queue, or end it; one that the scheduler does not know any more is gone.
 
     Raises:
         TrainctlError: The scheduler's command is missing or fails (exit code 4).
     """
     if job.kind == "slurm":
-        run_tool(("scancel", "--", job.id))
+        try:
+            run_tool(("scancel", "--", job.id))
+        except TrainctlError as error:
+            # Slurm forgets a job some minutes after its end (MinJobAge).
+            if "Invalid job id" not in error.message:
+                raise
     else:
         namespace, kind, name = job.id.split("/")
         inside = ("--namespace", namespace) if namespace else ()

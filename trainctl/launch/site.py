@@ -81,7 +81,7 @@ def look(
         folder = folder.parent
     files = own_files(plan.config, code_folder or Path.cwd())
     own = {str(file): file_digest(file) for file in files}
-    reports = survey(hosts, plan.config.launcher, folder, list(own))
+    reports = survey(hosts, plan, folder, list(own))
     installed = package_versions()
     here = {package: installed.get(package, "") for package in PACKAGES}
     findings = problems(plan, reports, here, code_digest(), own, checkpoint_bytes)

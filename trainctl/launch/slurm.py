@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -250,6 +251,14 @@ def requeue(run: RunPaths) -> None:
     job = os.environ[JOB_VARIABLE]
     _set_status(run, State.queued, None, f"job {job} is requeued")
     run_tool(("scontrol", "requeue", job))
+
+
+def is_preempted() -> bool:
+    """Whether Slurm has told this job that it takes the nodes back; no where it does not answer."""
+    with suppress(TrainctlError):
+        shown = run_tool(("scontrol", "show", "job", "--oneliner", os.environ[JOB_VARIABLE]))
+        return re.search(r"\bPreemptTime=(?!None)", shown) is not None
+    return False
 
 
 def _submit(launch: Launch) -> Outcome:

@@ -16,7 +16,7 @@ from trainctl.runs.directory import last_attempt
 from trainctl.runs.failures import signal_name
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import RunTag, sweep
-from trainctl.runs.records import Event, read_events
+from trainctl.runs.records import Event, iter_events
 from trainctl.runs.requests import (
     Request,
     file_request,
@@ -72,7 +72,7 @@ class Stop:
         return cls(
             run,
             stop_grace_seconds=plan.config.launcher.stop_grace_seconds,
-            limit=TimeLimit(minutes, read_events(run.events)),
+            limit=TimeLimit(minutes, iter_events(run.events, "step", "checkpoint")),
         )
 
     @property
@@ -168,7 +168,9 @@ class TimeLimit:
     """Knows when a launch has to save and end, to be gone before its time is over.
 
     The margin is twice the longest save and twice the longest time between two steps, of all that
-    the run has recorded, and a tenth of the limit (at most a minute) for processes to end.
+    the run has recorded, and a tenth of the limit (at most a minute) for processes to end. Where
+    that is more than the limit (a step once hung for hours) it is half of it: else each launch
+    would end after its first step, to be requeued for ever.
 
     Args:
         minutes: Of the launch, from the start of this process; None is no limit.
@@ -187,7 +189,8 @@ class TimeLimit:
     @property
     def margin_seconds(self) -> float:
         """How long before the limit the launch is asked to end."""
-        return 2 * (self._longest_save + self._longest_step) + min(60.0, self._seconds / 10)
+        margin = 2 * (self._longest_save + self._longest_step) + min(60.0, self._seconds / 10)
+        return margin if margin < self._seconds else self._seconds / 2
 
     def observe(self, event: Event) -> None:
         """Learn from a record."""

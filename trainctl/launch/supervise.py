@@ -80,8 +80,7 @@ def supervise(
                 records.poll()
                 stop.check_time()
                 if status.state is State.starting and records.has_started:
-                    status = status.changed(State.running)
-                    write_status(attempt.run, status)
+                    status = _say_running(attempt.run, status)
                 if deadline is None and (stop.received or records.failure):
                     deadline = time.monotonic() + grace_seconds + agents.margin_seconds
                 if deadline is not None and time.monotonic() > deadline:
@@ -110,6 +109,17 @@ def supervise(
                 status.changed(outcome.state, exit_code=outcome.exit_code, message=outcome.message),
             )
         return outcome
+
+
+def _say_running(run: RunPaths, status: Status) -> Status:
+    """Write that it runs. Where that cannot be written now, it is still to be said: a file system
+    that fails for a moment ends no run."""
+    running = status.changed(State.running)
+    try:
+        write_status(run, running)
+    except OSError:
+        return status
+    return running
 
 
 class _Records:

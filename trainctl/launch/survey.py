@@ -15,9 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from trainctl.config.codec import to_plain
 from trainctl.config.hosts import Host
 from trainctl.config.schema import LauncherConfig
-from trainctl.launch.remote import ssh
+from trainctl.launch.remote import allow_many_files, ssh
+from trainctl.plan.types import RunPlan
 
 _MARK = ".trainctl-seen-"
 _END_SECONDS = 2.0
@@ -48,16 +50,18 @@ class Report:
 
 
 def survey(
-    hosts: Sequence[Host], launcher: LauncherConfig, folder: Path, files: Sequence[str] = ()
+    hosts: Sequence[Host], plan: RunPlan, folder: Path, files: Sequence[str] = ()
 ) -> tuple[Report, ...]:
     """Ask every host, in parallel, within `launcher.preflight_seconds`.
 
     Args:
         hosts: Whom; the first has the rendezvous.
-        launcher: How they are reached, their interfaces, the port.
+        plan: Its launcher says how they are reached, their interfaces, the port.
         folder: On the storage that they are to share with each other and with this machine.
         files: Of the user's code, whose checksums are wanted.
     """
+    allow_many_files()
+    launcher = plan.config.launcher
     deadline = time.monotonic() + launcher.preflight_seconds
     token = secrets.token_hex(4)
     marks = [f"{_MARK}{token}-{node}" for node in range(len(hosts))]
@@ -65,7 +69,7 @@ def survey(
     own.write_text("")
     try:
         with _Probes(hosts, launcher) as probes:
-            facts = probes.ask(_fact_questions(hosts, launcher, folder, marks, files), deadline)
+            facts = probes.ask(_fact_questions(hosts, plan, folder, marks, files), deadline)
             asked = [node for node in sorted(facts) if _can_be_asked(facts[node])]
             seen = {marks[node]: hosts[node].name for node in asked} | {own.name: "this machine"}
             addresses = [[facts[node]["address"], facts[node]["listens"]] for node in asked]
@@ -97,11 +101,12 @@ def survey(
 
 def _fact_questions(
     hosts: Sequence[Host],
-    launcher: LauncherConfig,
+    plan: RunPlan,
     folder: Path,
     marks: Sequence[str],
     files: Sequence[str],
 ) -> dict[int, dict[str, Any]]:
+    launcher = plan.config.launcher
     return {
         node: {
             "facts": {
@@ -110,6 +115,8 @@ def _fact_questions(
                 "folder": str(folder),
                 "mark": marks[node],
                 "files": list(files),
+                "config": to_plain(plan.config),
+                "hardware": to_plain(plan.hardware),
             }
         }
         for node, host in enumerate(hosts)
@@ -169,13 +176,12 @@ class _Probes:
                     node, stream = key.data, self._processes[key.data].stdout
                     assert stream is not None
                     data = stream.read(65536)
-                    lines[node] += data or b""
-                    if data and b"\n" not in data:
-                        continue
-                    waiting.unregister(key.fileobj)
-                    with suppress(ValueError):  # a login script's output, say
-                        answer = json.loads(lines[node])
+                    *whole, lines[node] = (lines[node] + (data or b"")).split(b"\n")
+                    answer = next(filter(None, map(_answer, whole)), None)
+                    if answer is not None:
                         answers[node] = {**answer, "skew": _skew(answer, asked, time.time())}
+                    if answer is not None or not data:
+                        waiting.unregister(key.fileobj)
         return answers
 
     def return_code(self, node: int) -> int | None:
@@ -213,6 +219,15 @@ class _Probes:
             assert process.stdout is not None
             process.stdout.close()
             errors.close()
+
+
+def _answer(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None if it is not the probe's: a login script may greet."""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
 
 
 def _skew(line: dict[str, Any], asked: float, answered: float) -> float:

@@ -24,7 +24,14 @@ from trainctl.memory.host import (
     nvme_bytes,
 )
 from trainctl.memory.phases import phases
-from trainctl.memory.runtime import band, fits, fragmentation_of, runtime_of, workspace_bytes
+from trainctl.memory.runtime import (
+    band,
+    fits,
+    fragmentation_of,
+    reserved_bytes,
+    runtime_of,
+    workspace_bytes,
+)
 from trainctl.memory.stages import Stage, stage_of_traced, stages
 from trainctl.memory.traced import TracedModel, shared_over_tensor_ranks
 from trainctl.plan.types import RunPlan
@@ -181,8 +188,11 @@ def budget(plan: RunPlan, traced: TracedModel | None = None) -> MemoryBudget:
         device_peak_bytes=peak,
         device_peak_low_bytes=low,
         device_peak_high_bytes=high,
-        device_reserved_bytes=int(
-            (worst_stage.components.allocated + workspace_bytes(plan)) * (1 + fragmentation.usual)
+        device_reserved_bytes=reserved_bytes(
+            worst_stage.components.allocated + workspace_bytes(plan),
+            fragmentation,
+            runtime,
+            None if plan.hardware.accelerator is Accelerator.cpu else capacity,
         ),
         stages=tuple(budgets),
         host=host,

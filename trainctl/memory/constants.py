@@ -64,22 +64,27 @@ class Range:
 CONTEXT = {
     Accelerator.cuda: Range(low=int(0.45 * GIB), usual=int(0.55 * GIB), high=int(0.95 * GIB)),
     Accelerator.rocm: Range(low=int(0.45 * GIB), usual=int(0.80 * GIB), high=int(1.50 * GIB)),
-    Accelerator.cpu: Range(low=int(0.33 * GIB), usual=int(0.42 * GIB), high=int(0.60 * GIB)),
+    Accelerator.cpu: Range(low=int(0.33 * GIB), usual=int(0.42 * GIB), high=int(1.00 * GIB)),
 }
 """Driver context and loaded kernels of a process (0.47 to 0.92 GiB on an A100 says
 stas00/ml-engineering); on a CPU the resident set of Python with torch, deepspeed and transformers
-(0.35 GiB measured before the first step, torch 2.13) and its thread pools."""
+before the first step (measured with torch 2.13: 0.37 GiB with its CPU build, 0.73 GiB with its CUDA
+build, which loads CUDA's libraries without a device too) and its thread pools."""
 
 LIBRARY_WORKSPACE = Range(low=int(0.016 * GIB), usual=2 * 2**25, high=6 * 2**25)
 """Inside torch's allocator: cuBLAS's workspace of 32 MiB on Hopper (8 on older devices) for each
 thread that multiplies, which are that of the forward pass and autograd's
 (ATen/cuda/CublasHandlePool.cpp). It is what DeepSpeedExamples' runs have allocated beyond their
-tensors, to 0.01 GiB."""
+tensors: to 0.01 GiB on an H100, and on an A100 17,039,360 of the 17,763,840 bytes that one logs."""
 
 COMMUNICATOR = Range(low=int(0.3 * GIB), usual=int(0.8 * GIB), high=int(1.6 * GIB))
-"""NCCL's or RCCL's own buffers for one group of ranks: 1.45 GiB at the first barrier of two ranks
-on torch 2.1 (stas00/ml-engineering), a few hundred MiB on newer ones. With several groups 0.8 GiB
-each meets what ten runs of BLOOM took beyond their tensors (bigscience, tr11-200B-ml)."""
+"""NCCL's or RCCL's own buffers for one group of ranks. A connection takes 9.2 MiB: 4 for large
+messages, 0.5 and 4.7 for small ones (`computeBuffSizes`, nccl's init.cc). A channel has up to four,
+one for its ring and three for its tree, and a machine with NVLink up to 24 channels: 0.86 GiB, or
+0.21 with rings alone. How many there are hangs on the links and on which algorithms are used.
+Measured: 1.45 GiB at the first barrier of two ranks on torch 2.1 (stas00/ml-engineering), a few
+hundred MiB on newer ones. The usual value was fitted: with several groups 0.8 GiB each meets what
+ten runs of BLOOM took beyond their tensors (bigscience, tr11-200B-ml)."""
 
 HOST_RUNTIME = Range(low=GIB, usual=int(2.5 * GIB), high=4 * GIB)
 """Resident host memory of one rank on an accelerator: Python, torch's libraries, the driver."""
@@ -95,12 +100,12 @@ class Fragmentation:
 
 
 FRAGMENTATION = Fragmentation(low=0.0, usual=0.12, high=0.20)
-"""Blocks of many sizes: a Llama 8B at ZeRO-2 took 10 and 19 % more than its tensors
+"""Blocks of many sizes: a Llama 8B at ZeRO-2 took 11 and 23 % more than its tensors
 (stas00/ml-engineering), ten runs of BLOOM 5 to 20 %."""
 
 FRAGMENTATION_LARGE = Fragmentation(low=0.0, usual=0.03, high=0.07)
 """The same where the hidden states of a micro batch take `LARGE_TENSOR_BYTES` or more, so that each
-tensor has a block of its own: 2 to 6 % on a Llama 8B with 64k to 256k tokens (the same source)."""
+tensor has a block of its own: 1 to 4 % on a Llama 8B with 64k to 256k tokens (the same source)."""
 
 LARGE_TENSOR_BYTES = 2**29
 

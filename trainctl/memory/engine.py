@@ -11,11 +11,14 @@ from trainctl.config.schema import (
     OffloadDevice,
     OptimizerConfig,
     OptimizerKind,
+    RunConfig,
     ZeroStageConfig,
 )
 from trainctl.memory.constants import BYTES
+from trainctl.memory.groups import Group, groups_of
 from trainctl.memory.stages import Piece, Stage
-from trainctl.plan.optimizers import Maker, is_fused, maker, state_names
+from trainctl.memory.update import Update, update_of
+from trainctl.plan.optimizers import state_names
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 
@@ -28,9 +31,7 @@ class Engine:
     """Sizes in bytes per element, and the modes that decide what is where.
 
     Attributes:
-        zero: The ZeRO settings.
-        offload: The offload settings.
-        optimizer: The optimizer settings.
+        config: The run's.
         ranks: Ranks that ZeRO partitions over (data times sequence).
         weight_bytes: Element of a weight that the model computes with.
         gradient_bytes: Element of an accumulated gradient.
@@ -38,7 +39,8 @@ class Engine:
         master_bytes: Element of the copy that the optimizer updates.
         moment_bytes: Element of a moment.
         accumulates: Whether gradients live from one micro batch to the next.
-        update_temporaries: fp32 copies of what is updated that the update rule makes on the way.
+        update: Copies that the update rule makes on the way.
+        muon_update: The same of the groups that Muon updates.
         fused: Whether the update is DeepSpeed's FusedAdam.
         memory_efficient_linear: Whether stage 3's linear layer lets go of gathered weights.
         autocast: Whether weights are fp32 and cast for each product.
@@ -46,9 +48,7 @@ class Engine:
         factors: Whether adafactor's second moment is rows and columns.
     """
 
-    zero: ZeroStageConfig
-    offload: OffloadConfig
-    optimizer: OptimizerConfig
+    config: RunConfig
     ranks: int
     weight_bytes: int
     gradient_bytes: int
@@ -56,12 +56,25 @@ class Engine:
     master_bytes: int
     moment_bytes: int
     accumulates: bool
-    update_temporaries: int
+    update: Update
+    muon_update: Update
     fused: bool
     memory_efficient_linear: bool
     autocast: bool
     on_cpu: bool
     factors: bool = False
+
+    @property
+    def zero(self) -> ZeroStageConfig:
+        return self.config.zero_stage
+
+    @property
+    def offload(self) -> OffloadConfig:
+        return self.config.offload
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        return self.config.optimizer
 
     @property
     def stage(self) -> int:
@@ -119,18 +132,30 @@ class Engine:
             return round(256 * copies * EIGHT_BIT_STATE)
         return 256 * copies * self.moment_bytes
 
-    def sub_group(self, group: int) -> int:
+    def groups(self, stage: Stage) -> tuple[Group, ...]:
+        """The optimizer's parameter groups of a pipeline stage."""
+        return groups_of(self.config, stage)
+
+    def sub_group(self, group: Group) -> int:
         """Elements that one update of a parameter group handles at once on a rank."""
-        own = self.optimized(group)
+        own = self.optimized(group.elements)
         return min(own, self.zero.sub_group_size) if self.stage == 3 else own
 
-    def device_share_of_offload(self, groups: tuple[int, ...]) -> float:
+    def update_bytes(self, group: Group) -> int:
+        """Bytes of the copies that one update of a parameter group makes on the way."""
+        update = self.muon_update if group.uses_muon else self.update
+        at_once = self.sub_group(group)
+        if self.stage == 0 and update.by_tensor:
+            at_once = group.largest
+        return update.bytes(at_once, group.largest)
+
+    def device_share_of_offload(self, groups: tuple[Group, ...]) -> float:
         """Share of an offloaded optimizer that stays on the device: whole sub-groups, by
         `int((1 - ratio) * sub_groups)` of `_create_fp32_partitions` (stage3.py)."""
         if self.stage != 3 or self.offload.optimizer is not OffloadDevice.cpu:
             return 0.0
         size = self.zero.sub_group_size
-        count = sum(max(1, -(-self.share(group) // size)) for group in groups)
+        count = sum(max(1, -(-self.share(group.elements) // size)) for group in groups)
         return int((1 - self.offload.ratio) * count) / count if count else 0.0
 
 
@@ -140,10 +165,9 @@ def read_engine(plan: RunPlan) -> Engine:
     precision = config.precision
     used = formats(precision)
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
+    fused = _is_fused_adam(plan)
     return Engine(
-        zero=config.zero_stage,
-        offload=config.offload,
-        optimizer=config.optimizer,
+        config=config,
         ranks=plan.mesh.data * plan.mesh.sequence,
         weight_bytes=BYTES[used.weights],
         gradient_bytes=BYTES[used.gradient_accumulation],
@@ -151,8 +175,9 @@ def read_engine(plan: RunPlan) -> Engine:
         master_bytes=BYTES[precision.master_weights],
         moment_bytes=BYTES[precision.optimizer_states],
         accumulates=plan.batch.gradient_accumulation_steps > 1,
-        update_temporaries=_update_temporaries(plan),
-        fused=_is_fused_adam(plan),
+        update=update_of(plan, uses_muon=False, is_fused_adam=fused),
+        muon_update=update_of(plan, uses_muon=True, is_fused_adam=fused),
+        fused=fused,
         memory_efficient_linear=_section(plan, "zero_optimization").get(
             "memory_efficient_linear", True
         ),
@@ -169,29 +194,6 @@ def _is_fused_adam(plan: RunPlan) -> bool:
     optimizer = _section(plan, "optimizer")
     is_adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
     return is_adam and not _section(optimizer, "params").get("torch_adam", False)
-
-
-def _update_temporaries(plan: RunPlan) -> int:
-    """fp32 copies of what is updated that the update holds beside it.
-
-    One kernel keeps what it needs in registers. torch's AdamW holds the root of the second moment:
-    one copy with the foreach form that it takes on an accelerator, two with the plain form of the
-    CPU. trainctl's own rules hold the step, LAMB's also the corrected first moment.
-
-    It follows from the config and not from the JSON, which the planner's sketches do not have.
-    """
-    config, hardware = plan.config, plan.hardware
-    kind = config.optimizer.kind
-    if config.trains_itself:
-        is_kernel = (
-            is_fused(config, hardware) and maker(config, hardware) is not Maker.trainctl
-        ) or _is_fused_adam(plan)
-    else:
-        is_kernel = kind in (OptimizerKind.lion, OptimizerKind.lamb) or _is_fused_adam(plan)
-    if is_kernel:
-        return 0
-    on_cpu = hardware.accelerator is Accelerator.cpu
-    return 2 if on_cpu or kind is OptimizerKind.lamb else 1
 
 
 def _section(parent: RunPlan | dict[str, Any], key: str) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def _offloaded_optimizer(engine: Engine, stage: Stage) -> dict[str, int]:
     """
     if not engine.offloads_optimizer:
         return {}
-    groups = stage.groups(decay_embeddings=engine.optimizer.decay_embeddings)
+    groups = engine.groups(stage)
     own = engine.share(stage.parameters)
     staging = {"optimizer_staging": _pinned(engine, engine.weight_bytes * own)}
     if engine.stage == 3:
@@ -87,7 +87,7 @@ def _offloaded_optimizer(engine: Engine, stage: Stage) -> dict[str, int]:
         pool = NVME_OPTIMIZER_BUFFERS * FP32 * largest
         return {"nvme_buffers": _pinned(engine, pool)} | staging
     offloaded = 1 - engine.device_share_of_offload(groups)
-    shares = [int(engine.share(group) * offloaded) for group in groups]
+    shares = [int(engine.share(group.elements) * offloaded) for group in groups]
     master = sum(engine.master_bytes * share for share in shares)
     if engine.stage < 3:
         master = sum(_pinned(engine, engine.master_bytes * share) for share in shares)

@@ -49,6 +49,7 @@ def phases(
         plan=plan,
         engine=engine,
         stage=stage,
+        groups=engine.groups(stage),
         activations=stage_activations(
             plan,
             blocks=stage.blocks,
@@ -72,10 +73,9 @@ def phases(
 def resident(engine: Engine, stage: Stage, runtime: int) -> Components:
     """Weights, master weights, states and permanent buffers."""
     elements = stage.parameters
-    groups = stage.groups(decay_embeddings=engine.optimizer.decay_embeddings)
     on_device = 1.0
     if engine.offloads_optimizer:
-        on_device = engine.device_share_of_offload(groups)
+        on_device = engine.device_share_of_offload(engine.groups(stage))
     own = int(engine.optimized(elements) * on_device)
     moments = engine.moments(stage)
     if engine.stage:
@@ -127,10 +127,13 @@ def _always_whole(engine: Engine, stage: Stage) -> int:
 def _gathered(rank: Rank, module: int, *, turning: bool = False) -> int:
     """Bytes of weights gathered at stage 3 while a module of `module` elements runs.
 
-    Besides it and what is prefetched, a weight stays gathered while it is used again within
-    `max_reuse_distance` elements (`__params_to_release`, zero/partitioned_param_coordinator.py).
-    Where forward turns into backward, that is the last half of that distance, or the last third
-    with recomputation, which passes each block three times.
+    Each module that runs, with weights or without, asks for `prefetch_bucket_size` more elements of
+    those to come, and for whole tensors, so that the weights ahead grow until there are as many as
+    `max_live_parameters` lets be there, and a tensor more (`_fetch_sub_module_impl`,
+    zero/partitioned_param_coordinator.py); towards the end of the backward pass none are to come.
+    Without prefetching, a weight stays gathered while it is used again within `max_reuse_distance`
+    elements (`__params_to_release`): where forward turns into backward, that is the last half of
+    that distance, or the last third with recomputation, which passes each block three times.
     """
     engine = rank.engine
     if engine.stage < 3 or _is_whole(engine):
@@ -140,6 +143,8 @@ def _gathered(rank: Rank, module: int, *, turning: bool = False) -> int:
     if turning:
         reuse = engine.zero.max_reuse_distance // (3 if rank.recomputes else 2)
         live = max(live, min(reuse + module, limit))
+        if engine.zero.prefetch_bucket_size:
+            live = max(live, limit + rank.stage.largest_in_block)
     # What autograd retains is gathered too: count it once.
     retained = _retained(rank) // engine.weight_bytes if turning and not engine.autocast else 0
     size = engine.weight_bytes * min(live, max(rank.stage.parameters - retained, 0))
@@ -290,7 +295,7 @@ def _step(rank: Rank) -> Components:
     """The fuller of two moments of the update: gradients being copied to the master's type, and
     the update with its temporaries, one parameter group (stage 3: sub-group) at a time."""
     engine, busiest = rank.engine, rank.busiest
-    update = FP32 * engine.update_temporaries * busiest
+    update = rank.update
     if engine.offloads_optimizer:
         on_device = engine.device_share_of_offload(rank.groups) > 0
         return rank.resident.plus(step_transient=update if on_device else 0)
@@ -313,13 +318,10 @@ def _step_unpartitioned(rank: Rank) -> Components:
     """Stage 0: torch's optimizer on fp32 weights, else DeepSpeed's fp32 copies of all gradients
     (fp16/unfused_optimizer.py; fp16/fused_optimizer.py flattens them once more)."""
     engine, elements = rank.engine, rank.stage.parameters
-    # torch's plain form goes tensor by tensor, its foreach form takes all at once.
-    at_once = rank.stage.largest if engine.on_cpu else rank.busiest
-    update = FP32 * engine.update_temporaries * at_once
     copies = (2 if engine.fused else 1) if engine.has_master else 0
     return rank.resident.plus(
         gradients=_gradients(rank),
-        step_transient=copies * engine.master_bytes * elements + update,
+        step_transient=copies * engine.master_bytes * elements + rank.update,
     )
 
 
@@ -329,7 +331,7 @@ def _load(rank: Rank, runtime: int) -> Components:
     engine, stage = rank.engine, rank.stage
     if engine.stage < 3:
         whole = engine.weight_bytes * stage.parameters
-        moved = engine.weight_bytes * max(rank.groups, default=0)
+        moved = engine.weight_bytes * max((each.elements for each in rank.groups), default=0)
         if not engine.has_master:
             moved = 0
         weights = Components(parameters=whole, runtime=runtime)

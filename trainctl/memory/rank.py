@@ -9,6 +9,7 @@ from trainctl.memory.activations import StageActivations
 from trainctl.memory.components import Components
 from trainctl.memory.constants import LogitBytes
 from trainctl.memory.engine import Engine
+from trainctl.memory.groups import Group
 from trainctl.memory.stages import Stage
 from trainctl.plan.types import RunPlan
 
@@ -21,6 +22,7 @@ class Rank:
         plan: The plan.
         engine: DeepSpeed's engine of the plan.
         stage: What the pipeline stage holds.
+        groups: The optimizer's parameter groups of it.
         activations: Activations of its blocks.
         logit_bytes: What the loss holds of each logit.
         resident: What is there all the time after the first step.
@@ -29,6 +31,7 @@ class Rank:
     plan: RunPlan
     engine: Engine
     stage: Stage
+    groups: tuple[Group, ...]
     activations: StageActivations
     logit_bytes: LogitBytes
     resident: Components
@@ -38,11 +41,11 @@ class Rank:
         return self.plan.config.activation_checkpointing.mode is not CheckpointingMode.none
 
     @property
-    def groups(self) -> tuple[int, ...]:
-        """Elements of the optimizer's parameter groups."""
-        return self.stage.groups(decay_embeddings=self.engine.optimizer.decay_embeddings)
-
-    @property
     def busiest(self) -> int:
         """Most elements that the optimizer updates at once."""
         return max((self.engine.sub_group(group) for group in self.groups), default=0)
+
+    @property
+    def update(self) -> int:
+        """Bytes of the copies that the update makes on the way, in the group that makes most."""
+        return max((self.engine.update_bytes(group) for group in self.groups), default=0)

@@ -55,6 +55,22 @@ def fragmentation_of(plan: RunPlan) -> Fragmentation:
     return replace(usual, usual=measured, high=max(measured, usual.high))
 
 
+def reserved_bytes(
+    tensors: int, fragmentation: Fragmentation, runtime: Range, capacity: int | None
+) -> int:
+    """Bytes that torch's allocator holds where tensors take `tensors` at their peak.
+
+    What it cannot use is no reason to run out: when the device refuses a block, it gives back the
+    unused ones and asks again (`release_cached_blocks`, CUDACachingAllocator.cpp). So it holds no
+    more than the device has room for, unless the tensors themselves do.
+    """
+    held = int(tensors * (1 + fragmentation.usual))
+    if capacity is None:
+        return held
+    outside = runtime.usual - constants.LIBRARY_WORKSPACE.usual
+    return max(tensors, min(held, capacity - outside))
+
+
 def workspace_bytes(plan: RunPlan) -> int:
     """Bytes of libraries' workspaces that torch's allocator counts as allocated."""
     on_cpu = plan.hardware.accelerator is Accelerator.cpu

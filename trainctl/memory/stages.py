@@ -23,6 +23,7 @@ class Piece:
         in_block: Whether it belongs to a decoder block.
         embedding: Whether it is an embedding (or a projection tied to one).
         factors: Rows and columns of a matrix, elements of a vector: what adafactor keeps of it.
+        name: Canonical name, relative to the block where there are several; empty if it has none.
     """
 
     numel: int
@@ -31,6 +32,7 @@ class Piece:
     in_block: bool
     embedding: bool
     factors: int = 0
+    name: str = ""
 
     @property
     def total(self) -> int:
@@ -50,6 +52,7 @@ class Stage:
         head: Elements of the output projection here, tied or not, if any.
         pieces: Every parameter tensor.
         traced: What one of its blocks keeps, where the model was traced.
+        first_block: Index of its first block in the model.
     """
 
     index: int
@@ -60,6 +63,7 @@ class Stage:
     head: int
     pieces: tuple[Piece, ...]
     traced: BlockActivations | None = None
+    first_block: int = 0
 
     @property
     def parameters(self) -> int:
@@ -83,15 +87,6 @@ class Stage:
         """Elements in tensors of at most `threshold` elements."""
         return sum(piece.total for piece in self.pieces if piece.numel <= threshold)
 
-    def groups(self, *, decay_embeddings: bool) -> tuple[int, ...]:
-        """Elements of the optimizer's parameter groups: with and without weight decay."""
-        decayed = sum(
-            piece.total
-            for piece in self.pieces
-            if piece.is_matrix and (decay_embeddings or not piece.embedding)
-        )
-        return tuple(size for size in (decayed, self.parameters - decayed) if size)
-
 
 def stages(
     model: ModelConfig, *, tensor: int = 1, stage_blocks: Sequence[int] = ()
@@ -106,10 +101,7 @@ def stages(
         stage_blocks: Blocks of each stage; empty is one stage with all of them.
     """
     counts = tuple(stage_blocks) or (model.num_layers,)
-    return tuple(
-        _stage(model, index, blocks, pipeline=len(counts), tensor=tensor)
-        for index, blocks in enumerate(counts)
-    )
+    return tuple(_stage(model, index, counts, tensor=tensor) for index in range(len(counts)))
 
 
 def stage_of_traced(model: TracedModel) -> Stage:
@@ -121,6 +113,7 @@ def stage_of_traced(model: TracedModel) -> Stage:
             is_matrix=tensor.is_matrix,
             in_block=tensor.name in model.in_blocks,
             embedding=tensor.embedding,
+            name=tensor.name,
         )
         for tensor in model.tensors
     )
@@ -136,7 +129,8 @@ def stage_of_traced(model: TracedModel) -> Stage:
     )
 
 
-def _stage(model: ModelConfig, index: int, blocks: int, *, pipeline: int, tensor: int) -> Stage:
+def _stage(model: ModelConfig, index: int, counts: Sequence[int], *, tensor: int) -> Stage:
+    blocks, pipeline = counts[index], len(counts)
     first, last = index == 0, index == pipeline - 1
     head = shapes.head_tensor(model)
     tied = model.tie_word_embeddings
@@ -157,6 +151,7 @@ def _stage(model: ModelConfig, index: int, blocks: int, *, pipeline: int, tensor
         embedding=sharded_vocabulary if first else 0,
         head=sharded_vocabulary if last else 0,
         pieces=tuple(pieces),
+        first_block=sum(counts[:index]),
     )
 
 
@@ -177,6 +172,7 @@ def _pieces(
                 in_block=count is not None,
                 embedding=embedding or item.embedding,
                 factors=sum(item.shape),
+                name=item.name,
             )
 
 

@@ -122,7 +122,12 @@ def model_tensors(config: RunConfig) -> Iterator[TensorShape]:
 
 
 def group_of(
-    config: RunConfig, name: str, shape: Sequence[int], *, embedding: bool | None = None
+    config: RunConfig,
+    name: str,
+    shape: Sequence[int],
+    *,
+    embedding: bool | None = None,
+    head: bool = False,
 ) -> GroupKey:
     """The group of one tensor.
 
@@ -131,10 +136,13 @@ def group_of(
         name: Canonical name.
         shape: Of the whole tensor, whatever shard of it a rank has.
         embedding: Whether it is looked up; none tells it by the family's names.
+        head: Whether it is known to be the output projection, whatever its name.
     """
     kind = mup.kind_of(name, tuple(shape))
     if embedding:
         kind = TensorKind.embedding
+    elif head and len(shape) > 1:
+        kind = TensorKind.output
     elif embedding is not None and kind is TensorKind.embedding:
         kind = TensorKind.output  # tied, by name; an embedding it is not
     optimizer, model = config.optimizer, config.model

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from math import isqrt
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a positive number, ascending, in the time of its square root."""
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    large = [number // size for size in reversed(small) if size * size != number]
+    return small + large
+
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
     """The divisors of `number` next to `wanted`: the largest below, the smallest above."""
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
-    below = [size for size in divisors if size <= wanted]
-    above = [size for size in divisors if size > wanted]
+    sizes = divisors(number)
+    below = [size for size in sizes if size <= wanted]
+    above = [size for size in sizes if size > wanted]
     return below[-1:] + above[:1]
 
 

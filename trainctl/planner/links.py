@@ -17,10 +17,12 @@ class Group:
     Attributes:
         ranks: How many.
         bandwidth: Bytes per second that each of them sends in a ring over all.
+        on_a_machine: How many of them are devices of one machine.
     """
 
     ranks: int
     bandwidth: float
+    on_a_machine: int
 
 
 class Links:
@@ -55,7 +57,7 @@ class Links:
 
     def near(self, ranks: int) -> Group:
         """A group of neighbouring devices of one machine."""
-        return Group(ranks, self._link)
+        return Group(ranks, self._link, ranks)
 
     def all_gather(self, size: float, group: Group) -> float:
         """Seconds to bring `size` bytes together from all ranks, or to reduce and scatter them."""
@@ -69,12 +71,13 @@ class Links:
         return 2 * self.all_gather(size, group)
 
     def all_to_all(self, size: float, group: Group) -> float:
-        """Seconds in which each rank keeps its share of `size` bytes and sends the others."""
+        """Seconds in which each rank keeps its share of `size` bytes and sends the others, those of
+        its machine over the links while those of other machines go over the network."""
         if group.ranks == 1:
             return 0.0
-        share = (group.ranks - 1) / group.ranks
-        bandwidth = self._link if group.ranks <= self._node else self._network
-        return share * size / bandwidth + self._latency(group)
+        near = (group.on_a_machine - 1) / group.ranks * size / self._link
+        far = (group.ranks - group.on_a_machine) / group.ranks * size / self._network
+        return max(near, far) + self._latency(group)
 
     def send(self, size: float, group: Group) -> float:
         """Seconds to send `size` bytes to the next stage; each pair has its own network cards."""
@@ -89,8 +92,8 @@ class Links:
         """The group of `ranks` ranks that lie `stride` apart."""
         members = max(1, min(ranks, self._node // stride))
         if members >= ranks:
-            return Group(ranks, self._link)
-        return Group(ranks, min(self._link, members * self._network))
+            return Group(ranks, self._link, ranks)
+        return Group(ranks, min(self._link, members * self._network), members)
 
     def _latency(self, group: Group) -> float:
         return constants.COLLECTIVE_LATENCY * ceil(log2(group.ranks))

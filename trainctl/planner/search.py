@@ -11,22 +11,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainctl.config.schema import RunConfig
-from trainctl.errors import ExitCode, Finding
+from trainctl.errors import Finding
 from trainctl.hardware import Hardware
 from trainctl.memory.budget import MemoryBudget, budget
 from trainctl.memory.constants import GIB
 from trainctl.plan.flops import flops_per_token, utilisation
 from trainctl.plan.types import RunPlan
 from trainctl.planner.assess import Assessment, assess
-from trainctl.planner.space import RESOLUTION, Candidate, Space, length_of
+from trainctl.planner.no_plan import why_no_plan
+from trainctl.planner.space import RESOLUTION, Candidate, Space
 from trainctl.planner.speed import StepTime
-from trainctl.planner.variants import Values, overrides, with_values
+from trainctl.planner.variants import Values, overrides
 
 MOST_BUDGETS = 2000
-"""Before giving up; each takes about half a millisecond."""
+"""With one kind of offload, before giving that up; each takes about half a millisecond."""
 MOST_REFUSALS = 50
-"""By rules, of variants that fit, before giving up: what is wrong is then in no layout."""
-NOTHING_FITS = "TC159"
+"""By rules, of variants that fit with one kind of offload, before giving that up: what is wrong is
+then in no layout. Of host memory another kind may need less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,6 @@ class _State:
     too_large: dict[tuple[Any, ...], list[Candidate]] = field(default_factory=dict)
     closed: set[tuple[Any, ...]] = field(default_factory=set)
     budgeted: int = 0
-    refused: int = 0
     least_bytes: int | None = None
     first: tuple[Finding, ...] = ()
 
@@ -157,7 +157,7 @@ def search(
         found=tuple(found),
         timed=count,
         budgeted=state.budgeted,
-        findings=() if found else state.first or _nothing(config, hardware, state.least_bytes),
+        findings=() if found else state.first or why_no_plan(space, state.least_bytes),
     )
 
 
@@ -170,11 +170,12 @@ def _go_through(
         known = smallest.setdefault(candidate.layout, candidate)
         if candidate.size < known.size:
             smallest[candidate.layout] = candidate
-    wanted = len(state.found) + top
+    wanted, refused = len(state.found) + top, 0
+    most_budgets = state.budgeted + MOST_BUDGETS
     for candidate in queue:
-        if state.budgeted >= MOST_BUDGETS or len(state.found) >= wanted:
+        if state.budgeted >= most_budgets or len(state.found) >= wanted:
             return
-        if state.refused >= MOST_REFUSALS and not state.found:
+        if refused >= MOST_REFUSALS and not state.found:
             return
         layout = candidate.layout
         if layout in state.found or layout in state.closed or _is_hopeless(candidate, state):
@@ -189,7 +190,7 @@ def _go_through(
                 state.order[layout] = candidate.order
             else:
                 state.first = state.first or errors
-                state.refused += 1
+                refused += 1
                 state.rejected.setdefault(layout, []).append((candidate, errors[0].message))
 
 
@@ -239,25 +240,6 @@ def _found(candidate: Candidate, result: Assessment, state: _State, config: RunC
         time=candidate.variant.time,
         findings=result.findings,
         rejected=rejected,
-    )
-
-
-def _nothing(config: RunConfig, hardware: Hardware, least: int | None) -> tuple[Finding, ...]:
-    """Why there is no plan: what the rules say of the configuration as it is, or that none fits."""
-    findings = assess(with_values(config, length_of(config)), hardware).findings
-    errors = [item for item in findings if item.is_error]
-    not_memory = tuple(item for item in errors if item.exit_code is not ExitCode.does_not_fit)
-    if not_memory and least is None:
-        return not_memory
-    needs = "" if least is None else f": the least that was tried needs {least / GIB:,.1f} GiB"
-    return (
-        Finding(
-            rule=NOTHING_FITS,
-            key="hardware",
-            message=f"no layout of {config.model.name} fits the devices of {hardware.name}{needs}",
-            hint="more or larger devices, or a global batch that more ranks can share",
-            exit_code=ExitCode.does_not_fit,
-        ),
     )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from math import floor, log
+from math import floor, inf, log
 from typing import Any
 
 from trainctl.config.schema import (
@@ -21,10 +21,11 @@ from trainctl.config.schema import (
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.plan import shapes
+from trainctl.plan.nearest import divisors
 from trainctl.plan.stages import blocks_of_stages
 from trainctl.planner.variants import Timed, Values, timed, with_values
 
-MOST_MICRO_BATCH = 64
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Larger ones gain nothing: a product of thousands of tokens is at its full rate."""
 MOST_ROUNDED = 0.10
 """Furthest that a layout may be from the wanted tokens of a step."""
@@ -63,6 +64,21 @@ class Candidate:
         return floor(log(time) / RESOLUTION) if time > 0 else 0, effort, time
 
 
+@dataclass(slots=True)
+class LeftOut:
+    """Layouts that are legal, and of which nothing was timed.
+
+    Attributes:
+        shares: Of those whose ranks cannot share the global batch: the sequences of which it would
+            have to be a multiple.
+        least_bytes: Of those whose weights and optimizer states alone are larger than a device:
+            the smallest size; infinite without such a layout.
+    """
+
+    shares: set[int] = field(default_factory=set)
+    least_bytes: float = inf
+
+
 def length_of(config: RunConfig) -> Values:
     """A length, where the configuration has none: a plan needs one, and speed does not."""
     training = config.training
@@ -70,13 +86,21 @@ def length_of(config: RunConfig) -> Values:
 
 
 class Space:
-    """The variants of a configuration."""
+    """The variants of a configuration.
+
+    Attributes:
+        base: The configuration, with a length and a launcher that its machines allow.
+        sequences: Wanted in a step; whole if `exactly`.
+        exactly: Whether the global batch is met exactly, and not to a tenth.
+        left_out: What `candidates` has passed over so far.
+    """
 
     def __init__(self, config: RunConfig, hardware: Hardware, fixed: frozenset[str]) -> None:
         self.config, self.hardware, self.fixed = config, hardware, fixed
         self.base = with_values(config, {**length_of(config), **self._launcher()})
         self.sequences = self._global_batch()
         self.exactly = config.training.global_batch_size is not None
+        self.left_out = LeftOut()
 
     def is_fixed(self, key: str) -> bool:
         return key in self.fixed or key.partition(".")[0] in self.fixed
@@ -95,7 +119,9 @@ class Space:
                 "zero_stage.stage": stage,
                 **offload,
             }
-            if not self._states_may_fit(axes, stage, optimizer, parameters):
+            needs = self._state_bytes(axes, stage, optimizer, parameters)
+            if needs > (self.hardware.device_memory_bytes or inf):
+                self.left_out.least_bytes = min(needs, self.left_out.least_bytes)
                 continue
             data = self.hardware.world_size // (tensor * pipeline * sequence)
             blocks = self._blocks(axes)
@@ -104,6 +130,8 @@ class Space:
                     values = {**fixed, "training.micro_batch_size": micro, **chosen}
                     if self.exactly:
                         values["training.gradient_accumulation_steps"] = accumulation
+                    elif not self.is_fixed("training.gradient_accumulation_steps"):
+                        values["training.gradient_accumulation_steps"] = None  # is derived
                     changed = with_values(self.base, values)
                     variant = timed(changed, self.hardware, blocks)
                     if variant is not None:
@@ -149,22 +177,36 @@ class Space:
         Ranks that share a sequence are for sequences that are too long for one: with several
         sequences at a time, fewer of them for each rank do the same with less communication.
         """
-        training = self.config.training
-        micro = 1
-        sizes = []
-        while micro <= min(MOST_MICRO_BATCH, max(1, self.sequences / data * (1 + MOST_ROUNDED))):
-            sizes.append(micro)
-            micro *= 2
-            if sequence > 1:
-                break
-        if self.is_fixed("training.micro_batch_size") and training.micro_batch_size:
-            sizes = [training.micro_batch_size]
+        own_micro = self._asked("micro_batch_size")
+        own_accumulation = self._asked("gradient_accumulation_steps")
+        share = self.sequences / data
+        if own_micro is not None:
+            sizes = [own_micro]
+        elif own_accumulation is not None:
+            sizes = [max(1, floor(share / own_accumulation + 0.5))]
+        else:
+            most = 1 if sequence > 1 else max(1, share * (1 + MOST_ROUNDED))
+            sizes = [size for size in MICRO_BATCHES if size <= most]
+        is_shared = False
         for micro in sizes:
             each = micro * data
             accumulation = max(1, floor(self.sequences / each + 0.5))
             off = abs(accumulation * each / self.sequences - 1)
-            if off == 0 or (not self.exactly and off <= MOST_ROUNDED):
+            if off > (0 if self.exactly else MOST_ROUNDED):
+                continue
+            if own_accumulation not in (None, accumulation):
+                continue
+            is_shared = True
+            ramp = self.config.training.batch_ramp
+            if not any(entry.get("global_batch_size", 0) % each for entry in ramp):
                 yield micro, accumulation
+        if not is_shared:
+            self.left_out.shares.add(data * (own_micro or 1) * (own_accumulation or 1))
+
+    def _asked(self, name: str) -> int | None:
+        """A size of the batch that the user has set."""
+        size: int | None = getattr(self.config.training, name)
+        return size if self.is_fixed(f"training.{name}") else None
 
     def _meshes(self) -> Iterator[tuple[int, int, int]]:
         """Sizes of tensor, pipeline and sequence axes that divide the devices."""
@@ -175,7 +217,7 @@ class Space:
             if self.is_fixed(f"parallelism.{name}"):
                 options.append([getattr(axes, name)])
             else:
-                options.append([size for size in range(1, most + 1) if world % size == 0])
+                options.append([size for size in divisors(world) if size <= most])
         for tensor, pipeline, sequence in product(*options):
             taken = tensor * pipeline * sequence
             if world % taken:
@@ -208,7 +250,7 @@ class Space:
         self, axes: tuple[int, int, int], stage: int
     ) -> Iterator[tuple[tuple[int, ...], Values]]:
         """What takes memory for speed, with the rank of each choice."""
-        for parts in product(self._modes(), self._losses(axes), self._overlaps(axes, stage)):
+        for parts in product(self._modes(axes[0]), self._losses(axes), self._overlaps(axes, stage)):
             yield (
                 tuple(rank for rank, _ in parts),
                 {key: value for _, values in parts for key, value in values.items()},
@@ -225,25 +267,33 @@ class Space:
             return [off]
         return [on] if stage == 3 else [off, on]
 
-    def _modes(self) -> list[tuple[int, Values]]:
+    def _modes(self, tensor: int) -> list[tuple[int, Values]]:
         """Kinds of recomputation, with the rank of what they keep on the device."""
         section = "activation_checkpointing"
         settings = self.config.activation_checkpointing
         key, away = f"{section}.mode", f"{section}.offload_to_cpu"
+        slices = f"{section}.partition_across_tensor_ranks"
         if self.is_fixed(key) or self.is_fixed(f"{section}.every_kth_block"):
             return [(0, {})]
-        full, selective = CheckpointingMode.full, CheckpointingMode.selective
-        modes: list[tuple[int, Values]] = []
-        if self.hardware.accelerator is not Accelerator.cpu:
-            modes.append((0, {key: full, away: True}))
-        modes += [(1, {key: full, away: False}), (2, {key: selective, away: False})]
-        # What is said of recomputed blocks means nothing, and is refused, where there are none.
-        none: dict[str, Any] = {key: CheckpointingMode.none, away: False}
-        none[f"{section}.partition_across_tensor_ranks"] = False
-        modes.append((3, none))
+        none, full = CheckpointingMode.none, CheckpointingMode.full
+        modes: list[tuple[int, Values]] = [
+            (0, {key: full, away: True}),
+            (1, {key: full, away: False}),
+            (2, {key: CheckpointingMode.selective, away: False}),
+            (3, {key: none, away: False}),
+        ]
+        if self.hardware.accelerator is Accelerator.cpu:
+            modes = modes[1:]
         if self.is_fixed(away):
-            return [mode for mode in modes if mode[1][away] == settings.offload_to_cpu]
-        return modes
+            modes = [mode for mode in modes if mode[1][away] == settings.offload_to_cpu]
+        if not settings.partition_across_tensor_ranks:
+            return modes
+        # Slices of a recomputed block's input mean nothing, and are refused, where there are none.
+        sliced = [mode for mode in modes if tensor > 1 and mode[1][key] is not none]
+        if self.is_fixed(slices):
+            return sliced
+        whole = [mode for mode in modes if mode not in sliced]
+        return [*sliced, *((rank, {**mode, slices: False}) for rank, mode in whole)]
 
     def _losses(self, axes: tuple[int, int, int]) -> list[tuple[int, Values]]:
         key = "kernels.cross_entropy"
@@ -277,20 +327,17 @@ class Space:
             return False
         return not ((optimizer and stage == 0) or (parameters and stage < 3))
 
-    def _states_may_fit(
+    def _state_bytes(
         self, axes: tuple[int, int, int], stage: int, optimizer: bool, parameters: bool
-    ) -> bool:
-        """Whether 16-bit weights and gradients, master weights and one moment leave room at all.
+    ) -> float:
+        """Bytes of a device that 16-bit weights, and master weights or as much, surely take.
 
         Less than any configuration needs, so that nothing is left out that fits.
         """
-        capacity = self.hardware.device_memory_bytes
-        if capacity is None:
-            return True
         tensor, pipeline, _ = axes
         count = shapes.count_parameters(self.config.model)
         elements = count.blocks / (tensor * pipeline)
         ranks = self.hardware.world_size // (tensor * pipeline)
         weights = 0.0 if parameters else 2 * elements / (ranks if stage == 3 else 1)
         states = 0.0 if optimizer else 4 * elements / (ranks if stage else 1)
-        return weights + states <= capacity
+        return weights + states

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
+from trainctl.config.keys import as_written
 from trainctl.config.schema import RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.derive import derive_batch, derive_mesh
@@ -79,12 +79,4 @@ def timed(
 
 def overrides(values: Values) -> tuple[str, ...]:
     """As typed on a command line."""
-    return tuple(f"{key}={_text(value)}" for key, value in values.items())
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Enum):
-        return str(value.value)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else str(value)
+    return tuple(f"{key}={as_written(value)}" for key, value in values.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ def write_bytes(path: Path, data: bytes) -> None:
     Raises:
         OSError: The folder is missing or not writable, or the disk is full; the old file stays.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Another machine or container may have a process of the same number that writes it too, and a
+    # signal's handler of this one.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("wb") as stream:
             stream.write(data)
@@ -41,9 +44,11 @@ def write_json(path: Path, value: Any) -> None:
 
     Raises:
         ValueError: A number in it is not finite: JSON has none such.
-        OSError: As `write_text`.
+        OSError: As `write_bytes`.
     """
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    # Bytes of a path that are no UTF-8 become escapes that JSON reads back as they were.
+    write_bytes(path, text.encode(errors="backslashreplace") + b"\n")
 
 
 def sync_directory(path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import time
 import uuid
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from trainctl.config.store import dump_config, load_config
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.types import RunPlan
 from trainctl.runs import provenance
-from trainctl.runs.atomic import write_json, write_text
+from trainctl.runs.atomic import sync_directory, write_json, write_text
 from trainctl.runs.layout import AttemptPaths, RunPaths
 
 RUN_SCHEMA = 1
@@ -82,8 +83,11 @@ def create_run(
 
 
 def is_run(path: Path) -> bool:
-    """Whether the directory holds a run."""
-    return (path / "config.yaml").is_file() and (path / "run.json").is_file()
+    """Whether the directory holds a run, as far as this user may see."""
+    try:
+        return (path / "config.yaml").is_file() and (path / "run.json").is_file()
+    except OSError:  # no permission, a name that is too long, a stale handle
+        return False
 
 
 def open_run(path: Path) -> RunPaths:
@@ -94,10 +98,15 @@ def open_run(path: Path) -> RunPaths:
     """
     if is_run(path):
         return RunPaths(path.resolve())
-    what = "is not a run directory" if path.is_dir() else "does not exist"
-    missing = [name for name in ("config.yaml", "run.json") if not (path / name).is_file()]
-    detail = f" (no {' and no '.join(missing)} in it)" if path.is_dir() else ""
-    nearby = [run.root.name for run in runs_in(path if path.is_dir() else path.parent)]
+    try:
+        what = "is not a run directory" if path.is_dir() else "does not exist"
+        missing = [name for name in ("config.yaml", "run.json") if not (path / name).is_file()]
+        detail = f" (no {' and no '.join(missing)} in it)" if path.is_dir() else ""
+        nearby = [run.root.name for run in runs_in(path if path.is_dir() else path.parent)]
+    except OSError as error:
+        raise TrainctlError(
+            f"{path} cannot be read: {error.strerror}", exit_code=ExitCode.run_state
+        ) from None
     hint = f"runs there: {', '.join(nearby[-5:])}" if nearby else "`trainctl launch` makes one"
     raise TrainctlError(f"{path} {what}{detail}", hint=hint, exit_code=ExitCode.run_state)
 
@@ -119,18 +128,22 @@ def newest_run(root: Path = DEFAULT_ROOT) -> RunPaths:
 
 
 def runs_in(root: Path) -> list[RunPaths]:
-    """The runs directly in a folder, the one made last at the end."""
-    if not root.is_dir():
-        return []
-    runs = []
-    for path in root.iterdir():
+    """The runs directly in a folder, the one made last at the end; damaged ones are left out."""
+    return find_runs(root)[0]
+
+
+def find_runs(root: Path) -> tuple[list[RunPaths], list[str]]:
+    """The runs directly in a folder, the one made last at the end, and why others are left out."""
+    runs: list[tuple[float, str, RunPaths]] = []
+    damaged: list[str] = []
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
         if is_run(path):
             run = RunPaths(path.resolve())
             try:
-                runs.append((float(read_record(run)["created"]), path.name, run))
-            except (TrainctlError, KeyError, TypeError, ValueError):
-                continue
-    return [run for _, _, run in sorted(runs, key=lambda item: item[:2])]
+                runs.append((read_record(run)["created"], path.name, run))
+            except TrainctlError as error:
+                damaged.append(error.message)
+    return [run for _, _, run in sorted(runs, key=lambda item: item[:2])], damaged
 
 
 def read_record(run: RunPaths) -> dict[str, Any]:
@@ -145,6 +158,8 @@ def read_record(run: RunPaths) -> dict[str, Any]:
         raise _damaged(run.record, error) from None
     if not isinstance(record, dict) or not record.get("id"):
         raise _damaged(run.record, "it has no id")
+    if not isinstance(record.get("created"), int | float):
+        raise _damaged(run.record, "it has no time of creation")
     return record
 
 
@@ -158,18 +173,27 @@ def last_attempt(run: RunPaths) -> int:
     if not run.attempts.is_dir():
         return 0
     names = [path.name for path in run.attempts.iterdir()]
-    return max((int(name) for name in names if name.isdigit()), default=0)
+    return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 def new_attempt(run: RunPaths, plan: RunPlan) -> AttemptPaths:
     """Make the next attempt and write its plan and DeepSpeed's JSON.
 
     Call it while holding the run's lock. `command.json` is written by the launcher that starts it.
+    It is there with its plan or not at all: a later resume goes on from the plan of the last one.
+
+    Raises:
+        OSError: The disk is full, or the folder cannot be written.
     """
-    attempt = run.attempt(last_attempt(run) + 1)
-    attempt.logs.mkdir(parents=True)
-    write_json(attempt.deepspeed, plan.deepspeed)
-    write_json(attempt.plan, to_plain(plan))
+    number = last_attempt(run) + 1
+    unfinished = AttemptPaths(run.attempts / f".{number}.tmp", number)
+    shutil.rmtree(unfinished.root, ignore_errors=True)  # of a launch that ended in the middle
+    unfinished.logs.mkdir(parents=True)
+    write_json(unfinished.deepspeed, plan.deepspeed)
+    write_json(unfinished.plan, to_plain(plan))
+    attempt = run.attempt(number)
+    unfinished.root.rename(attempt.root)
+    sync_directory(run.attempts)
     return attempt
 
 

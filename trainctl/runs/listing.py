@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainctl.errors import TrainctlError
 from trainctl.runs.directory import last_attempt, read_record
@@ -15,6 +17,8 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import Holder, holder
 from trainctl.runs.records import parse_events
 from trainctl.runs.status import State, read_status
+
+T = TypeVar("T")
 
 _TAIL_BYTES = 262_144
 
@@ -95,7 +99,7 @@ def summarise(run: RunPaths) -> RunSummary:
     Raises:
         TrainctlError: `run.json` is damaged (exit code 5).
     """
-    created = float(read_record(run).get("created", 0.0))
+    created = float(read_record(run)["created"])
     now_holds = holder(run)
     status = read_status(run)
     number = last_attempt(run)
@@ -108,22 +112,19 @@ def summarise(run: RunPaths) -> RunSummary:
         # Asked first: a launch that ends writes its last state before it lets go.
         if now_holds is None and status.state in (State.starting, State.running):
             state = LOST
-    mesh = plan.get("mesh") or {}
-    ranks = 1
-    for axis in ("data", "tensor", "pipeline", "sequence"):
-        ranks *= int(mesh.get(axis, 1))
+    axes = [_at(plan, int, "mesh", axis) for axis in ("data", "tensor", "pipeline", "sequence")]
     return RunSummary(
         path=run.root,
         state=state,
         created=created,
-        updated=max(step.get("time", 0.0), status.updated if status else created),
+        updated=max(_at(step, float, "time") or 0.0, status.updated if status else created),
         attempt=number,
-        launcher=_at(plan, "config", "launcher", "kind") or "",
-        nodes=_at(plan, "hardware", "nodes") or 1,
-        ranks=ranks,
-        step=int(step.get("step", 0)),
-        stop_step=plan.get("stop_step"),
-        loss=float(step["loss"]) if "loss" in step else None,
+        launcher=_at(plan, str, "config", "launcher", "kind") or "",
+        nodes=_at(plan, int, "hardware", "nodes") or 1,
+        ranks=math.prod(axis or 1 for axis in axes),
+        step=_at(step, int, "step") or 0,
+        stop_step=_at(plan, int, "stop_step"),
+        loss=_at(step, float, "loss"),
         host=status.host if status else "",
         exit_code=status.exit_code if status else None,
         message=status.message if status else "",
@@ -133,13 +134,11 @@ def summarise(run: RunPaths) -> RunSummary:
 
 
 def summaries(runs: list[RunPaths]) -> list[RunSummary]:
-    """Of several runs; one whose record is damaged is left out."""
+    """Of several runs; one that is removed meanwhile is left out."""
     found = []
     for run in runs:
-        try:
+        with suppress(TrainctlError):
             found.append(summarise(run))
-        except TrainctlError:
-            continue
     return found
 
 
@@ -171,7 +170,14 @@ def _read(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _at(value: Any, *names: str) -> Any:
+def _at(value: Any, kind: type[T], *names: str) -> T | None:
+    """What a file holds under these names; None if it is not there, or of another kind.
+
+    A run of another version, or what a person has changed, must not keep the others from view.
+    """
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
-    return value
+    try:
+        return None if value is None else kind(value)  # type: ignore[call-arg]
+    except (TypeError, ValueError):
+        return None

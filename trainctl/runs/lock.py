@@ -56,13 +56,19 @@ def hold(run: RunPaths, *, patience_seconds: float = _CLEANUP_SECONDS) -> Iterat
             its ranks. A live launcher is not waited for.
 
     Raises:
-        TrainctlError: Another launch holds it (exit code 5); names its pid and host.
+        TrainctlError: Another launch holds it (exit code 5); names its pid and host. Or the folder
+            cannot be written, or its file system has no locks (exit code 4).
     """
     path = str(run.lock)
     if path in _held:
         yield _held[path]
         return
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise TrainctlError(
+            f"{run.root} cannot be written: {error.strerror}", exit_code=ExitCode.environment
+        ) from None
     try:
         _acquire(run, descriptor, patience_seconds)
         with _written_in(path, descriptor):
@@ -116,12 +122,14 @@ def holder(run: RunPaths) -> Holder | None:
     """
     try:
         descriptor = os.open(run.lock, os.O_RDONLY)
-    except FileNotFoundError:
+    except OSError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _read(descriptor)
+    except OSError:  # where there are no locks nothing runs: an archive, say
+        return None
     else:
         return None
     finally:
@@ -136,8 +144,18 @@ def _acquire(run: RunPaths, descriptor: int, patience_seconds: float) -> None:
             return
         except BlockingIOError:
             current = _read(descriptor)
-        is_dead = current.host == socket.gethostname() and not is_alive(current.pid)
-        patience = patience_seconds if is_dead else _LOOK_SECONDS if current.pid == 0 else 0.0
+        except OSError as error:
+            raise TrainctlError(
+                f"{run.lock} cannot be locked: {error.strerror}",
+                hint="runs need a file system with flock: Lustre is to be mounted with -o flock, "
+                "NFS without nolock",
+                exit_code=ExitCode.environment,
+            ) from None
+        is_here = current.host == socket.gethostname()
+        is_dead = is_here and not is_alive(current.pid)
+        # What is written there may be of a launch that was killed on another machine, and the lock
+        # with a `holder` that looks; only a launch of this machine is known to hold it.
+        patience = patience_seconds if is_dead else 0.0 if is_here else _LOOK_SECONDS
         if time.monotonic() - start >= patience:
             raise _in_use(run, current, is_dead)
         time.sleep(_POLL_SECONDS)

@@ -6,11 +6,13 @@ strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``; `number` reads them back.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,15 +20,18 @@ from typing import Any, Self
 RECORD_SCHEMA = 1
 """Version of the lines of `events.jsonl`."""
 
+_LOCK_SECONDS = 1.0
+_LOCK_POLL_SECONDS = 0.002
+
 Event = dict[str, Any]
 
 
 class EventWriter:
     """Appends records of one attempt; a context manager.
 
-    A line is one `write` to a file opened for appending, so lines of several processes never mix.
-    What a killed writer left unfinished is closed with a newline first and stays a torn line of
-    its own, which readers skip.
+    A line is one `write` to a file opened for appending, under a lock, so lines of several
+    processes never mix, nor those of several machines. What a killed writer left unfinished is
+    closed with a newline first and stays a torn line of its own, which readers skip.
 
     Args:
         path: The run's `events.jsonl`; made if missing.
@@ -56,11 +61,12 @@ class EventWriter:
             **fields,
         }
         line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
-        data = (b"\n" if self._torn else b"") + line.encode()
-        self._torn = True
-        while data:
-            data = data[os.write(self._descriptor, data) :]
-        self._torn = False
+        data = (b"\n" if self._torn else b"") + line.encode(errors="backslashreplace")
+        with _locked(self._descriptor):
+            self._torn = True
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+            self._torn = False
         return record
 
     def close(self) -> None:
@@ -93,12 +99,16 @@ class EventFollower:
         self._partial = b""
 
     def poll(self) -> list[Event]:
-        """Complete records since the last call, or since the follower was made."""
+        """Complete records since the last call, or since the follower was made.
+
+        None where the file cannot be read now: a network file system may fail for a moment (ESTALE,
+        EIO), and nobody who only watches a run is to end it for that.
+        """
         try:
             with self._path.open("rb") as stream:
                 stream.seek(self._offset)
                 data = stream.read()
-        except FileNotFoundError:
+        except OSError:
             return []
         self._offset += len(data)
         *lines, self._partial = (self._partial + data).split(b"\n")
@@ -107,12 +117,28 @@ class EventFollower:
         ]
 
 
-def read_events(path: Path) -> list[Event]:
-    """Every complete record, in file order; none when there is no file. Torn lines are skipped."""
+def read_events(path: Path, *kinds: str) -> list[Event]:
+    """As `iter_events`, in a list."""
+    return list(iter_events(path, *kinds))
+
+
+def iter_events(path: Path, *kinds: str) -> Iterator[Event]:
+    """Complete records in file order; none when there is no file. Torn lines are skipped.
+
+    Args:
+        path: The run's `events.jsonl`.
+        kinds: Only records of these. A long run has millions of lines of `step`, so a line of
+            another kind is not even parsed.
+    """
+    marks = [f'"{kind}"'.encode() for kind in kinds]
     try:
-        return list(parse_events(path.read_bytes().split(b"\n")))
+        with path.open("rb") as stream:
+            lines = (line for line in stream if not marks or any(mark in line for mark in marks))
+            for event in parse_events(lines):
+                if not kinds or event["event"] in kinds:
+                    yield event
     except FileNotFoundError:
-        return []
+        return
 
 
 def parse_events(lines: Iterable[bytes]) -> Iterator[Event]:
@@ -144,6 +170,32 @@ def step_curve(events: Iterable[Event]) -> dict[int, Event]:
 def number(value: Any) -> float:
     """A number of a record as a float; also the strings that stand for NaN and infinities."""
     return float(value)
+
+
+@contextmanager
+def _locked(descriptor: int) -> Iterator[None]:
+    """Keep the other writers of a file out, for as long as it takes to append to it.
+
+    On NFS each machine appends where it believes the end to be. Taking the lock makes it look, and
+    giving it back makes it write out. Where there are no locks, or whoever has this one is stopped,
+    it goes on without: a record that may be overwritten is better than a rank that waits.
+    """
+    deadline = time.monotonic() + _LOCK_SECONDS
+    is_held = False
+    while not is_held and time.monotonic() < deadline:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_held = True
+        except BlockingIOError:
+            time.sleep(_LOCK_POLL_SECONDS)
+        except OSError:
+            break
+    try:
+        yield
+    finally:
+        if is_held:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _finite(value: Any) -> Any:

@@ -19,4 +19,12 @@ def remove_run(run: RunPaths) -> None:
     """
     with hold(run, patience_seconds=0):
         run.record.unlink()
-        shutil.rmtree(run.root)
+        for path in run.root.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path != run.lock:
+                path.unlink()
+    # Once it is closed: NFS keeps an open file that is removed under another name, and with it the
+    # folder, which then cannot be removed.
+    run.lock.unlink(missing_ok=True)
+    run.root.rmdir()

@@ -53,8 +53,8 @@ def pending_requests(run: RunPaths) -> set[Request]:
 
 
 def is_requested(run: RunPaths, request: Request) -> bool:
-    """Whether this is asked for and has not been followed yet."""
-    return (run.requests / request.value).exists()
+    """Whether this is asked for and has not been followed yet; no, if the folder cannot be read."""
+    return request in pending_requests(run)
 
 
 def withdraw_earlier(run: RunPaths, moment: float) -> None:

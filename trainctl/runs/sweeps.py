@@ -127,5 +127,5 @@ def results(folder: Path) -> list[Result]:
 
 
 def _held_out_loss(run: RunPaths) -> float | None:
-    losses = [e["loss"] for e in read_events(run.events) if e["event"] == "evaluation"]
+    losses = [event["loss"] for event in read_events(run.events, "evaluation")]
     return number(losses[-1]) if losses else None

@@ -12,21 +12,27 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.utils import groups
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from trainctl.train.mesh import ProcessMesh
 from trainctl.train.shards import Piece, Pieces, Shard, read_shard
+from trainctl.train.swap import copy_from_swap_buffers
 from trainctl.train.weights import WeightSource
 
 
-def whole_pieces(model: nn.Module) -> Pieces:
+def whole_pieces(model: PreTrainedModel) -> Pieces:
     """The pieces of a whole skeleton; a tied parameter has its first name."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    inputs_first = {module.weight for module in model.modules() if isinstance(module, Conv1D)}
     return {
         parameter: Piece(
             name,
             parameter.shape,
             Shard.whole(parameter.shape),
             is_embedding=parameter in embeddings,
+            is_head=parameter is head,
+            inputs_first=parameter in inputs_first,
         )
         for name, parameter in model.named_parameters()
     }
@@ -114,6 +120,8 @@ def materialise_partitioned(
                 zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
             )
             swapper = parameter.nvme_swapper
+            if swapper is not None:
+                copy_from_swap_buffers()
             # ZeRO++'s copy in the node is of what is not set yet; the next gather makes it anew.
             parameter.ds_secondary_tensor = None
             _fill_partition(parameter, pieces[meta], source)

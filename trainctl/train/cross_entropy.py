@@ -79,9 +79,8 @@ class LigerFusedHead(nn.Linear):
             reduction="sum",
             return_z_loss=z_loss > 0,
         )
-        if z_loss > 0:  # its loss is the sum of both
-            total, squares = found
-            return torch.stack([total - squares, squares])
+        if z_loss > 0:  # its loss is the sum of both, and has the gradient of both
+            return torch.stack([found.loss - found.z_loss.detach(), found.z_loss.detach()])
         loss: torch.Tensor = found
         return loss
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from trainctl.train.corpus import Corpus, Split
 from trainctl.train.order import sample_indices
@@ -60,24 +61,56 @@ class MicroBatch:
             },
         )
 
-    def model_inputs(self, device: torch.device, *, positions: bool = False) -> dict[str, Any]:
+    def model_inputs(
+        self,
+        device: torch.device,
+        *,
+        part: tuple[int, int] = (0, 1),
+        flash_attention: bool = False,
+    ) -> dict[str, Any]:
         """Arguments of a transformers model's forward pass.
 
         Plain positions are left to the model: given, it would search them for documents in every
-        pass, and turn them for each sample rather than once.
+        pass, and turn them for each sample rather than once. Those of a part do not begin at 0.
 
         Args:
             device: Of the tensors.
-            positions: Give the positions all the same: they do not begin at 0.
+            part: Index and number of the part of every sequence that is wanted.
+            flash_attention: Whether the model's attention is FlashAttention, which sees the whole.
         """
-        inputs: dict[str, Any] = {"input_ids": self.input_ids.to(device, non_blocking=True)}
-        if self.is_masked or positions:
-            inputs["position_ids"] = self.position_ids.to(device, non_blocking=True)
+        here = self.part(*part)
+        inputs: dict[str, Any] = {"input_ids": here.input_ids.to(device, non_blocking=True)}
+        if self.is_masked or here is not self:
+            inputs["position_ids"] = here.position_ids.to(device, non_blocking=True)
+        if self.is_masked and flash_attention:
+            inputs |= document_lengths(self.position_ids, device)
         return {**inputs, "use_cache": False}
 
     @property
     def num_labels(self) -> int:
         return int((self.labels != IGNORED_LABEL).sum())
+
+
+def document_lengths(positions: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    """Where documents begin, as arguments of a model whose attention is FlashAttention.
+
+    transformers looks for them itself in a batch of one sample only, and lets the documents of any
+    other attend to each other. Looked for on the host, they also cost no waiting for the device.
+
+    Args:
+        positions: Of each token in its document, (samples, length).
+        device: Of the tensors.
+    """
+    begins = (positions.flatten() == 0).nonzero().flatten()
+    bounds = F.pad(begins, (0, 1), value=positions.numel()).int()
+    longest = int(bounds.diff().max())
+    bounds = bounds.to(device, non_blocking=True)
+    return {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 class PackedDataset:

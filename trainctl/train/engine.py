@@ -19,11 +19,12 @@ from trainctl.train.data import IGNORED_LABEL, MicroBatch
 from trainctl.train.gradient_changes import centralize
 from trainctl.train.loss import LanguageModel
 from trainctl.train.mesh import ProcessMesh
+from trainctl.train.model import has_flash_attention
 from trainctl.train.optimizers import own_optimizer
 from trainctl.train.precision import LossScale, share_groups, stop_at_smallest
 from trainctl.train.process import Process
 from trainctl.train.sequence_parallel import SequenceParallelAttention
-from trainctl.train.shards import Pieces
+from trainctl.train.shards import Piece, Pieces
 from trainctl.train.stopwatch import Stopwatch
 from trainctl.train.swap import remove_swap_folder
 from trainctl.train.tensor_parallel import sum_partial_gradients
@@ -66,6 +67,7 @@ class Engine:
         self.z_loss: float | None = None
         self.summed_loss = 0.0
         self._vocabulary = mesh.tensor if mesh.tensor.size > 1 else None
+        self._has_flash_attention = has_flash_attention(model)
         self._attention = SequenceParallelAttention(plan, mesh) if mesh.sequence.size > 1 else None
         sum_partial_gradients(pieces, mesh.tensor)
         if plan.config.gradients.centralize:
@@ -249,10 +251,11 @@ class Engine:
 
     def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
         """The model's inputs and the labels of this rank's part of the batch, on its device."""
-        sequence = self.mesh.sequence
-        part = batch.part(sequence.index, sequence.size)
-        inputs = part.model_inputs(self._process.device, positions=sequence.size > 1)
-        return inputs, self._on_device(part.labels)
+        part = self.mesh.sequence.index, self.mesh.sequence.size
+        inputs = batch.model_inputs(
+            self._process.device, part=part, flash_attention=self._has_flash_attention
+        )
+        return inputs, self._on_device(batch.part(*part).labels)
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._process.device, non_blocking=True)
@@ -288,12 +291,17 @@ class Engine:
                     parameter.grad.mul_(limit / (norm + CLIPPING_EPSILON))
 
 
+def group_key(piece: Piece, config: RunConfig) -> GroupKey:
+    """The group of a parameter, by the plan's rule."""
+    embedding, head = piece.is_embedding, piece.is_head
+    return group_of(config, piece.name, piece.shape, embedding=embedding, head=head)
+
+
 def parameter_groups(pieces: Pieces, config: RunConfig) -> list[dict[str, Any]]:
     """The optimizer's groups of what a rank has, by the plan's rule; empty ones are left out."""
     members: dict[GroupKey, list[nn.Parameter]] = {}
     for parameter, piece in pieces.items():
-        key = group_of(config, piece.name, piece.shape, embedding=piece.is_embedding)
-        members.setdefault(key, []).append(parameter)
+        members.setdefault(group_key(piece, config), []).append(parameter)
     return [
         {
             "params": members[key],

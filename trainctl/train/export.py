@@ -24,7 +24,7 @@ from trainctl.plan.mup import check_multipliers
 from trainctl.runs.atomic import sync_directory, write_json
 from trainctl.runs.processes import is_alive
 from trainctl.train.checkpoint import Checkpoint
-from trainctl.train.model import skeleton
+from trainctl.train.model import portable, skeleton
 from trainctl.train.mup import folded
 from trainctl.train.tensor_file import write_stream
 from trainctl.train.tokenizer import BYTE_END_OF_DOCUMENT, load_tokenizer
@@ -90,7 +90,7 @@ def export(
         TrainctlError: No space (4), the folder is not empty (2), or the checkpoint is not one of
             this model (5). Nothing is left.
     """
-    model = skeleton(config.model, dtype)
+    model = skeleton(portable(config.model), dtype)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
     source = Checkpoint(checkpoint)

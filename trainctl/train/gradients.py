@@ -20,8 +20,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from trainctl.config.schema import CompileKind, RunConfig
-from trainctl.plan.groups import group_of
-from trainctl.train.engine import Engine
+from trainctl.train.engine import Engine, group_key
 from trainctl.train.gradient_changes import Place
 from trainctl.train.process import Process
 from trainctl.train.state import Fragment, OptimizerState
@@ -64,10 +63,7 @@ class Gradients:
         self._engine, self._state, self._process = engine, state, process
         self._wrapper = engine.deepspeed.optimizer
         self._group_of = {
-            piece.name: group_of(
-                config, piece.name, piece.shape, embedding=piece.is_embedding
-            ).name(config)
-            for piece in engine.pieces.values()
+            piece.name: group_key(piece, config).name(config) for piece in engine.pieces.values()
         }
         # A pipeline stage may have none of a group; all ranks add up the same list.
         everywhere = process.gather(sorted(set(self._group_of.values())))
@@ -155,10 +151,17 @@ def _without_update(wrapper: Any, instead: Callable[[], None]) -> Iterator[None]
 
 def _added_up(columns: list[list[torch.Tensor]]) -> list[float]:
     """The sum of each list of scalars; read once, since the host waits for the device there."""
-    filled = [torch.stack(column).sum() for column in columns if column]
-    device = filled[0].device if filled else None
-    read = iter(torch.stack([total.to(device) for total in filled]).tolist() if filled else [])
+    totals = _totals([column for column in columns if column])
+    read = iter(totals.tolist())
     return [next(read) if column else 0.0 for column in columns]
+
+
+def _totals(columns: list[list[torch.Tensor]]) -> torch.Tensor:
+    """The sum of each list, none empty; on the device if a partly offloaded optimizer has both."""
+    devices = {value.device for column in columns for value in column}
+    device = max(devices, key=lambda each: each.type != "cpu", default=torch.device("cpu"))
+    sums = [torch.stack([value.to(device) for value in column]).sum() for column in columns]
+    return torch.stack(sums) if sums else torch.zeros(0, device=device)
 
 
 def _all_finite(values: list[float]) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
 from trainctl.config.schema import AttentionKind
 from trainctl.errors import ExitCode, TrainctlError
@@ -20,7 +21,7 @@ from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.data import MicroBatch
 from trainctl.train.evaluation import inference
 from trainctl.train.loss import summed_cross_entropy
-from trainctl.train.model import TORCH_TYPES, skeleton
+from trainctl.train.model import TORCH_TYPES, has_flash_attention, portable, skeleton
 from trainctl.train.weights import WeightSource
 
 _ROOM = 1.25
@@ -46,7 +47,8 @@ class LoadedModel:
     def logits(self, batch: MicroBatch) -> torch.Tensor:
         """(samples, length, vocabulary), as the training engine's."""
         try:
-            output = self.model(**batch.model_inputs(self.device))
+            flash = has_flash_attention(self.model)
+            output = self.model(**batch.model_inputs(self.device, flash_attention=flash))
         except torch.OutOfMemoryError:
             raise _too_small(self.device) from None
         return output.logits
@@ -71,11 +73,12 @@ def load(
             small (4).
     """
     shape, dtype = plan.config.model, TORCH_TYPES[formats(plan.config.precision).weights]
-    model = skeleton(shape, dtype)
+    model = skeleton(portable(shape), dtype)
     elements = sum(parameter.numel() for parameter in model.parameters())
     place = _choose_device(device, elements * dtype.itemsize)
-    if place.type == "cpu" and shape.attention is AttentionKind.flash_attention_2:
-        model = skeleton(replace(shape, attention=AttentionKind.sdpa), dtype)
+    is_flash = shape.attention is AttentionKind.flash_attention_2
+    if is_flash and place.type == "cuda" and is_flash_attn_2_available():
+        model = skeleton(shape, dtype)
     saved = Checkpoint(checkpoint)
     check_multipliers(shape, checkpoint.name, saved.manifest)
     source = _Watched(saved, lambda done: progress("loading", done, elements))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import (
+    AttentionKind,
     DataType,
     ModelConfig,
     ModelFamily,
@@ -165,6 +167,21 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def portable(model: ModelConfig) -> ModelConfig:
+    """The same model with attention that needs neither a GPU nor a package."""
+    if model.attention is not AttentionKind.flash_attention_2:
+        return model
+    return replace(model, attention=AttentionKind.sdpa)
+
+
+def has_flash_attention(model: PreTrainedModel) -> bool:
+    """Whether attention is a kernel that gets no mask, and has to be told where documents begin.
+
+    Of any version: a user's own model chooses for itself.
+    """
+    return "flash" in (model.config._attn_implementation or "")
 
 
 def blocks(model: nn.Module) -> list[GradientCheckpointingLayer]:

@@ -26,11 +26,14 @@ class PhaseMemory:
 
     Attributes:
         peaks: Bytes by part; `load` is what came before the first.
+        highest: Bytes; also of what lies between the parts, such as an evaluation.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.peaks = {LOAD: self._peak()}
+        self._since = self.highest = 0
+        self._reset()
+        self.peaks = {LOAD: self.take()}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -41,7 +44,19 @@ class PhaseMemory:
         finally:
             self.peaks[name] = max(self.peaks.get(name, 0), self._peak())
 
+    def take(self) -> int:
+        """The peak since the last call, in whatever part: of a step."""
+        self._reset()
+        peak, self._since = self._since, 0
+        return peak
+
     def _reset(self) -> None:
+        """Count anew, and keep what has been counted."""
+        self._since = max(self._since, self._peak())
+        self.highest = max(self.highest, self._since)
+        self._forget()
+
+    def _forget(self) -> None:
         if self._device.type == "cpu":
             Path("/proc/self/clear_refs").write_text(RESET_PEAK)
         else:

@@ -22,11 +22,12 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.plan.types import RunPlan
-from trainctl.train.data import MicroBatch
+from trainctl.train.data import MicroBatch, document_lengths
 from trainctl.train.engine import Engine
 from trainctl.train.families import family_of
 from trainctl.train.loss import summed_cross_entropy, summed_losses
 from trainctl.train.mesh import Axis, ProcessMesh
+from trainctl.train.model import has_flash_attention
 from trainctl.train.process import Process
 from trainctl.train.shards import Pieces
 from trainctl.train.tensor_parallel import gather_vocabulary
@@ -75,11 +76,14 @@ class _Stage(nn.Module):
         family = family_of(model)
         self.decoder, self.head = getattr(model, family.decoder), getattr(model, family.head)
         self._axis = axis
+        self._has_flash_attention = has_flash_attention(model)
 
     def forward(self, received: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Any:
         states, positions = received if isinstance(received, tuple) else (received, None)
         name = "input_ids" if self._axis.is_first else "inputs_embeds"
         inputs = {name: states, "position_ids": positions, "use_cache": False}
+        if positions is not None and self._has_flash_attention:
+            inputs |= document_lengths(positions, positions.device)
         hidden = self.head(self.decoder(**inputs).last_hidden_state)
         return hidden if positions is None or self._axis.is_last else (hidden, positions)
 
@@ -146,12 +150,17 @@ class PipelineEngine(Engine):
 
     def _tied_weight(self, model: PreTrainedModel) -> tuple[nn.Parameter, dist.ProcessGroup] | None:
         """The weight of embedding and output projection, with the group of their two stages."""
-        ends = [self._pipeline.ranks[0], self._pipeline.ranks[-1]]
+        if not self._plan.config.model.tie_word_embeddings:
+            return None
+        first, *between, last = self._pipeline.ranks
         is_end = self._pipeline.is_first or self._pipeline.is_last
-        if not (self._plan.config.model.tie_word_embeddings and is_end):
+        # NCCL splits groups off that of all ranks, and waits for all: those between make one too.
+        members = [first, last] if is_end else between
+        timeout = self._process.timeout
+        group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+        if not is_end:
             return None
         family = family_of(model)
-        group = dist.new_group(ends, timeout=self._process.timeout, use_local_synchronization=True)
         if self._pipeline.is_first:
             return getattr(getattr(model, family.decoder), family.embedding).weight, group
         return getattr(model, family.head).weight, group
@@ -175,6 +184,14 @@ class PipelineEngine(Engine):
         self._z.zero_()
         self.deepspeed.train_batch(iter([self._pair(batch) for batch in batches]))
         return self._mean_loss(self._loss, self._z, num_labels), num_labels
+
+    def update(self, *, norm: float | None, clip_at: float | None) -> None:
+        assert norm is not None  # nothing that hides gradients goes with stages (TC069)
+        wrapper = self.deepspeed.optimizer
+        # DeepSpeed takes the norm of one parameter group after the other over the stages, and would
+        # wait for ever where one stage has more of them (zero/stage_1_and_2.py).
+        wrapper.scaled_global_norm = lambda: torch.tensor(norm * wrapper.loss_scale)
+        super().update(norm=norm, clip_at=clip_at)
 
     def _step(self) -> None:
         self.deepspeed._exec_optimizer_step()

@@ -61,7 +61,8 @@ class Process:
         return values[0]
 
     def barrier(self) -> None:
-        dist.barrier(group=self.control)
+        # `dist.barrier` would make a tensor on the device that NCCL's groups are bound to.
+        self.sum(0.0)
 
     def apart(self) -> Process:
         """The same rank with a control group of its own, for another thread; on all ranks."""

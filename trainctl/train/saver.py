@@ -110,15 +110,16 @@ class Saver:
 
     def _copy(self, part: Part) -> Part:
         """The part with its tensors copied to host memory, which is kept for the next save."""
-        on_device = False
+        some_on_device = False  # of a partly offloaded optimizer not all are
         for name, tensor in zip(part.layout, part.tensors(), strict=True):
             on_device = tensor.device.type != "cpu"
+            some_on_device |= on_device
             if name not in self._copies:
                 self._copies[name] = torch.empty(
                     tensor.shape, dtype=tensor.dtype, pin_memory=on_device
                 )
             self._copies[name].copy_(tensor, non_blocking=True)
-        if on_device:
+        if some_on_device:
             torch.accelerator.synchronize()
 
         def copies() -> Iterator[torch.Tensor]:

@@ -94,7 +94,9 @@ class Session:
             rewound: In the running process, by an intervention.
         """
         training = self.plan.config.training
-        self.patience = Patience(training.stop_patience, manifest.get("patience"))
+        self.patience = Patience(
+            training.stop_patience, manifest.get("patience"), min_delta=training.stop_min_delta
+        )
         self.guard.restore(manifest.get("stability", {}), rewound=rewound)
         self.norms.restore(manifest.get("norms", []))
 
@@ -143,7 +145,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         training=_training_data(plan, mesh, corpus),
         held_out=_dataset(plan, corpus, held_out=True),
         progress=progress,
-        patience=Patience(config.training.stop_patience),
+        patience=Patience(config.training.stop_patience, min_delta=config.training.stop_min_delta),
         gradients=Gradients(engine, state, process, config),
         guard=Guard(config.stability, norm_may_overflow=engine.loss_scale is not None),
         norms=NormHistory(config.gradients),

@@ -71,6 +71,8 @@ class Piece:
         is_saved_here: Whether this rank's replicas save it, and not those of another tensor rank or
             pipeline stage that has the same.
         is_embedding: Whether it is looked up (also where it is the output projection as well).
+        is_head: Whether it is the weight of the output projection.
+        inputs_first: Whether the rows of the matrix are its inputs, as gpt2 has them.
     """
 
     name: str
@@ -79,6 +81,8 @@ class Piece:
     has_partial_gradient: bool = False
     is_saved_here: bool = True
     is_embedding: bool = False
+    is_head: bool = False
+    inputs_first: bool = False
 
 
 Pieces = dict[nn.Parameter, Piece]

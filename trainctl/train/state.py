@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
@@ -158,11 +158,16 @@ class OptimizerState:
         """States that are one number for the whole optimizer, such as its step count."""
         found: dict[str, float] = {}
         for index, tensor in enumerate(self.tensors):
-            for name, value in self._updater(index).state.get(tensor, {}).items():
+            updater = self._updater(index)
+            for name, value in updater.state.get(tensor, {}).items():
                 if not _is_elementwise(value, tensor):
                     number = float(value)
-                    if found.setdefault(name, number) != number:
+                    if found.setdefault(name, number) == number:
+                        continue
+                    if not isinstance(updater, FusedLion):
                         raise RuntimeError(f"optimizer state {name} differs between parameters")
+                    # It counts on the last parameter of a group alone, and does not use it.
+                    found[name] = max(found[name], number)
         return found
 
     def numel(self, index: int) -> int:
@@ -209,10 +214,10 @@ class OptimizerState:
         held = updater.state.get(tensor)
         if held and kinds.keys() <= held.keys():
             # In a running engine: DeepSpeed's swapper goes on with the tensors that it knows.
-            held.update((name, _scalar(updater, value)) for name, value in scalars.items())
+            held.update((name, _scalar(updater, tensor, value)) for name, value in scalars.items())
             return
         updater.state[tensor] = {
-            **{name: _scalar(updater, value) for name, value in scalars.items()},
+            **{name: _scalar(updater, tensor, value) for name, value in scalars.items()},
             **{name: torch.zeros_like(tensor, dtype=kind).detach() for name, kind in kinds.items()},
         }
 
@@ -239,7 +244,7 @@ class OptimizerState:
 
     def _parts(self) -> dict[torch.Tensor, list[Part]]:
         """What each of the tensors has of which parameter, on all replicas."""
-        shapes = {piece.name: piece.shape for piece in self._engine.pieces.values()}
+        pieces = {piece.name: piece for piece in self._engine.pieces.values()}
         mine = [(f.tensor, f.name, f.start, f.start + f.numel) for f in self.fragments]
         offsets = {(f.tensor, f.name): f.offset for f in self.fragments}
         replicas, place = [mine], 0
@@ -254,7 +259,8 @@ class OptimizerState:
                 places[replica] = (start, end)
         parts: dict[torch.Tensor, list[Part]] = {tensor: [] for tensor in self.tensors}
         for (index, name), places in ranges.items():
-            part = Part(name, shapes[name], tuple(places), place, offsets.get((index, name), 0))
+            piece, offset = pieces[name], offsets.get((index, name), 0)
+            part = Part(name, piece.shape, tuple(places), place, offset, piece.inputs_first)
             parts[self.tensors[index]].append(part)
         return parts
 
@@ -297,11 +303,17 @@ def _fragment(
     return Fragment(piece.name, start, numel, tensor, offset, owned, shard)
 
 
-def _scalar(optimizer: torch.optim.Optimizer, value: float) -> torch.Tensor | int:
-    # DeepSpeed's count steps in an int; torch in a tensor on the CPU.
-    if isinstance(optimizer, (DeepSpeedCPUAdam, DeepSpeedCPULion)):
+def _scalar(
+    optimizer: torch.optim.Optimizer, tensor: torch.Tensor, value: float
+) -> torch.Tensor | int:
+    """A step count as the optimizer of the tensor keeps it: DeepSpeed's as an int.
+
+    torch's is a tensor: on the CPU, but beside the parameter where a fused kernel reads it.
+    """
+    if isinstance(optimizer, (DeepSpeedCPUAdam, DeepSpeedCPULion, FusedLion)):
         return int(value)
-    return torch.tensor(value, dtype=torch.float32)
+    device = tensor.device if optimizer.defaults.get("fused") else "cpu"
+    return torch.tensor(value, dtype=torch.float32, device=device)
 
 
 def _is_elementwise(value: Any, tensor: torch.Tensor) -> bool:

@@ -91,13 +91,16 @@ def peak_memory(device: torch.device) -> PeakMemory:
     )
 
 
-def peak_bytes(device: torch.device) -> dict[str, int | None]:
+def peak_bytes(device: torch.device, phases: PhaseMemory | None = None) -> dict[str, int | None]:
     """Peaks of this process that cost next to nothing to read, for the record of every step.
 
-    `allocated` in tensors on the device (None on a CPU), `host` its resident memory.
+    `allocated` in tensors on the device (None on a CPU), `host` its resident memory: so far, or
+    where the parts of a step are measured, since the last record.
     """
-    on_device = None if device.type == "cpu" else torch.cuda.max_memory_allocated(device)
-    return {"allocated": on_device, "host": peak_resident_bytes()}
+    if device.type == "cpu":
+        return {"allocated": None, "host": phases.take() if phases else peak_resident_bytes()}
+    allocated = phases.take() if phases else torch.cuda.max_memory_allocated(device)
+    return {"allocated": allocated, "host": peak_resident_bytes()}
 
 
 def memory_record(
@@ -141,7 +144,7 @@ def _overall(peak: PeakMemory, phases: PhaseMemory | None) -> PeakMemory:
     """The peak since the start, which measuring phases counts anew in each."""
     if phases is None:
         return peak
-    highest = max(phases.peaks.values())
+    highest = phases.highest
     if peak.allocated_peak_bytes is None:
         resident = max(peak.host_peak_bytes, highest)
         return replace(peak, device_peak_bytes=resident, host_peak_bytes=resident)

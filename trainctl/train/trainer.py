@@ -108,7 +108,7 @@ class Trainer:
                 tokens=progress.tokens,
                 **self._throughput.of_step(seconds, step.batch.tokens_per_step),
                 seconds=parts,
-                peak_bytes=peak_bytes(session.process.device),
+                peak_bytes=peak_bytes(session.process.device, self._times.memory),
                 samples=[step.first_sample, progress.samples],
             )
             self._record_profile()
@@ -133,7 +133,9 @@ class Trainer:
         reason = "complete" if complete else "stop_after_steps" if done else "stop_requested"
         if no_improvement and not complete:
             reason = "no_improvement"
-        why = session.patience.state() if no_improvement else {}
+        why = {}
+        if no_improvement:
+            why = {**session.patience.state(), "min_delta": plan.config.training.stop_min_delta}
         self._record("end", step=progress.step, reason=reason, **why)
 
     def _evaluate(self) -> None:

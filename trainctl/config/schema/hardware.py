@@ -26,9 +26,12 @@ class HardwareConfig:
         [], "Names that the vendor's tool gives to the device: how hardware=auto recognises it."
     )
     accelerator: Accelerator = option(Accelerator.auto, "Kind of device; auto detects everything.")
-    nodes: int = option(1, "Machines.", minimum=1)
+    nodes: int = option(1, "Machines.", minimum=1, maximum=100_000)
     devices_per_node: int | None = option(
-        None, "Devices (on cpu: processes) of a machine; none detects them.", minimum=1
+        None,
+        "Devices (on cpu: processes) of a machine; none detects them.",
+        minimum=1,
+        maximum=100_000,
     )
     device_memory_bytes: int | None = option(
         None,

@@ -181,7 +181,9 @@ class ParallelismConfig:
         PipelinePartition.parameters, "What the stages are balanced by."
     )
     stage_blocks: list[int] = option(
-        [], "Blocks of each stage, in place of a balance; empty balances them."
+        [],
+        "Blocks of each stage, in place of a balance; empty balances them.",
+        example="[9,8,8,7]",
     )
     sequence_sharded_norms: bool = option(
         False,

@@ -7,6 +7,9 @@ from enum import Enum
 
 from trainctl.config.schema.option import option
 
+WIDEST = 10_000_000
+"""Of any dimension: far beyond every model, and near enough that all arithmetic stays quick."""
+
 
 class ModelFamily(Enum):
     """Architecture of a decoder; `hf` reads everything from a transformers directory."""
@@ -41,18 +44,26 @@ class ModelConfig:
     initial_weights: str | None = option(
         None, "Directory of safetensors to start from; none initialises from training.seed."
     )
-    vocab_size: int = option(512, "Rows of the embedding.", unit="tokens", minimum=0)
-    hidden_size: int = option(128, "Width of the residual stream.", minimum=0)
-    intermediate_size: int = option(384, "Width of the feed-forward layer.", minimum=0)
-    num_layers: int = option(4, "Decoder blocks.", minimum=0)
-    num_attention_heads: int = option(4, "Query heads.", minimum=1)
+    vocab_size: int = option(
+        512, "Rows of the embedding.", unit="tokens", minimum=0, maximum=100_000_000
+    )
+    hidden_size: int = option(128, "Width of the residual stream.", minimum=0, maximum=WIDEST)
+    intermediate_size: int = option(
+        384, "Width of the feed-forward layer.", minimum=0, maximum=WIDEST
+    )
+    num_layers: int = option(4, "Decoder blocks.", minimum=0, maximum=10_000)
+    num_attention_heads: int = option(4, "Query heads.", minimum=1, maximum=100_000)
     num_key_value_heads: int | None = option(
         None,
         "Key and value heads (grouped-query attention); none means one for each query head.",
         minimum=1,
+        maximum=100_000,
     )
     head_dim: int | None = option(
-        None, "Width of a head; none means hidden_size / num_attention_heads.", minimum=1
+        None,
+        "Width of a head; none means hidden_size / num_attention_heads.",
+        minimum=1,
+        maximum=WIDEST,
     )
     max_position_embeddings: int = option(
         2048, "Longest sequence that the model is defined for.", unit="tokens", minimum=1

@@ -53,6 +53,7 @@ class OptimizerConfig:
         [],
         "Entries of match (a regular expression on parameter names), lr_factor and weight_decay; "
         "the first whose match is found holds.",
+        example="[{match: norm, lr_factor: 0.5}]",
     )
     layer_lr_decay: float = option(
         1.0,

@@ -14,6 +14,7 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
+    example: str = "",
 ) -> Any:
     """A config field with its meaning, unit and range.
 
@@ -24,8 +25,16 @@ def option(
         minimum: Smallest legal value, inclusive.
         maximum: Largest legal value, inclusive.
         above: Bound below, exclusive (a learning rate is above 0).
+        example: A value as it is typed, where its type alone does not say how: a list of mappings.
     """
-    metadata = {"doc": doc, "unit": unit, "minimum": minimum, "maximum": maximum, "above": above}
+    metadata = {
+        "doc": doc,
+        "unit": unit,
+        "minimum": minimum,
+        "maximum": maximum,
+        "above": above,
+        "example": example,
+    }
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -112,6 +112,7 @@ class TrainingConfig:
         [],
         "Smaller batches at the start: a list of {until_steps or until_tokens, "
         "global_batch_size}, each up to that point of the run; global_batch_size after the last.",
+        example="[{until_steps: 500, global_batch_size: 64}]",
     )
     evaluate_every_steps: int | None = option(
         None,
@@ -127,6 +128,12 @@ class TrainingConfig:
         "End the run after so many evaluations in a row without a lower held-out loss.",
         unit="evaluations",
         minimum=1,
+    )
+    stop_min_delta: float = option(
+        0.0,
+        "stop_patience: how much lower the held-out loss has to be to count; less does not.",
+        unit="nats",
+        minimum=0,
     )
     sample_tokens: int = option(
         0, "Length of a text sampled from the model at the end.", unit="tokens", minimum=0
@@ -176,9 +183,11 @@ class LoggingConfig:
         minimum=1,
     )
     profile_steps: list[int] = option(
-        [], "First and last step that the profiler records; empty switches it off."
+        [],
+        "First and last step that the profiler records; empty switches it off.",
+        example="[10,12]",
     )
-    profile_ranks: list[int] = option([0], "Ranks that it records.")
+    profile_ranks: list[int] = option([0], "Ranks that it records.", example="[0,1]")
     memory_phases: bool = option(
         False, "Record the peak memory of each part of a step beside what was planned."
     )

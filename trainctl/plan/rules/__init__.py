@@ -61,7 +61,6 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC037", zero.secondary_partition_divides),
     ("TC038", zero.quantized_communication_has_a_kernel),
     ("TC039", zero.muon_sees_whole_gradients),
-    ("TC040", zero.swapped_shards_are_not_recomputed),
     ("TC050", precision.compute_type_runs_here),
     ("TC051", precision.gradients_accumulate_in_a_wider_type),
     ("TC052", precision.gradients_travel_in_a_known_type),
@@ -101,6 +100,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC091", escape.pass_through_has_no_auto),
     ("TC092", escape.pass_through_agrees),
     ("TC093", stability.rewinding_has_a_checkpoint),
+    ("TC094", run.model_has_a_shape),
     ("TC099", no_effect.settings_have_an_effect),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""

@@ -158,7 +158,8 @@ def ramp_is_possible(draft: Draft) -> Iterator[Finding]:
             yield error(
                 key,
                 f"{name} has the keys {', '.join(entry) or '(none)'}",
-                "each entry is {until_steps: N, global_batch_size: B}, or has until_tokens",
+                f"as in '{key}=[{{until_steps: 500, global_batch_size: {each}}}]', or with "
+                "until_tokens in place of until_steps",
             )
         elif size <= 0 or size % each:
             product = f"micro {batch.micro_batch_size} x data {each // batch.micro_batch_size}"

@@ -28,8 +28,11 @@ def devices_fill_the_mesh(draft: Draft) -> Iterator[Finding]:
     product = f"tensor {axes.tensor} x pipeline {axes.pipeline} x sequence {axes.sequence}"
     if world % taken:
         need = choices(nearest_multiples(world, taken))
+        # The axis to look at first: one that alone does not divide the devices, else the largest.
+        sizes = {name: getattr(axes, name) for name in ("tensor", "pipeline", "sequence")}
+        axis = max(sizes, key=lambda name: (world % sizes[name] > 0, sizes[name]))
         yield error(
-            "parallelism",
+            f"parallelism.{axis}",
             f"{product} = {taken} does not divide the {world} devices of {draft.hardware.name}",
             f"use {need} devices, or axes whose product divides {world}",
         )

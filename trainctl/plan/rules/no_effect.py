@@ -7,6 +7,7 @@ from dataclasses import MISSING, Field
 from typing import Any
 
 from trainctl.config.codec import to_plain
+from trainctl.config.keys import as_written
 from trainctl.config.schema import (
     AdaptiveClipping,
     CheckpointingMode,
@@ -302,6 +303,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "training.evaluate_every_steps, and training.evaluation_samples above 0",
     ),
     (
+        ("training.stop_min_delta",),
+        lambda c: c.training.stop_patience is not None,
+        "training.stop_patience",
+    ),
+    (
         ("logging.profile_ranks",),
         lambda c: bool(c.logging.profile_steps),
         "logging.profile_steps",
@@ -427,7 +433,7 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
             continue
         for key in keys:
             if key in changed:
-                value = to_plain(changed[key])
+                value = as_written(to_plain(changed[key]))
                 yield warning(
                     key, f"{key}={value} has no effect: it needs {needs}", f"leave {key} out"
                 )

@@ -28,6 +28,8 @@ def optimizer_fits_the_layout(draft: Draft) -> Iterator[Finding]:
 def groups_match_parameters(draft: Draft) -> Iterator[Finding]:
     """Each entry of optimizer.groups is the first to match some parameter."""
     config = draft.config
+    if not config.optimizer.groups:
+        return
     left = [tensor.name for tensor in model_tensors(config)]
     names_are_known = config.model.family is not ModelFamily.hf and config.model.factory is None
     for index, entry in enumerate(config.optimizer.groups):

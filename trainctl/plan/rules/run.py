@@ -36,6 +36,18 @@ def model_has_its_directory(draft: Draft) -> Iterator[Finding]:
         )
 
 
+def model_has_a_shape(draft: Draft) -> Iterator[Finding]:
+    """No size is 0, which stands for one that a directory or a function of the user's gives."""
+    config = draft.config
+    if config.model.family is ModelFamily.hf or config.model.factory is not None:
+        return
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers"):
+        if getattr(config.model, name) == 0:
+            yield error(
+                f"model.{name}", f"model.{name}=0: no model has that", f"model.{name}=1 at least"
+            )
+
+
 def heads_share_the_width(draft: Draft) -> Iterator[Finding]:
     """Without head_dim the heads divide the width; key-value heads divide the query heads."""
     model = draft.config.model

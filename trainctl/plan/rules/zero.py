@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from trainctl.config.schema import (
     Accelerator,
     CheckpointConfig,
-    CheckpointingMode,
     DataType,
     OffloadDevice,
     OptimizerKind,
@@ -137,6 +136,29 @@ def offload_variants_have_their_base(draft: Draft) -> Iterator[Finding]:
             f"offload.super_offload is for CUDA, and the hardware is {draft.hardware.name}",
             "offload.super_offload=false",
         )
+    # Its process makes a CPUAdam of rates, betas and decay alone (superoffload_utils.py), and where
+    # nothing is clipped it updates during the backward pass, before gradients are unscaled.
+    kind, precision = draft.config.optimizer.kind, draft.config.precision
+    if kind is not OptimizerKind.adamw:
+        yield error(
+            "optimizer.kind",
+            f"offload.super_offload updates by AdamW, and optimizer.kind is {kind.value}",
+            "optimizer=adamw, or offload.super_offload=false",
+        )
+    if precision.master_weights is not DataType.fp32:
+        yield error(
+            "precision.master_weights",
+            "offload.super_offload updates fp32 master weights, and they are "
+            f"{precision.master_weights.value}",
+            "precision.master_weights=fp32",
+        )
+    if formats(precision).weights is DataType.fp16 and not draft.config.optimizer.gradient_clipping:
+        yield error(
+            "optimizer.gradient_clipping",
+            "offload.super_offload in fp16 without clipping updates by gradients that are still "
+            "multiplied by the loss scale",
+            "optimizer.gradient_clipping=1.0, or precision=bf16",
+        )
     if _saves(draft.config.checkpoint):
         yield error(
             "offload.super_offload",
@@ -206,25 +228,6 @@ def quantized_communication_has_a_kernel(draft: Draft) -> Iterator[Finding]:
                 f"zero_stage.{name} uses GPU kernels, and the hardware is cpu",
                 f"zero_stage.{name}=false",
             )
-
-
-def swapped_shards_are_not_recomputed(draft: Draft) -> Iterator[Finding]:
-    """Parameters on NVMe, cut over tensor ranks and recomputed, get a wrong gradient, silently.
-
-    Tried with DeepSpeed 0.19.8: the norm is off by 2 % at the first step. Each two of the three
-    together are exact, and so are parameters in host memory.
-    """
-    config = draft.config
-    on_nvme = config.offload.parameters is OffloadDevice.nvme
-    recomputes = config.activation_checkpointing.mode is not CheckpointingMode.none
-    if on_nvme and recomputes and config.parallelism.tensor > 1 and config.trains_itself:
-        yield error(
-            "offload.parameters",
-            f"offload.parameters=nvme with parallelism.tensor={config.parallelism.tensor} and "
-            f"activation_checkpointing.mode={config.activation_checkpointing.mode.value}: "
-            "DeepSpeed computes a wrong gradient",
-            "offload.parameters=cpu, or activation_checkpointing=none",
-        )
 
 
 def muon_sees_whole_gradients(draft: Draft) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ blocks are counted from the start of each parameter; two replicas that share one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from torchao.optim.quant_utils import (
     quantize_8bit_with_qmap,
 )
 
-from trainctl.train.optimizers.partitioned import Part, PartitionedOptimizer
+from trainctl.train.optimizers.partitioned import AdamLike, Part
 
 BLOCK = 256
 """Elements with one scale."""
@@ -30,19 +30,8 @@ SMALLEST_SCALE = 1e-12
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class AdamW8bit(PartitionedOptimizer):
-    """The update is made with fp32 moments; what is kept of them has 8 bits and a scale a block.
-
-    Args:
-        groups: With `lr` and `weight_decay`.
-        betas: Of the moments.
-        eps: Added to the root of the second moment.
-    """
-
-    def __init__(
-        self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float
-    ) -> None:
-        super().__init__(groups, {"betas": betas, "eps": eps})
+class AdamW8bit(AdamLike):
+    """The update is made with fp32 moments; what is kept of them has 8 bits and a scale a block."""
 
     def side_ranges(self, part: Part) -> dict[str, tuple[int, int, bool]]:
         if not part.is_here:

@@ -5,29 +5,18 @@ DeepSpeed's kernel takes the norm of whatever flat piece ZeRO gives it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from trainctl.train.optimizers.partitioned import PartitionedOptimizer
+from trainctl.train.optimizers.partitioned import AdamLike
 
 
-class Lamb(PartitionedOptimizer):
+class Lamb(AdamLike):
     """AdamW's step, scaled to each tensor: by the norm of the weights over that of the step.
 
     As in the authors' own code norms and biases are not scaled. The paper's phi is the identity.
-
-    Args:
-        groups: With `lr` and `weight_decay`.
-        betas: Of the moments.
-        eps: Added to the root of the second moment.
     """
-
-    def __init__(
-        self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float
-    ) -> None:
-        super().__init__(groups, {"betas": betas, "eps": eps})
 
     def update(
         self,

@@ -67,8 +67,8 @@ class MatrixOptimizer(PartitionedOptimizer):
         directions = gradient.lerp(buffer, momentum)
         weights.mul_(1 - lr * group["weight_decay"])
         for part, change in self._orthogonal(self.parts(tensor), directions):
-            rows, columns = part.shape
-            part.of(weights).add_(change, alpha=-lr * math.sqrt(max(1, rows / columns)))
+            outputs, inputs = reversed(part.shape) if part.inputs_first else part.shape
+            part.of(weights).add_(change, alpha=-lr * math.sqrt(max(1, outputs / inputs)))
 
     def _orthogonal(
         self, parts: Sequence[Part], directions: torch.Tensor

@@ -32,6 +32,7 @@ class Part:
             Without ZeRO there is one, which is everything.
         index: This replica's place in `ranges`.
         offset: First of its elements in the tensor.
+        inputs_first: Whether the rows of the matrix are its inputs, as gpt2 has them.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Part:
     ranges: tuple[tuple[int, int], ...]
     index: int
     offset: int
+    inputs_first: bool = False
 
     @property
     def start(self) -> int:
@@ -191,3 +193,18 @@ class PartitionedOptimizer(Optimizer):
         if self.replicas is not None and values.numel():
             dist.all_reduce(values, op=op, group=self.replicas.group)
         return values
+
+
+class AdamLike(PartitionedOptimizer):
+    """Base of the rules with Adam's two moments.
+
+    Args:
+        groups: With `lr` and `weight_decay`.
+        betas: Of the moments.
+        eps: Added to the root of the second moment.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(groups, {"betas": betas, "eps": eps})

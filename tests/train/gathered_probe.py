@@ -1,0 +1,40 @@
+"""Runs inside a rank: the most weights that ZeRO-3 holds whole at once."""
+
+from typing import Any
+
+from trainctl.train.session import assemble
+
+STEPS = 3
+"""The order of the modules is known after the first; with what is fetched ahead, two settle it."""
+
+
+def most(cases: list[Any], process: Any) -> list[int]:
+    """Elements of weights that are whole at once in each case's third step, at most, those that
+    always are left out."""
+    return [_of(case, process) for case in cases]
+
+
+def _of(case: Any, process: Any) -> int:
+    session = assemble(case.plan, case.run, process)
+    engine = session.engine
+    coordinator = engine.deepspeed.optimizer.parameter_offload.get_param_coordinator()
+    parameters = list(engine.deepspeed.module.parameters())
+    fetch, seen = coordinator.fetch_sub_module, [0]
+
+    def counted(module: Any, forward: bool) -> None:
+        fetch(module, forward)
+        here = sum(
+            parameter.ds_numel
+            for parameter in parameters
+            if parameter.ds_status.name != "NOT_AVAILABLE" and not parameter.ds_persist
+        )
+        seen[0] = max(seen[0], here)
+
+    coordinator.fetch_sub_module = counted
+    engine.set_learning_rate(1.0)
+    for step in range(STEPS):
+        seen[0] = 0
+        engine.accumulate(session.training.step(step, case.plan.batch.gradient_accumulation_steps))
+        engine.update(norm=session.gradients.norms().total, clip_at=1.0)
+    session.engine.close()
+    return seen[0]

@@ -1,0 +1,68 @@
+"""How many weights ZeRO-3 holds whole at once, in a real engine, against the budget."""
+
+from __future__ import annotations
+
+import pytest
+from rank_processes import Case, tiny_config, tiny_plan, train_cases
+
+from trainctl.config.schema import CheckpointingMode
+from trainctl.memory.engine import read_engine
+from trainctl.memory.phases import phases
+from trainctl.memory.stages import stages
+from trainctl.plan.types import RunPlan
+from trainctl.runs.layout import RunPaths
+
+BLOCK_TENSOR = 352 * 128
+"""Elements of the largest tensor of a block; the output projection is smaller."""
+
+
+def plan(*, prefetch: int, mode: CheckpointingMode) -> RunPlan:
+    config = tiny_config(steps=4)
+    config.model.num_layers = 12
+    config.model.hidden_size, config.model.intermediate_size = 128, 352
+    config.activation_checkpointing.mode = mode
+    zero = config.zero_stage
+    zero.stage, zero.param_persistence_threshold = 3, 1000
+    zero.prefetch_bucket_size = prefetch
+    zero.max_live_parameters = zero.max_reuse_distance = 12 * BLOCK_TENSOR
+    zero.reduce_bucket_size = 5_000
+    return tiny_plan(config, 2)
+
+
+def planned(of: RunPlan) -> int:
+    """Elements gathered where forward turns into backward, those that always are left out."""
+    engine = read_engine(of)
+    (stage,) = stages(of.config.model)
+    always = stage.below(of.config.zero_stage.param_persistence_threshold)
+    gathered = phases(of, engine, stage, 0)["forward_end"].gathered_parameters
+    return gathered // engine.weight_bytes - always
+
+
+CASES = {
+    f"{mode.value}, prefetching {prefetch}": (prefetch, mode)
+    for mode in (CheckpointingMode.none, CheckpointingMode.full)
+    for prefetch in (0, 100)
+}
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    folder = tmp_path_factory.mktemp("gathered")
+    cases = [
+        Case(plan(prefetch=prefetch, mode=mode), RunPaths(folder / str(index)))
+        for index, (prefetch, mode) in enumerate(CASES.values())
+    ]
+    first, second = train_cases(2, cases, probe="gathered_probe:most")
+    assert first == second
+    return dict(zip(CASES, first, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_many_weights_are_whole_as_the_budget_says(counted: dict[str, int], name: str) -> None:
+    """However little is asked for ahead: it is asked for by every module that runs."""
+    prefetch, mode = CASES[name]
+    assert counted[name] == pytest.approx(
+        planned(plan(prefetch=prefetch, mode=mode)), abs=BLOCK_TENSOR
+    )
+    limit = 12 * BLOCK_TENSOR
+    assert counted[name] > limit if prefetch else counted[name] < limit

@@ -1,0 +1,38 @@
+"""Numbers that were written with a unit, such as 4h or 80GB, as the number that their key takes."""
+
+from __future__ import annotations
+
+import re
+
+_WRITTEN = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)[ _]?([A-Za-z]{0,12})")
+
+_SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "hr": 3600, "hour": 3600}
+_SECONDS |= {"second": 1, "minute": 60, "d": 86_400, "day": 86_400}
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+_BYTES = {"b": 1, "byte": 1}
+_BYTES |= {f"{letter}{end}": 1000**power for letter, power in _POWERS.items() for end in ("", "b")}
+_BYTES |= {f"{letter}ib": 1024**power for letter, power in _POWERS.items()}
+_COUNTS = {"k": 10**3, "thousand": 10**3, "m": 10**6, "million": 10**6, "mio": 10**6}
+_COUNTS |= {"b": 10**9, "g": 10**9, "bn": 10**9, "billion": 10**9, "t": 10**12, "trillion": 10**12}
+
+
+def in_unit(text: str, unit: str) -> float | None:
+    """The number in a key's unit that a text of number and unit says; none if it says nothing.
+
+    Args:
+        text: As written: 4h, 1.5 GiB, 10k, or a number in quotes.
+        unit: Of the key: seconds, minutes and bytes are converted, all else is counted.
+    """
+    written = _WRITTEN.fullmatch(text.strip())
+    if written is None:
+        return None
+    name = written[2].lower()
+    if not name:
+        return float(written[1])
+    if unit in ("seconds", "minutes"):
+        factor = _SECONDS.get(name, _SECONDS.get(name.removesuffix("s")))
+        per_unit = 60 if unit == "minutes" else 1
+        return None if factor is None else float(written[1]) * factor / per_unit
+    factors = _BYTES if unit == "bytes" else _COUNTS
+    factor = factors.get(name, factors.get(name.removesuffix("s")))
+    return None if factor is None else float(written[1]) * factor

@@ -1,0 +1,60 @@
+"""The optimizer's parameter groups on one rank of a pipeline stage: `plan.groups`, by elements.
+
+DeepSpeed keeps a buffer and makes an update for each group, so what is there at once depends on how
+many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainctl.config.schema import RunConfig
+from trainctl.memory.stages import Piece, Stage
+from trainctl.plan import groups, shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A parameter group of a stage, unpartitioned.
+
+    Attributes:
+        elements: Of all its tensors on this rank, after tensor parallelism.
+        largest: Of the largest of them.
+        uses_muon: Whether Muon updates them.
+    """
+
+    elements: int
+    largest: int
+    uses_muon: bool = False
+
+
+def groups_of(config: RunConfig, stage: Stage) -> tuple[Group, ...]:
+    """The groups of a stage, in the order of its tensors."""
+    found: dict[groups.GroupKey, Group] = {}
+    for piece, count, key in _keys(config, stage):
+        before = found.get(key, Group(elements=0, largest=0))
+        found[key] = Group(
+            elements=before.elements + count * piece.numel,
+            largest=max(before.largest, piece.numel),
+            uses_muon=key.uses_muon,
+        )
+    return tuple(found.values())
+
+
+def _keys(config: RunConfig, stage: Stage) -> Iterator[tuple[Piece, int, groups.GroupKey]]:
+    """Tensors of one group that have one size, how many there are, and the group."""
+    optimizer = config.optimizer
+    blocks = range(stage.first_block, stage.first_block + max(stage.blocks, 1))
+    if not optimizer.groups and optimizer.layer_lr_decay == 1:
+        blocks = blocks[:1]  # one block's are as another's
+    prefix = shapes.block_prefix(config.model)
+    for piece in stage.pieces:
+        shape = (1, 1) if piece.is_matrix else (1,)  # only how many there are matters
+        names = [piece.name]
+        is_of_each_block = piece.in_block and piece.count == stage.blocks
+        if is_of_each_block and groups.block_of(piece.name) is None:
+            names = [f"{prefix}.{block}.{piece.name}" for block in blocks]
+        for name in names:
+            key = groups.group_of(config, name, shape, embedding=piece.embedding)
+            yield piece, piece.count // len(names), key
