@@ -7,12 +7,12 @@ import io
 import json
 import os
 import pty
+import select
 import struct
 import subprocess
 import sys
 import termios
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +205,9 @@ os._exit(6)
 """
 
 
-def in_a_terminal(kind: str, *, closed: bool = False) -> tuple[int, str]:
-    """Exit code and output of a display in a terminal of 40 columns; closed before a step."""
+def in_a_terminal(kind: str, *awaited: str) -> tuple[int, str]:
+    """Exit code and output of a display in a terminal of 40 columns, once it shows what is awaited
+    after each of the records; without anything awaited it is closed after the second one."""
     terminal, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
     process = subprocess.Popen(
@@ -218,34 +219,32 @@ def in_a_terminal(kind: str, *, closed: bool = False) -> tuple[int, str]:
         text=True,
     )
     os.close(end)
-    os.set_blocking(terminal, False)
-    output = b""
+    output, deadline = b"", time.monotonic() + 120
     assert process.stdin is not None and process.stderr is not None
     for number in range(4):
         assert process.stderr.readline() == "next\n"
-        if not closed:
-            time.sleep(0.25)  # the live line is drawn ten times a second
-            with suppress(BlockingIOError):
-                output += os.read(terminal, 65536)
-        elif number == 1:
+        while awaited and awaited[number].encode() not in output:
+            left = deadline - time.monotonic()
+            assert left > 0 and select.select([terminal], [], [], left)[0], output
+            output += os.read(terminal, 65536)
+        if not awaited and number == 1:
             os.close(terminal)
         process.stdin.write("\n")
         process.stdin.flush()
     process.communicate()
-    if not closed:
+    if awaited:
         os.close(terminal)
-    return process.returncode, output.decode()
+    return process.returncode, output.decode(errors="replace")
 
 
 def test_a_terminal_shows_that_something_is_compiled_and_then_steps() -> None:
-    code, output = in_a_terminal("xterm-256color")
-    assert code == 6
-    assert output.count("compiling cpu_adam") > 0 and "step 1/2" in output
+    awaited = ("compiling cpu_adam", "compiled cpu_adam in 38 s", "step 1/2", "step 2/2")
+    assert in_a_terminal("xterm-256color", *awaited)[0] == 6
 
 
 def test_a_terminal_that_cannot_draw_a_line_anew_gets_plain_lines() -> None:
-    code, output = in_a_terminal("dumb")
-    assert code == 6
+    code, output = in_a_terminal("dumb", "compiles", "compiled", "step 1/2", "step 2/2")
+    assert code == 6 and "\x1b" not in output
     assert [line.split()[1] for line in output.splitlines() if line.startswith("step")] == [
         "1/2",
         "2/2",
@@ -253,7 +252,7 @@ def test_a_terminal_that_cannot_draw_a_line_anew_gets_plain_lines() -> None:
 
 
 def test_a_terminal_that_is_closed_does_not_change_how_a_launch_ends() -> None:
-    assert in_a_terminal("xterm-256color", closed=True) == (6, "")
+    assert in_a_terminal("xterm-256color") == (6, "")
 
 
 def test_a_log_that_cannot_be_read_does_not_change_how_a_launch_ends(tmp_path: Path) -> None:

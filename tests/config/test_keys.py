@@ -73,6 +73,11 @@ def test_a_range_names_the_nearest_legal_value(value: float, least: float, most:
         ("hardware.device_memory_bytes", "80GB", "write 80000000000 (bytes)"),
         ("hardware.device_memory_bytes", "80GiB", "write 85899345920 (bytes)"),
         ("checkpoint.keep", "", "give a whole number"),
+        ("model.num_layers", "3k", "write 3000"),
+        ("model.num_layers", "3M", "give a whole number"),  # out of range
+        ("optimizer.lr", "3m", "give a number, such as 0.1 or 1e-4"),  # no three million
+        ("hardware.network_gb_per_second", "50G", "give a number, in GB/s, or null"),
+        ("gradients.adaptive_percentile", "5k", "give a number, in percent"),
         ("optimizer.lr", "high", "give a number, such as 0.1 or 1e-4"),
         ("optimizer.lr", math.inf, "give a number, such as 0.1 or 1e-4"),
     ],

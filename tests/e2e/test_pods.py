@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import TINY, curve, events, live_processes
+from ports import reserved_port
 
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
@@ -33,10 +33,8 @@ OVERRIDES = (
 )
 
 
-def start_pods(run: RunPaths, restart: int) -> list[subprocess.Popen[str]]:
+def start_pods(run: RunPaths, restart: int, port: int) -> list[subprocess.Popen[str]]:
     """Both pods, the first one last: the other has to wait for it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     pods = []
     for node in (1, 0):
         environment = {
@@ -44,7 +42,7 @@ def start_pods(run: RunPaths, restart: int) -> list[subprocess.Popen[str]]:
             "OMP_NUM_THREADS": "1",
             "TRAINCTL_NODE": str(node),
             "TRAINCTL_RESTART": str(restart),
-            "TRAINCTL_RENDEZVOUS": endpoint,
+            "TRAINCTL_RENDEZVOUS": f"127.0.0.1:{port}",
         }
         command = [sys.executable, "-m", "trainctl.launch.pod", str(run.root), "--attempt", "1"]
         pods.append(
@@ -71,21 +69,22 @@ def test_pods_train_save_when_one_is_evicted_and_go_on(tmp_path: Path) -> None:
     assert plan is not None
     new_attempt(run, plan)
     for restart in (0, 1):
-        pods = start_pods(run, restart)
-        try:
-            deadline = time.monotonic() + 150
-            seen = max(curve(run.root), default=0)
-            while max(curve(run.root), default=0) <= seen + 1:
-                assert time.monotonic() < deadline and all(pod.poll() is None for pod in pods)
-                time.sleep(0.2)
-            # An eviction: SIGTERM to the pod's first process, here the second node's agent.
-            pods[0].send_signal(signal.SIGTERM)
-            assert pods[1].wait(120) == 75, pods[1].communicate()[0]
-            assert pods[0].wait(120) == 0
-        finally:
-            for pod in pods:
-                pod.kill()
-                pod.communicate()
+        with reserved_port() as port:
+            pods = start_pods(run, restart, port)
+            try:
+                deadline = time.monotonic() + 150
+                seen = max(curve(run.root), default=0)
+                while max(curve(run.root), default=0) <= seen + 1:
+                    assert time.monotonic() < deadline and all(pod.poll() is None for pod in pods)
+                    time.sleep(0.2)
+                # An eviction: SIGTERM to the pod's first process, here the second node's agent.
+                pods[0].send_signal(signal.SIGTERM)
+                assert pods[1].wait(120) == 75, pods[1].communicate()[0]
+                assert pods[0].wait(120) == 0
+            finally:
+                for pod in pods:
+                    pod.kill()
+                    pod.communicate()
         status = read_status(run)
         assert status is not None and (status.state, status.exit_code) == (State.stopped, 75)
         assert not live_processes(run.root)

@@ -262,6 +262,8 @@ def test_ninja_must_be_a_program_that_ranks_find(
 ) -> None:
     """DeepSpeed runs it: the Python package alone will not do."""
     tools("c++", "exit 0")
+    (tmp_path / "Python.h").write_text("")
+    monkeypatch.setattr(builds.sysconfig, "get_path", lambda name: str(tmp_path))
     python = tmp_path / "environment" / "bin" / "python"
     python.parent.mkdir(parents=True)
     monkeypatch.setattr(builds.sys, "executable", str(python))
@@ -292,6 +294,8 @@ def test_the_lock_of_a_killed_build_is_found(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[1]))
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
     assert len(list(builds.no_build_was_left(wants, CPU))) == 1
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[1].with_name("of_another_user")))
+    assert list(builds.no_build_was_left(wants, CPU)) == []
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler here")

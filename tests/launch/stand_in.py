@@ -10,7 +10,7 @@ stubborn    ignore SIGTERM
 raise       rank 1 raises at the third step
 segfault    rank 1 crashes in native code at the third step
 processors  say which ones it may use
-build       rank 0 compiles as torch's cpp_extension does, as far as others can see, for 2.5 s
+build       rank 0 compiles, as far as others can see it of torch's cpp_extension, until it is noted
 slow_exit   handle SIGTERM by ending a second later
 """
 
@@ -22,11 +22,12 @@ import time
 from pathlib import Path
 
 from trainctl.runs.processes import RunTag
-from trainctl.runs.records import EventWriter
+from trainctl.runs.records import EventWriter, read_events
 
 behaviour = set(sys.argv[1].split(","))
 rank = int(os.environ["RANK"])
 tag = RunTag.from_environment(os.environ)
+records = Path(os.environ["TRAINCTL_RUN_DIR"], "events.jsonl")
 
 
 def fork_child(*, own_session: bool) -> None:
@@ -37,6 +38,11 @@ def fork_child(*, own_session: bool) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             time.sleep(60)
+
+
+def wait_for_build_records(count: int) -> None:
+    while len(read_events(records, "build")) < count:
+        time.sleep(0.05)
 
 
 if "child" in behaviour:
@@ -63,12 +69,12 @@ if "build" in behaviour and rank == 0:
     folder.mkdir(parents=True)
     baton = FileBaton(str(folder / "lock"))
     assert baton.try_acquire()
-    time.sleep(2.5)
+    wait_for_build_records(1)
     (folder / "cpu_adam.so").touch()
     baton.release()
-    time.sleep(1.5)
+    wait_for_build_records(2)
 last = 10 if "steps" in behaviour else sys.maxsize
-with EventWriter(Path(os.environ["TRAINCTL_RUN_DIR"], "events.jsonl"), tag.attempt) as events:
+with EventWriter(records, tag.attempt) as events:
     if rank == 0:
         events.write("start", world_size=int(os.environ["WORLD_SIZE"]))
     for step in range(1, last + 1):

@@ -260,6 +260,10 @@ def test_a_host_that_cannot_compile_is_said_before_the_start(
     assert (problem.rule, problem.key) == ("TC126", "offload.optimizer")
     assert problem.message.startswith("n1: DeepSpeed has to compile cpu_adam")
     assert "no C++ compiler (no-such-compiler)" in problem.message
+    # The ranks will have another one.
+    launcher = replace(plan.config.launcher, environment={"CXX": "sh"})
+    plan = replace(plan, config=replace(plan.config, launcher=launcher))
+    assert look(plan, [Host("n1")], tmp_path, None).findings == []
 
 
 def test_many_hosts_are_asked_where_few_files_may_be_open(
@@ -281,7 +285,7 @@ def test_a_port_is_tried_where_the_address_is_of_version_6(
     monkeypatch.setattr(probe, "addresses_of", lambda name: ["::1"])
     question = {
         "interface": "lo", "port": 0, "folder": str(tmp_path), "mark": "m", "files": [],
-        "config": {}, "hardware": {},
+        "config": {}, "hardware": {}, "environment": {},
     }  # fmt: skip
     asked = probe.Probe()
     try:

@@ -24,6 +24,7 @@ from trainctl.memory.groups import Group
 from trainctl.memory.phases import phases
 from trainctl.memory.stages import stages
 from trainctl.plan.groups import parameter_groups
+from trainctl.plan.optimizers import EIGHT_BIT_AT_ONCE
 from trainctl.train.optimizers import own_optimizer
 from trainctl.train.optimizers.partitioned import Part
 
@@ -100,15 +101,15 @@ def transient(**settings: Any) -> int:
     return phases(plan, read_engine(plan), stage, 0)["step"].step_transient
 
 
-def test_eight_bit_states_need_room_for_the_largest_tensor() -> None:
-    """Moments of a whole parameter are in fp32 while it is updated: 525 million elements here."""
-    head = 4096 * 128_256
-    common = {"devices": 8, "zero_stage__stage": 2}
-    gradients = 4 * (8_030_261_248 - 65 * 4096 - head) // 8
-    found = transient(optimizer__kind=OptimizerKind.adamw_8bit, **common)
-    assert found == pytest.approx(gradients + 53 * head, rel=0.01)
-    many = transient(optimizer__kind=OptimizerKind.adamw_8bit, **common | {"nodes": 64})
-    assert many < found / 20  # its part on a rank is smaller
+def test_eight_bit_states_are_updated_a_stretch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not 53 bytes of each of the 525 million elements of a head."""
+    whole_group = {"devices": 1, "zero_stage__stage": 0, "precision__compute": DataType.fp32}
+    found = transient(optimizer__kind=OptimizerKind.adamw_8bit, **whole_group)
+    assert found == 53 * EIGHT_BIT_AT_ONCE
+    whole, _ = one_update(OptimizerKind.adamw_8bit, DataType.bf16, 1)
+    monkeypatch.setattr("trainctl.train.optimizers.adamw_8bit.EIGHT_BIT_AT_ONCE", 2**14)
+    part, _ = one_update(OptimizerKind.adamw_8bit, DataType.bf16, 1)
+    assert part == pytest.approx(whole * 2**14 / SHAPE.numel(), rel=0.05)
 
 
 def test_without_zero_a_rule_of_our_own_goes_tensor_by_tensor() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from commands import TINY, curve, events, finish, live_processes, start, trainctl
+from ports import reserved_port
 
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
@@ -30,8 +31,14 @@ FLAVORS = {
 }
 
 
-def prepare(flavor: str, folder: Path) -> list[str]:
-    """A hostfile of two names, a remote shell, and the overrides that use them, on a free port."""
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as port:
+        yield port
+
+
+def prepare(flavor: str, folder: Path, port: int) -> list[str]:
+    """A hostfile of two names, a remote shell, and the overrides that use them, on a port."""
     program, options = FLAVORS[flavor]
     if shutil.which(program) is None:
         pytest.skip(f"needs {program} (Debian: apt-get install openmpi-bin mpich)")
@@ -43,8 +50,6 @@ def prepare(flavor: str, folder: Path) -> list[str]:
     names = {"openmpi": "127.0.0.1 slots=1\nnode-b slots=1\n", "mpich": "127.0.0.1:1\nnode-b:1\n"}
     (folder / "hosts").write_text(names[flavor])
     words = ",".join(option.format(rsh=rsh) for option in options)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     return [
         f"launcher.port={port}",
         f"launcher.mpi_program={program}",
@@ -56,9 +61,9 @@ def prepare(flavor: str, folder: Path) -> list[str]:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_mpirun_trains_on_two_nodes(flavor: str, tmp_path: Path) -> None:
+def test_mpirun_trains_on_two_nodes(flavor: str, tmp_path: Path, port: int) -> None:
     """With a hostile folder and value, to the loss of one machine."""
-    overrides = prepare(flavor, tmp_path)
+    overrides = prepare(flavor, tmp_path, port)
     run = tmp_path / HOSTILE
     value = f"launcher.environment={{HOSTILE: {json.dumps(HOSTILE)}}}"
     launched = ("launch", *TWO_NODES, *overrides, value, "training.steps=3")
@@ -73,10 +78,10 @@ def test_mpirun_trains_on_two_nodes(flavor: str, tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 def test_a_program_of_the_user_s_trains_on_two_nodes_and_its_failure_is_told(
-    tmp_path: Path,
+    tmp_path: Path, port: int
 ) -> None:
     """Words of its own arrive as they are typed; those of a shell execute nothing."""
-    overrides = prepare("openmpi", tmp_path)
+    overrides = prepare("openmpi", tmp_path, port)
     shutil.copy(EXAMPLE, tmp_path / "own.py")
     own = ("launch", "script=own.py", "recipe=tiny", "hardware=2x1xcpu", "launcher=mpi", *overrides)
     said = trainctl(*own, "--run-dir", "run", "--", "--steps", "3", cwd=tmp_path)
@@ -91,8 +96,8 @@ def test_a_program_of_the_user_s_trains_on_two_nodes_and_its_failure_is_told(
 
 
 @pytest.mark.cluster
-def test_stopping_mpirun_leaves_nothing(tmp_path: Path) -> None:
-    overrides = prepare("openmpi", tmp_path)
+def test_stopping_mpirun_leaves_nothing(tmp_path: Path, port: int) -> None:
+    overrides = prepare("openmpi", tmp_path, port)
     endless = ("launch", *TWO_NODES, *overrides, "training.steps=1000000")
     run = tmp_path / "r"
     launched = start(*endless, "--run-dir", "r", cwd=tmp_path)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs import lock
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold, holder
 
@@ -91,8 +92,11 @@ def test_holding_survives_an_error_inside(tmp_path: Path) -> None:
         pass
 
 
-def test_one_that_looks_does_not_keep_a_launch_out(tmp_path: Path) -> None:
+def test_one_that_looks_does_not_keep_a_launch_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launch that wrote itself in was killed on another machine, and `runs ls` looks."""
+    monkeypatch.setattr(lock, "_LOOK_SECONDS", 60.0)
     run = RunPaths(tmp_path)
     run.lock.write_text('{"pid": 4711, "host": "elsewhere", "since": 1.0}\n')
     with run.lock.open() as looker:

@@ -146,6 +146,7 @@ def test_a_line_waits_for_the_writer_of_another_machine_but_not_for_ever(
 ) -> None:
     """NFS lets two machines append at the same place, unless the file is locked."""
     path = tmp_path / "events.jsonl"
+    monkeypatch.setattr(records, "_LOCK_SECONDS", 60.0)
     with EventWriter(path, 1) as writer, path.open() as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         thread = threading.Thread(target=writer.write, args=("end",))

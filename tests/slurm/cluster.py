@@ -18,6 +18,8 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from ports import reserved_port
+
 from trainctl.runs.processes import PARENT_VARIABLE
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
@@ -135,7 +137,7 @@ class Cluster:
         key = folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
-        ports = _free_ports(3)
+        ports = [self._stack.enter_context(reserved_port()) for _ in range(3)]
         text = CONFIGURATION.format(
             folder=folder,
             host=socket.gethostname().split(".")[0],
@@ -205,14 +207,6 @@ def _wait(condition: object, seconds: float = 30) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "the cluster does not come up"
         time.sleep(0.1)
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _path() -> str:

@@ -17,17 +17,17 @@ import math
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from ports import reserved_port
 
 from trainctl.runs.processes import die_with_parent
 
@@ -184,7 +184,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
             _call(work)
         threads = os.listdir("/proc/self/task")  # noqa: PTH208 (names only)
         assert len(threads) == 1, f"the server must not have threads to fork: {threads}"
-        with _reserved_port() as port:
+        with reserved_port() as port:
             ranks: dict[int, int] = {}
             for rank in range(work.world_size):
                 server = os.getpid()
@@ -265,19 +265,6 @@ def _signal(ranks: dict[int, int], number: signal.Signals) -> None:
             os.killpg(pid, number)
         else:
             os.kill(pid, number)
-
-
-@contextmanager
-def _reserved_port() -> Iterator[int]:
-    """A port for the first rank to listen on, which nobody else is given meanwhile.
-
-    One that is let go can be taken, by a connection of another test, before the rank listens.
-    """
-    with socket.socket() as reserved:
-        reserved.bind(("", 0))
-        # Only from here on: the rank's listener, which sets it too, may then share the port.
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        yield int(reserved.getsockname()[1])
 
 
 def main() -> None:

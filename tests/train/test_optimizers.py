@@ -16,6 +16,7 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.build import whole_pieces
 from trainctl.train.model import skeleton
+from trainctl.train.optimizers import adamw_8bit
 from trainctl.train.optimizers.muon import MatrixOptimizer, orthogonalised
 from trainctl.train.optimizers.partitioned import Part
 
@@ -183,3 +184,30 @@ def _resumed_from(run: RunPaths) -> str:
     starts = [event for event in read_events(run.events) if event["event"] == "start"]
     name: str = starts[-1]["resumed_from"]
     return name
+
+
+def test_eight_bit_states_do_not_depend_on_how_much_is_updated_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a part that starts and ends within a block, with another parameter before it."""
+    shape, start, end = torch.Size((96, 128)), 1_000, 11_500
+    small = Part(name="small", shape=torch.Size((100,)), ranges=((0, 100),), index=0, offset=0)
+    cut = ((0, start), (start, end), (end, shape.numel()))
+    parts = [small, Part(name="matrix", shape=shape, ranges=cut, index=1, offset=100)]
+    first = torch.randn(100 + end - start)
+    gradients = [torch.randn_like(first) for _ in range(3)]
+    results = []
+    for at_once in (2**22, 1024):
+        monkeypatch.setattr(adamw_8bit, "EIGHT_BIT_AT_ONCE", at_once)
+        tensor = torch.nn.Parameter(first.clone())
+        optimizer = adamw_8bit.AdamW8bit([{"params": [tensor], "lr": 1e-2}], (0.9, 0.95), 1e-8)
+        optimizer.bind({tensor: parts}, None)
+        for tensor.grad in gradients:
+            optimizer.step()
+        sides = [
+            side.values for part in parts for side in optimizer.sides(tensor, part.name).values()
+        ]
+        results.append([tensor.detach(), *optimizer.state[tensor].values(), *sides])
+    assert len(results[0]) == 8
+    for whole, in_stretches in zip(*results, strict=True):
+        assert torch.equal(whole, in_stretches)

@@ -126,7 +126,7 @@ def now(run: Run = None, as_json: Json = False) -> None:
             exit_code=ExitCode.run_state,
         )
     follower = EventFollower(paths.events)
-    steps = [event for event in read_events(paths.events) if event["event"] == "step"]
+    steps = read_events(paths.events, "step")
     since = _place(steps[-1]) if steps else (0, 0)
     file_request(paths, Request.checkpoint, "trainctl checkpoint now")
     say("asked; the run saves at its next step")

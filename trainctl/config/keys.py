@@ -136,8 +136,10 @@ def _as_typed(leaf: Leaf, value: Any) -> str:
     if get_origin(leaf.hint) in (list, dict):
         return "write it as [a,b]" if get_origin(leaf.hint) is list else "write it as {key: value}"
     kinds = get_args(leaf.hint) or (leaf.hint,)
-    meant = in_unit(value, unit) if isinstance(value, str) else None
-    if meant is not None and (float in kinds or meant == int(meant)):
+    is_count = float not in kinds
+    meant = in_unit(value, unit, is_count=is_count) if isinstance(value, str) else None
+    is_whole = meant is not None and (meant == int(meant) or not is_count)
+    if meant is not None and is_whole and range_problem(leaf.metadata, meant) is None:
         return f"write {_number(meant)}" + (f" ({unit})" if unit else "")
     what = _expected(kinds[0])
     what += f", in {unit}" if unit else ", such as 0.1 or 1e-4" if float in kinds else ""

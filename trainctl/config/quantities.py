@@ -16,12 +16,14 @@ _COUNTS = {"k": 10**3, "thousand": 10**3, "m": 10**6, "million": 10**6, "mio": 1
 _COUNTS |= {"b": 10**9, "g": 10**9, "bn": 10**9, "billion": 10**9, "t": 10**12, "trillion": 10**12}
 
 
-def in_unit(text: str, unit: str) -> float | None:
+def in_unit(text: str, unit: str, *, is_count: bool) -> float | None:
     """The number in a key's unit that a text of number and unit says; none if it says nothing.
 
     Args:
         text: As written: 4h, 1.5 GiB, 10k, or a number in quotes.
-        unit: Of the key: seconds, minutes and bytes are converted, all else is counted.
+        unit: Of the key: seconds, minutes and bytes are converted.
+        is_count: Whether the key takes whole numbers, so that k is a thousand of them. To a factor
+            or a rate m would be a thousandth, and G is part of GB/s.
     """
     written = _WRITTEN.fullmatch(text.strip())
     if written is None:
@@ -33,6 +35,8 @@ def in_unit(text: str, unit: str) -> float | None:
         factor = _SECONDS.get(name, _SECONDS.get(name.removesuffix("s")))
         per_unit = 60 if unit == "minutes" else 1
         return None if factor is None else float(written[1]) * factor / per_unit
+    if not is_count:
+        return None
     factors = _BYTES if unit == "bytes" else _COUNTS
     factor = factors.get(name, factors.get(name.removesuffix("s")))
     return None if factor is None else float(written[1]) * factor

@@ -135,22 +135,16 @@ def no_build_was_left(config: RunConfig, hardware: Hardware) -> Iterator[str | F
 def build_folders(operator: str) -> list[Path]:
     """Where torch's cpp_extension has built an operator, or is building it.
 
-    One for each version of Python and kind of device.
+    One for each version of Python and kind of device, unless TORCH_EXTENSIONS_DIR names the place.
     """
-    try:
-        return sorted(_build_root().glob(f"*/{operator}"))
-    except (OSError, RuntimeError):  # no such folder, or a user without a home
-        return []
-
-
-def _build_root() -> Path:
-    """The folder of these folders."""
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
     if named:
-        # Then without such a folder in between.
-        return Path(named).parent
+        return [Path(named, operator)]
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "torch_extensions"
+    try:
+        return sorted((Path(cache).expanduser() / "torch_extensions").glob(f"*/{operator}"))
+    except (OSError, RuntimeError):  # no such folder, or a user without a home
+        return []
 
 
 def toolkit_matches_torch(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:

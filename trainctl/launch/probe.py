@@ -80,6 +80,7 @@ class Probe:
         files: Sequence[str],
         config: dict[str, Any],
         hardware: dict[str, Any],
+        environment: dict[str, str],
     ) -> dict[str, Any]:
         """What this host is.
 
@@ -91,6 +92,7 @@ class Probe:
             files: Of the user's code.
             config: The plan's, for what DeepSpeed will compile here.
             hardware: The plan's.
+            environment: Variables that the ranks will have, beside those of this host.
         """
         name = interface or _interface()
         self._address = next(iter(addresses_of(name)), None) if name else None
@@ -111,7 +113,7 @@ class Probe:
             "listens": self._listen(),
             "port": None if port is None else self._try_port(port),
             "storage": self._write(Path(folder), mark),
-            "builds": _build_problems(config, hardware),
+            "builds": _build_problems(config, hardware, environment),
         }
 
     def _peers(self, addresses: Sequence[tuple[str, int]], marks: Sequence[str]) -> dict[str, Any]:
@@ -190,12 +192,19 @@ def _interface() -> str | None:
     return interface_towards("127.0.0.1")
 
 
-def _build_problems(config: dict[str, Any], hardware: dict[str, Any]) -> list[dict[str, str]]:
-    """What keeps DeepSpeed from compiling here what the plan needs."""
+def _build_problems(
+    config: dict[str, Any], hardware: dict[str, Any], environment: dict[str, str]
+) -> list[dict[str, str]]:
+    """What keeps DeepSpeed from compiling here what the plan needs, in the ranks' environment."""
+    own = dict(os.environ)
     try:
+        os.environ.update(environment)  # CXX, CUDA_HOME, PATH and others
         found = builds.problems(from_plain(RunConfig, config), from_plain(Hardware, hardware))
     except (ValueError, TypeError):  # of another version, which is a problem of its own
         return []
+    finally:
+        os.environ.clear()
+        os.environ.update(own)
     return [
         {"rule": each.rule, "key": each.key, "message": each.message, "hint": each.hint}
         for each in found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import selectors
 import subprocess
@@ -20,6 +21,7 @@ from trainctl.config.hosts import Host
 from trainctl.config.schema import LauncherConfig
 from trainctl.launch.remote import allow_many_files, ssh
 from trainctl.plan.types import RunPlan
+from trainctl.runs.provenance import select
 
 _MARK = ".trainctl-seen-"
 _END_SECONDS = 2.0
@@ -107,6 +109,7 @@ def _fact_questions(
     files: Sequence[str],
 ) -> dict[int, dict[str, Any]]:
     launcher = plan.config.launcher
+    environment = select(os.environ, launcher.forward_environment) | launcher.environment
     return {
         node: {
             "facts": {
@@ -117,6 +120,7 @@ def _fact_questions(
                 "files": list(files),
                 "config": to_plain(plan.config),
                 "hardware": to_plain(plan.hardware),
+                "environment": environment,
             }
         }
         for node, host in enumerate(hosts)

@@ -49,12 +49,16 @@ def _keys(config: RunConfig, stage: Stage) -> Iterator[tuple[Piece, int, groups.
     if not optimizer.groups and optimizer.layer_lr_decay == 1:
         blocks = blocks[:1]  # one block's are as another's
     prefix = shapes.block_prefix(config.model)
+    known: dict[tuple[int | str, bool], groups.GroupKey] = {}
     for piece in stage.pieces:
         shape = (1, 1) if piece.is_matrix else (1,)  # only how many there are matters
-        names = [piece.name]
+        names: dict[int | str, str] = {piece.name: piece.name}
         is_of_each_block = piece.in_block and piece.count == stage.blocks
         if is_of_each_block and groups.block_of(piece.name) is None:
-            names = [f"{prefix}.{block}.{piece.name}" for block in blocks]
-        for name in names:
-            key = groups.group_of(config, name, shape, embedding=piece.embedding)
-            yield piece, piece.count // len(names), key
+            names = {block: f"{prefix}.{block}.{piece.name}" for block in blocks}
+        for block, name in names.items():
+            # Without patterns on names, tensors of a block differ by their kind alone.
+            told_by = (name if optimizer.groups else block, piece.is_matrix)
+            if told_by not in known:
+                known[told_by] = groups.group_of(config, name, shape, embedding=piece.embedding)
+            yield piece, piece.count // len(names), known[told_by]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from trainctl.config.schema import Accelerator, OptimizerKind
 from trainctl.memory.constants import BYTES
-from trainctl.plan.optimizers import Maker, is_fused, maker
+from trainctl.plan.optimizers import EIGHT_BIT_AT_ONCE, Maker, is_fused, maker
 from trainctl.plan.types import RunPlan
 
 
@@ -23,15 +23,17 @@ class Update:
             parameter in it, at each moment.
         whole_tensors: Whether a parameter counts whole where a rank has a part of it only.
         by_tensor: Whether, without ZeRO, each parameter is updated by itself.
+        at_most: Elements of a parameter that are updated at once; None is all.
     """
 
     moments: tuple[tuple[int, int], ...] = ((0, 0),)
     whole_tensors: bool = False
     by_tensor: bool = False
+    at_most: int | None = None
 
     def bytes(self, at_once: int, largest: int) -> int:
         """Bytes of an update of `at_once` elements, whose largest parameter has `largest`."""
-        part = largest if self.whole_tensors else min(largest, at_once)
+        part = largest if self.whole_tensors else min(largest, at_once, self.at_most or largest)
         return max(each * at_once + tensor * part for each, tensor in self.moments)
 
 
@@ -51,8 +53,8 @@ OWN = {
     OptimizerKind.lamb: Update(moments=((8, 0), (4, 8)), by_tensor=True),
     # The step, a parameter's second moment, and two fp64 copies of its step for the norm.
     OptimizerKind.adafactor: Update(moments=((4, 20),), by_tensor=True),
-    # A parameter's moments in fp32, before and after, the step, and 64-bit places of the codes.
-    OptimizerKind.adamw_8bit: Update(moments=((0, 53),), by_tensor=True),
+    # A stretch's moments in fp32, before and after, the step, and 64-bit places of the codes.
+    OptimizerKind.adamw_8bit: Update(moments=((0, 53),), by_tensor=True, at_most=EIGHT_BIT_AT_ONCE),
 }
 """trainctl's rules but Muon, which is two rules (`update_of`)."""
 

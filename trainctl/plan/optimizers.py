@@ -27,6 +27,9 @@ from trainctl.plan.types import Derived
 _HOST = (OffloadDevice.none, OffloadDevice.cpu)
 _EVERYWHERE = (*_HOST, OffloadDevice.nvme)
 
+EIGHT_BIT_AT_ONCE = 2**22
+"""Elements that 8-bit AdamW updates at a time, whole blocks: all in fp32 meanwhile."""
+
 
 class Maker(Enum):
     """Whose code makes the update."""

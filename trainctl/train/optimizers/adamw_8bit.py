@@ -7,7 +7,8 @@ blocks are counted from the start of each parameter; two replicas that share one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchao.optim.quant_utils import (
     quantize_8bit_with_qmap,
 )
 
+from trainctl.plan.optimizers import EIGHT_BIT_AT_ONCE
 from trainctl.train.optimizers.partitioned import AdamLike, Part
 
 BLOCK = 256
@@ -31,7 +33,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW8bit(AdamLike):
-    """The update is made with fp32 moments; what is kept of them has 8 bits and a scale a block."""
+    """The update is made with fp32 moments, of a stretch of a parameter at a time; what is kept of
+    them has 8 bits and a scale a block."""
 
     def side_ranges(self, part: Part) -> dict[str, tuple[int, int, bool]]:
         if not part.is_here:
@@ -54,9 +57,7 @@ class AdamW8bit(AdamLike):
         corrections = [1 - beta**step for beta in betas]
         lr, decay = group["lr"], group["weight_decay"]
         shared = self._shared_scales(tensor, gradient, betas)
-        for part in self.parts(tensor):
-            if not part.is_here:
-                continue
+        for part in (stretch for whole in self.parts(tensor) for stretch in _stretches(whole)):
             values, slope = part.of(weights), part.of(gradient)
             moments = [
                 self._moment(tensor, part, moment, slope, beta)
@@ -89,8 +90,8 @@ class AdamW8bit(AdamLike):
         if not _is_quantised(part):
             return self.side(tensor, part, moment)
         codes = part.of(self.elementwise(tensor, f"{moment}.codes"))
-        scale = self.side(tensor, part, f"{moment}.scale")
         table = _table(moment, tensor.device)
+        scale = self._scale(tensor, part, moment)
         values = dequant_with_qmap(_in_blocks(codes, part), table, scale)
         return _out_of_blocks(values, part)
 
@@ -114,7 +115,14 @@ class AdamW8bit(AdamLike):
         scale.clamp_(min=SMALLEST_SCALE)
         codes = quantize_8bit_with_qmap(blocks / scale[:, None], _table(moment, tensor.device))
         part.of(self.elementwise(tensor, f"{moment}.codes")).copy_(_out_of_blocks(codes, part))
-        self.side(tensor, part, f"{moment}.scale").copy_(scale)
+        self._scale(tensor, part, moment).copy_(scale)
+
+    def _scale(self, tensor: torch.Tensor, part: Part, moment: str) -> torch.Tensor:
+        """Scales of the blocks of a stretch, among those of all that is here of the parameter."""
+        whole = next(each for each in self.parts(tensor) if each.name == part.name)
+        first, last = _blocks(part.start, part.end)
+        before, _ = _blocks(whole.start, whole.end)
+        return self.side(tensor, whole, f"{moment}.scale")[first - before : last - before]
 
     def _shared_scales(
         self, tensor: torch.Tensor, gradient: torch.Tensor, betas: Sequence[float]
@@ -128,10 +136,10 @@ class AdamW8bit(AdamLike):
             low, high = max(part.start, block * BLOCK), min(part.end, (block + 1) * BLOCK)
             if low >= high:
                 continue
-            inside = slice(low - part.start, high - part.start)
-            slope = part.of(gradient)
+            stretch = _stretch(part, low, high)
+            slope = stretch.of(gradient)
             for column, (moment, beta) in enumerate(zip(MOMENTS, betas, strict=True)):
-                values = self._moment(tensor, part, moment, slope, beta)[inside]
+                values = self._moment(tensor, stretch, moment, slope, beta)
                 largest[row, column] = values.abs().max()
         self.reduce(largest, dist.ReduceOp.MAX)
         return {
@@ -143,6 +151,20 @@ class AdamW8bit(AdamLike):
 
 def _is_quantised(part: Part) -> bool:
     return part.shape.numel() >= SMALLEST
+
+
+def _stretches(part: Part) -> Iterator[Part]:
+    """The part in pieces of whole blocks, no larger than what is updated at a time."""
+    for low in range(part.start - part.start % BLOCK, part.end, EIGHT_BIT_AT_ONCE):
+        high = min(low + EIGHT_BIT_AT_ONCE, part.end)
+        yield _stretch(part, max(low, part.start), high)
+
+
+def _stretch(part: Part, start: int, end: int) -> Part:
+    """The elements [start, end) of it."""
+    ranges = list(part.ranges)
+    ranges[part.index] = (start, end)
+    return replace(part, ranges=tuple(ranges), offset=part.offset + start - part.start)
 
 
 def _blocks(start: int, end: int) -> tuple[int, int]:
