@@ -127,6 +127,8 @@ def test_a_step_that_once_hung_does_not_end_every_later_launch():
     steps = [{"event": "step", "attempt": 1, "time": time} for time in (0.0, 1.0, 8 * 3600.0)]
     limit = TimeLimit(60.0, steps)
     assert limit.margin_seconds == 1800 and not limit.is_near()
+    limit.observe({"event": "checkpoint", "seconds": 1200.0})
+    assert limit.margin_seconds == 2 * 1200 + 60, "a save is not cut short"
 
 
 class Agents:

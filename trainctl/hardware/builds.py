@@ -122,7 +122,7 @@ def no_build_was_left(config: RunConfig, hardware: Hardware) -> Iterator[str | F
     (torch/utils/file_baton.py)."""
     for operator, key in needed_operators(config, hardware).items():
         for lock in (folder / "lock" for folder in build_folders(operator)):
-            if lock.exists() and time.time() - lock.stat().st_mtime > _LONGEST_BUILD_SECONDS:
+            if _age(lock) > _LONGEST_BUILD_SECONDS:
                 yield problem(
                     "TC137",
                     key,
@@ -130,6 +130,14 @@ def no_build_was_left(config: RunConfig, hardware: Hardware) -> Iterator[str | F
                     "run for ever",
                     f"rm {shlex.quote(str(lock))}",
                 )
+
+
+def _age(path: Path) -> float:
+    """Seconds since it was changed; none if it is not there, or no longer."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def build_folders(operator: str) -> list[Path]:

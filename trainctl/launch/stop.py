@@ -168,9 +168,9 @@ class TimeLimit:
     """Knows when a launch has to save and end, to be gone before its time is over.
 
     The margin is twice the longest save and twice the longest time between two steps, of all that
-    the run has recorded, and a tenth of the limit (at most a minute) for processes to end. Where
-    that is more than the limit (a step once hung for hours) it is half of it: else each launch
-    would end after its first step, to be requeued for ever.
+    the run has recorded, and a tenth of the limit (at most a minute) for processes to end. Steps
+    make it no more than half of the limit: else, once a step has hung for hours, each launch would
+    end after its first one, to be requeued for ever.
 
     Args:
         minutes: Of the launch, from the start of this process; None is no limit.
@@ -189,8 +189,8 @@ class TimeLimit:
     @property
     def margin_seconds(self) -> float:
         """How long before the limit the launch is asked to end."""
-        margin = 2 * (self._longest_save + self._longest_step) + min(60.0, self._seconds / 10)
-        return margin if margin < self._seconds else self._seconds / 2
+        margin = 2 * self._longest_save + min(60.0, self._seconds / 10)
+        return margin + min(2 * self._longest_step, max(0.0, self._seconds / 2 - margin))
 
     def observe(self, event: Event) -> None:
         """Learn from a record."""
