@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fork_server import ForkServer
@@ -115,6 +116,13 @@ def train_cases(world_size: int, cases: list[Case], *, probe: str = "") -> list[
     for case in cases:
         server().run("ranks:train", case, world_size, SECONDS)
     return []
+
+
+def trained(folder: Path, config: RunConfig, processes: int = 1) -> RunPaths:
+    """The run of one configuration, trained on that many fresh processes."""
+    run = RunPaths(folder)
+    train_cases(processes, [Case(tiny_plan(config, processes), run)])
+    return run
 
 
 def server() -> ForkServer:

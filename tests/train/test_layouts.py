@@ -10,13 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
+from rank_processes import curve, tiny_config, trained
 from torch import nn
 from transformers import LlamaForCausalLM
 
 from trainctl.config.schema import DataType, ModelFamily, OptimizerKind, PipelinePartition
 from trainctl.plan.rules.layout import PARALLEL_ARCHITECTURES
-from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.build import whole_pieces
 from trainctl.train.engine import parameter_groups
@@ -40,12 +39,6 @@ def config_of(family="llama", stage=1, **changes):
         section, name = key.split("__")
         setattr(getattr(config, section), name, value)
     return config
-
-
-def trained(folder, config, processes):
-    run = RunPaths(folder)
-    train_cases(processes, [Case(tiny_plan(config, processes), run)])
-    return run
 
 
 def at_the_end(run):

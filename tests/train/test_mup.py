@@ -8,7 +8,7 @@ import pytest
 import torch
 from fabricated import fabricate
 from fork_server import RanksFailed
-from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, trained
 from transformers import AutoModelForCausalLM
 
 from trainctl.config.schema import (
@@ -95,12 +95,6 @@ def config_of(family="llama", *, mup=True, **changes):
         section, name = key.split("__")
         setattr(getattr(config, section), name, value)
     return config
-
-
-def trained(folder, config, processes=1):
-    run = RunPaths(folder)
-    train_cases(processes, [Case(tiny_plan(config, processes), run)])
-    return run
 
 
 def at_the_end(run):

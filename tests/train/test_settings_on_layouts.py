@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from parity_cases import Difference, enlarge
 from plain_torch import plain_torch
-from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, trained, with_stop
 
 from trainctl.config.schema import (
     Accelerator,
@@ -44,12 +44,6 @@ def config_of(*, steps, large=False, **changes):
     if large:
         enlarge(config)
     return config
-
-
-def trained(folder, config, processes):
-    run = RunPaths(folder)
-    train_cases(processes, [Case(tiny_plan(config, processes), run)])
-    return run
 
 
 def steps_of(run):
