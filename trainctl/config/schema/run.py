@@ -66,6 +66,11 @@ class TrainingConfig:
     """How long, how much at a time, and from which seed."""
 
     seed: int = option(1234, "Everything random is a function of it.", minimum=0)
+    deterministic: bool = option(
+        False,
+        "Compute every sum in a fixed order on GPUs too: slower, and an operation that cannot "
+        "ends the run. On a CPU it is so anyway.",
+    )
     steps: int | None = option(
         None,
         "Optimizer steps of the whole run; none derives it from tokens.",

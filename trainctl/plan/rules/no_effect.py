@@ -109,6 +109,7 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
             "stability.norm_spike_factor",
             "stability.z_loss",
             "training.batch_ramp",
+            "training.deterministic",
         ),
         lambda c: c.trains_itself,
         "trainctl's trainer: a program of your own does this itself",
