@@ -243,7 +243,12 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "precision.compute=fp16",
     ),
     (
-        ("precision.initial_scale_power", "precision.loss_scale_window"),
+        (
+            "precision.initial_scale_power",
+            "precision.loss_scale_window",
+            "precision.hysteresis",
+            "precision.min_loss_scale",
+        ),
         lambda c: c.precision.compute is DataType.fp16 and c.precision.loss_scale == 0,
         "precision.compute=fp16 with an adaptive loss scale",
     ),
