@@ -92,7 +92,11 @@ def plan(
     if exact and assessment.plan is not None:
         traced = _trace(composed.config, folder or Path.cwd())
         assessment = assess(composed.config, hardware, traced)
-    found = (*assessment.findings, *(missing_files(composed.config, folder) if with_files else ()))
+    found = list(assessment.findings)
+    if with_files:
+        from trainctl.launch.refusals import refusals
+
+        found += [*missing_files(composed.config, folder), *refusals(composed.config, hardware)]
     return Planned(
         composed=composed,
         hardware=hardware,

@@ -352,6 +352,7 @@ def _show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool
     from trainctl.config.codec import to_plain
     from trainctl.launch.choose import launcher
     from trainctl.launch.order import Start, cores
+    from trainctl.runs.command import command_record
     from trainctl.runs.directory import last_attempt
 
     attempt = run.attempt(last_attempt(run) + 1)
@@ -369,7 +370,7 @@ def _show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool
             "plan": to_plain(made),
             "budget": planned.assessment.budget.to_json(),
             "findings": findings_to_json(planned.findings),
-            "command": to_plain(rendered.command),
+            "command": command_record(rendered.command),
             "commands": [list(argv) for argv in rendered.commands],
             "files": dict(rendered.files),
         }

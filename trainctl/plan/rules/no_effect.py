@@ -413,9 +413,15 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
             "launcher.kubernetes_node_selector",
             "launcher.kubernetes_service_account",
             "launcher.kubernetes_python",
+            "launcher.kubernetes_secret",
         ),
         lambda c: c.launcher.kind is LauncherKind.kubernetes,
         "launcher=kubernetes",
+    ),
+    (
+        ("launcher.plain_environment",),
+        lambda c: bool(c.launcher.environment),
+        "launcher.environment",
     ),
     (
         ("launcher.min_nodes", "launcher.node_wait_seconds"),
