@@ -98,16 +98,26 @@ def examine(overrides: Sequence[str], *, config_dir: Path | None = None) -> Comp
 
 
 def recompose(
-    saved: RunConfig, overrides: Sequence[str], *, config_dir: Path | None = None
+    saved: RunConfig,
+    overrides: Sequence[str],
+    *,
+    config_dir: Path | None = None,
+    source: str = SAVED,
 ) -> Composed:
     """Change a saved configuration by overrides, as a resume does.
 
     An option chosen for a group replaces that section; a recipe cannot be chosen again.
 
+    Args:
+        saved: The configuration.
+        overrides: As typed.
+        config_dir: The user's own folder.
+        source: Where it was saved, as it is shown.
+
     Raises:
         TrainctlError: With every problem found.
     """
-    stack = Stack(to_plain(saved), SAVED)
+    stack = Stack(to_plain(saved), source)
     folders = search_folders(config_dir) if overrides else []
     asked = read_overrides(overrides, folders)
     findings = list(asked.findings)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding, Severity
 from trainctl.launch import program
+from trainctl.plan import deterministic
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.provenance import select
@@ -71,12 +72,14 @@ def rank_variables(
         TrainctlError: `launcher.environment` refers to a variable that is not set (exit code 4).
     """
     launcher = plan.config.launcher
+    is_deterministic = plan.config.training.deterministic and plan.config.trains_itself
     variables = {
         "OMP_NUM_THREADS": str(threads),
         # What a rank wrote before it was killed must be in its log, and a crash leave a stack.
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         **program.environment(plan, attempt),
+        **(deterministic.VARIABLES if is_deterministic else {}),
         **(network or {}),
     }
     variables |= select(shell, launcher.forward_environment)

@@ -109,6 +109,7 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
             "stability.norm_spike_factor",
             "stability.z_loss",
             "training.batch_ramp",
+            "training.deterministic",
         ),
         lambda c: c.trains_itself,
         "trainctl's trainer: a program of your own does this itself",
@@ -242,7 +243,12 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "precision.compute=fp16",
     ),
     (
-        ("precision.initial_scale_power", "precision.loss_scale_window"),
+        (
+            "precision.initial_scale_power",
+            "precision.loss_scale_window",
+            "precision.hysteresis",
+            "precision.min_loss_scale",
+        ),
         lambda c: c.precision.compute is DataType.fp16 and c.precision.loss_scale == 0,
         "precision.compute=fp16 with an adaptive loss scale",
     ),
