@@ -56,6 +56,7 @@ def test_the_table_names_keys_of_the_schema_once():
         ({"schedule__step_every": 5}, {"schedule__kind": "step"}),
         ({"tokenizer__path": "/t"}, {"tokenizer__kind": "file"}),
         ({"data__text_key": "body"}, {"data__kind": "files", "data__paths": ["a"]}),
+        ({"training__ema_every_steps": 5}, {"training__ema_decay": 0.99}),
         ({"training__sample_prompt": "x"}, {"training__sample_tokens": 5}),
         (
             {"training__stop_min_delta": 0.1},

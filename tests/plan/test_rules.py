@@ -46,6 +46,35 @@ ERRORS = [
         "times and memory that it measures",
         "kernels.compile=blocks",
     ),
+    (
+        "TC028",
+        {"training__ema_decay": 0.99, **NVME, "offload__nvme_path": "/n"},
+        gpus(8),
+        "ema_decay=0.99 with offload.optimizer=nvme: DeepSpeed's swapper",
+        "leave offload.optimizer out",
+    ),
+    (
+        "TC028",
+        {"training__ema_decay": 0.99, "precision__master_weights": "bf16"},
+        gpus(8),
+        "the average is in fp32",
+        "leave precision.master_weights out",
+    ),
+    *(
+        ("TC028", {"training__ema_decay": 0.99, **changes}, gpus(8), why, "leave")
+        for changes, why in (
+            (ZENFLOW, "the master weights lag"),
+            ({**OFFLOAD, "offload__super_offload": True}, "another process has"),
+            (DEEPCOMPILE, "keeps gathered weights"),
+        )
+    ),
+    (
+        "TC075",
+        {"checkpoint__best_of": "ema_loss"},
+        gpus(8),
+        "of the average of the weights, and none is kept",
+        "training.ema_decay",
+    ),
     ("TC001", {"parallelism__tensor": 4}, gpus(6), "4 does not divide the 6", "use 4 or 8"),
     ("TC001", {"parallelism__data": 3}, gpus(8), "has 8 devices", "parallelism.data=8"),
     ("TC003", {"parallelism__tensor": 8}, gpus(8), "num_attention_heads=4", "tensor=4"),

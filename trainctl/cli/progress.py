@@ -137,11 +137,16 @@ def event_lines(event: Event) -> list[str]:
             size = f"{event['world_size']} processes, {event['num_parameters']:,} parameters"
             text = f"{event['train_tokens']:,} tokens, {event['held_out_tokens']:,} more held out"
             passed_over = [f"checkpoint passed over: {problem}" for problem in event["passed_over"]]
-            return [*passed_over, f"{origin}: {size}, {text}", *_bad_text_lines(event)]
+            begins = ["the average of the weights begins here: the checkpoint has none"]
+            average = begins if event.get("ema_begins") else []
+            told = f"{origin}: {size}, {text}"
+            return [*passed_over, told, *_bad_text_lines(event), *average]
         case "corpus":
             return [printable(event["message"])]
         case "evaluation":
             line = f"evaluation at step {event['step']}: held-out loss {number(event['loss']):.4f}"
+            if "ema_loss" in event:
+                line += f", of the average {number(event['ema_loss']):.4f}"
             entropy = event.get("unigram_entropy")
             if entropy is not None:
                 line += f" (unigram entropy of the corpus's tokens: {entropy:.4f})"

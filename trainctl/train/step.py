@@ -149,6 +149,9 @@ class Stepper:
         engine.update(norm=norm, clip_at=min(limits, default=None))
         step = self._count(loss, norms, batch, clip_at=limit)
         if not engine.was_skipped:
+            if session.average is not None:
+                with engine.times.part("optimizer"):
+                    session.average.follow()
             session.guard.accept(session.progress.step, loss, norms.total if norms else None)
             if norms is not None:
                 session.norms.add(norms.total)

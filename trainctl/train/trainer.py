@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict
 
 from trainctl.errors import TrainctlError
+from trainctl.plan.average import METRIC
 from trainctl.plan.mup import multipliers
 from trainctl.plan.schedule import Curve
 from trainctl.runs import checkpoints
@@ -147,6 +148,25 @@ class Trainer:
 
     def _evaluate(self) -> None:
         session = self._session
+        loss = self._held_out_loss()
+        if loss is not None:
+            self._metrics = {"loss": loss}
+            if session.average is not None:
+                with session.average.in_place():
+                    of_average = self._held_out_loss()
+                assert of_average is not None
+                self._metrics[METRIC] = of_average
+            session.patience.see(loss, session.progress.step)
+            self._record(
+                "evaluation",
+                step=session.progress.step,
+                **self._metrics,
+                unigram_entropy=session.corpus.unigram_entropy,
+            )
+
+    def _held_out_loss(self) -> float | None:
+        """With the weights that the model has now."""
+        session = self._session
         with self._times.host_part("evaluation"), inference(session.engine.deepspeed):
             loss = evaluate(
                 session.engine.score,
@@ -159,15 +179,7 @@ class Trainer:
                 progress=lambda *_: self._beat(Phase.evaluate),
             )
         self._beat(Phase.step)
-        if loss is not None:
-            self._metrics = {"loss": loss}
-            session.patience.see(loss, session.progress.step)
-            self._record(
-                "evaluation",
-                step=session.progress.step,
-                loss=loss,
-                unigram_entropy=session.corpus.unigram_entropy,
-            )
+        return loss
 
     def _decide(self, last: bool) -> tuple[bool, bool]:
         """Whether to save and whether to stop now: the same on all ranks, by one all-reduce.
@@ -225,6 +237,7 @@ class Trainer:
                     "loss_scale": scale.state() if scale is not None else {},
                     "stability": session.guard.state(),
                     "norms": session.norms.state(),
+                    "ema": session.average.saved() if session.average is not None else {},
                     "corpus_digest": session.corpus.digest,
                     "shapes": session.shapes,
                     "multipliers": multipliers(config.model),
@@ -292,6 +305,7 @@ class Trainer:
             held_out_tokens=session.corpus.held_out.tokens,
             unigram_entropy=session.corpus.unigram_entropy,
             resumed_from=resumed_from.name if resumed_from else None,
+            ema_begins=session.average_begins,
             passed_over=session.passed_over,
             **({"bad_text": session.corpus.bad_text} if session.corpus.bad_text else {}),
         )

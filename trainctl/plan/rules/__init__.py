@@ -53,6 +53,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC025", batch.schedule_is_defined),
     ("TC026", batch.batch_tokens_are_whole_sequences),
     ("TC027", deterministic.sums_keep_their_order),
+    ("TC028", run.average_can_be_kept),
     ("TC030", zero.pipeline_partitions_no_gradients),
     ("TC031", zero.shards_clip_by_one_norm),
     ("TC032", zero.offload_has_its_stage),

@@ -110,6 +110,7 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
             "stability.z_loss",
             "training.batch_ramp",
             "training.deterministic",
+            "training.ema_decay",
         ),
         lambda c: c.trains_itself,
         "trainctl's trainer: a program of your own does this itself",
@@ -302,6 +303,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         ("training.evaluate_every_steps", "checkpoint.best_of"),
         lambda c: c.training.evaluation_samples > 0,
         "training.evaluation_samples above 0",
+    ),
+    (
+        ("training.ema_every_steps",),
+        lambda c: c.training.ema_decay is not None,
+        "training.ema_decay",
     ),
     (
         ("training.stop_patience",),
