@@ -26,6 +26,7 @@ from trainctl.train.data import PackedDataset, TrainingData
 from trainctl.train.engine import Engine
 from trainctl.train.gradients import Gradients
 from trainctl.train.kernels import apply_kernels
+from trainctl.train.learning_rate import LearningRate
 from trainctl.train.mesh import ProcessMesh, join_mesh
 from trainctl.train.model import TORCH_TYPES, skeleton
 from trainctl.train.patience import Patience
@@ -55,7 +56,8 @@ class Session:
         wrapped_blocks: Decoder blocks whose activations are recomputed.
         gradients: Of each step, before its update.
         guard: Judges each step before its update.
-        norms: Of the last updates, that adaptive clipping follows.
+        norms: Of the last updates, and what the gradient is clipped at.
+        learning_rate: The schedule's, and what evaluations and rewinds make of it.
         replay: Steps that an earlier attempt has done already, to compare with.
         resumed_from: The checkpoint that this attempt goes on from, if any.
         passed_over: What is wrong with the newer ones.
@@ -76,6 +78,7 @@ class Session:
     gradients: Gradients
     guard: Guard
     norms: NormHistory
+    learning_rate: LearningRate
     shapes: dict[str, list[int]]
     wrapped_blocks: int
     replay: Replay
@@ -99,6 +102,7 @@ class Session:
         )
         self.guard.restore(manifest.get("stability", {}), rewound=rewound)
         self.norms.restore(manifest.get("norms", []))
+        self.learning_rate.restore(manifest.get("learning_rate", {}), rewound=rewound)
 
 
 def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
@@ -148,7 +152,8 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         patience=Patience(config.training.stop_patience, min_delta=config.training.stop_min_delta),
         gradients=Gradients(engine, state, process, config),
         guard=Guard(config.stability, norm_may_overflow=engine.loss_scale is not None),
-        norms=NormHistory(config.gradients),
+        norms=NormHistory.of(config),
+        learning_rate=LearningRate(plan),
         shapes=shapes,
         wrapped_blocks=wrapped,
         replay=Replay.of(run, plan, process, progress.step),

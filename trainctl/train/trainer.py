@@ -100,7 +100,7 @@ class Trainer:
                 "step",
                 step=progress.step,
                 loss=step.loss,
-                learning_rate=plan.config.optimizer.lr * step.factor,
+                learning_rate=plan.peak_lr * step.factor,
                 learning_rates=session.engine.learning_rates(),
                 grad_norm=step.grad_norm,
                 **step.extras(),
@@ -161,6 +161,9 @@ class Trainer:
                 loss=loss,
                 unigram_entropy=session.corpus.unigram_entropy,
             )
+            dropped = session.learning_rate.see(loss, session.progress.step)
+            if dropped is not None:
+                self._record("plateau", step=session.progress.step, loss=loss, **dropped)
 
     def _decide(self, last: bool) -> tuple[bool, bool]:
         """Whether to save and whether to stop now: the same on all ranks, by one all-reduce.
@@ -218,6 +221,7 @@ class Trainer:
                     "loss_scale": scale.state() if scale is not None else {},
                     "stability": session.guard.state(),
                     "norms": session.norms.state(),
+                    "learning_rate": session.learning_rate.state(),
                     "corpus_digest": session.corpus.digest,
                     "shapes": session.shapes,
                     "multipliers": multipliers(config.model),
