@@ -155,6 +155,12 @@ def event_lines(event: Event) -> list[str]:
             return [f"checkpoint at step {event['step']}: {event['path']}"]
         case "intervention":
             return [_intervention_line(event)]
+        case "plateau":
+            return [
+                f"step {event['step']}: in {event['evaluations_since']} evaluations the held-out "
+                f"loss was not below {number(event['best']):.4f}: the learning rate drops to "
+                f"{event['factor']:.3g} of its peak"
+            ]
         case "end" if event["reason"] == "no_improvement":
             by = f"more than {event['min_delta']:g} " if event.get("min_delta") else ""
             return [
@@ -218,6 +224,8 @@ def _intervention_line(event: Event) -> str:
     ranks = ", ".join(map(str, event["ranks"]))
     where = f" on rank {ranks}" if ranks else ""
     back = f" to step {event['to_step']}" if "to_step" in event else ""
+    if "lr_factor" in event:
+        back += f", learning rate x {event['lr_factor']:.3g} from there"
     first, end = event["samples"]
     return (
         f"step {event['step']}: {quantity} {number(event['value']):.6g}{limit}{where} "
