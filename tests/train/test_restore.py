@@ -108,7 +108,7 @@ def test_another_model_is_refused_and_a_longer_context_is_a_new_run(run, process
         with pytest.raises(TrainctlError, match="step-00000003 is of another model"):
             found.check(model, shapes)
     CheckpointWeights(found, longer, shapes)
-    with pytest.raises(TrainctlError, match="model.num_attention_heads was 4, and is 2"):
+    with pytest.raises(TrainctlError, match="num_attention_heads was 4, and is 2"):
         CheckpointWeights(found, other, shapes)
 
 
