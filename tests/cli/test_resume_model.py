@@ -92,7 +92,8 @@ def test_the_weights_alone_are_no_place_to_go_on_from(
 ) -> None:
     paths = launched()
     small_checkpoints.save(paths, 90, weights_only=True)
-    assert run(["resume", "runs/a"]) == ExitCode.run_state
+    assert run(["resume", "runs/a", "--dry-run"]) == 0
+    assert "from the beginning: there is no checkpoint yet" in capsys.readouterr().err
     small_checkpoints.save(paths, 80)
     capsys.readouterr()
     assert run(["resume", "runs/a", "--step", "90"]) == ExitCode.run_state

@@ -12,7 +12,7 @@ from trainctl.config.schema import ModelConfig
 from trainctl.plan.identity import description
 from trainctl.plan.mup import multipliers
 from trainctl.runs import checkpoints
-from trainctl.runs.directory import last_config
+from trainctl.runs.attempts import config_of
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import FORMAT, write_manifest
 
@@ -41,7 +41,7 @@ def save(
     weights_only = facts.get("weights_only", False)
     folder = checkpoints.temporary_path(run, step, weights_only=weights_only)
     folder.mkdir(parents=True)
-    model = last_config(run).model if run.config.is_file() else ModelConfig()
+    model = config_of(run).model if run.config.is_file() else ModelConfig()
     shapes = {f"parameter.{rank}": [numel] for rank in range(files)}
     entries, fragments = [], []
     for rank in range(files):

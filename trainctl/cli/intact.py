@@ -52,12 +52,12 @@ def choose_checkpoint(run: RunPaths, meter: Meter, *, step: int | None, best: bo
 
 def _candidates(run: RunPaths, *, step: int | None, best: bool) -> list[Path]:
     """Folders to try in turn."""
+    from trainctl.runs.attempts import config_of
     from trainctl.runs.checkpoints import list_checkpoints
-    from trainctl.runs.directory import last_config
 
     if step is not None or not best:
         return [path for _, path in reversed(select(run, None if step is None else [step]))]
-    metric = last_config(run).checkpoint.best_of or "loss"
+    metric = config_of(run).checkpoint.best_of or "loss"
     found = [info for alone in (False, True) for info in list_checkpoints(run, weights_only=alone)]
     scored = [info for info in found if metric in info.metrics]
     if not scored:
