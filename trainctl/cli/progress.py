@@ -153,6 +153,8 @@ def event_lines(event: Event) -> list[str]:
             return [line]
         case "checkpoint":
             return [f"checkpoint at step {event['step']}: {event['path']}"]
+        case "weights":
+            return [f"weights at step {event['step']}: {event['path']}"]
         case "intervention":
             return [_intervention_line(event)]
         case "plateau":

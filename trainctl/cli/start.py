@@ -91,12 +91,11 @@ def resume_run(
         TrainctlError: Not a run, in use, no checkpoint, or the plan is refused.
         typer.Exit: The run did not end well; carries its exit code.
     """
+    from trainctl.cli.intact import check_goes_on
     from trainctl.cli.standing import passed_over_findings
     from trainctl.config.diff import diff
     from trainctl.launch import program
-    from trainctl.plan.mup import check_multipliers
     from trainctl.runs.attempts import config_of, standing_attempt
-    from trainctl.runs.checkpoints import read_manifest
     from trainctl.runs.directory import open_run
     from trainctl.runs.lock import hold
 
@@ -120,12 +119,9 @@ def resume_run(
         if checkpoint is not None and _is_done(run, checkpoint, planned):
             return
         if checkpoint is not None and planned.assessment.plan is not None:
+            check_goes_on(planned.composed.config, checkpoint.path)
             compare_schedules(run, checkpoint, planned.assessment.plan)
         made = _accept(planned, force=force, as_json=as_json)
-        if checkpoint is not None:
-            check_multipliers(
-                made.config.model, checkpoint.path.name, read_manifest(checkpoint.path)
-            )
         say(_resuming(run, made, checkpoint, from_start=from_start))
         if dry_run:
             _show_start(planned, made, run, as_json=as_json)
@@ -146,7 +142,7 @@ def _require_nothing_saved(run: RunPaths) -> None:
     from trainctl.runs.checkpoints import examine
     from trainctl.runs.records import read_events
 
-    problems = [problem for _, problem in examine(run) if problem]
+    problems = [look.problem for look in examine(run) if look.problem]
     saved = [int(event["step"]) for event in read_events(run.events, "checkpoint")]
     if problems:
         what = f"no checkpoint of {run.root} is complete: {'; '.join(problems)}"
@@ -382,12 +378,12 @@ def _checkpoint(run: RunPaths, step: int | None) -> CheckpointInfo | None:
     if step is not None:
         from trainctl.cli.intact import select
 
-        ((_, path),) = select(run, [step])
-        for info, problem in examine(run):
-            if info is not None and info.path == path:
-                return info
-            if problem.startswith(path.name):
-                raise TrainctlError(problem, exit_code=ExitCode.run_state)
+        ((_, path), *_) = select(run, [step])
+        look = next((look for look in examine(run) if look.step == step), None)
+        if look is not None and look.info is not None:
+            return look.info
+        problem = look.problem if look else f"{path.name} has the weights alone: no run goes on"
+        raise TrainctlError(problem, exit_code=ExitCode.run_state)
     checkpoint, passed_over = newest_checkpoint(run)
     for problem in passed_over:
         say(f"warning: checkpoint passed over: {problem}", style="warning")

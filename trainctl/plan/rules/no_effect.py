@@ -236,6 +236,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "offload of the optimizer or the parameters",
     ),
     (
+        ("checkpoint.weights_only_keep",),
+        lambda c: c.checkpoint.weights_only_every_steps is not None,
+        "checkpoint.weights_only_every_steps",
+    ),
+    (
         ("checkpoint.asynchronous",),
         lambda c: c.offload.optimizer is not OffloadDevice.nvme,
         "an optimizer in memory: what is on NVMe is not copied, but written while training waits",
