@@ -10,12 +10,12 @@ from typing import Any
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file by `text` (UTF-8).
+    """Replace the file by `text` (UTF-8; bytes of a path that are none stay as they are).
 
     Raises:
         OSError: As `write_bytes`.
     """
-    write_bytes(path, text.encode())
+    write_bytes(path, text.encode(errors="surrogateescape"))
 
 
 def write_bytes(path: Path, data: bytes) -> None:

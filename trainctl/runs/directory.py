@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.reading import read_json
 from trainctl.config.schema import RunConfig
 from trainctl.config.store import dump_config
 from trainctl.errors import ExitCode, TrainctlError
@@ -24,6 +24,9 @@ from trainctl.runs.layout import AttemptPaths, RunPaths
 
 RUN_SCHEMA = 1
 """Version of `run.json`."""
+
+_LATEST = 1e11
+"""Unix seconds that a run may have been made at: three thousand years from now."""
 
 DEFAULT_ROOT = Path("runs")
 """Where runs are made, seen from the current folder."""
@@ -153,12 +156,13 @@ def read_record(run: RunPaths) -> dict[str, Any]:
         TrainctlError: It cannot be read (exit code 5).
     """
     try:
-        record = json.loads(run.record.read_text(encoding="utf-8"))
+        record = read_json(run.record)
     except (OSError, ValueError) as error:
         raise _damaged(run.record, error) from None
     if not isinstance(record, dict) or not record.get("id"):
         raise _damaged(run.record, "it has no id")
-    if not isinstance(record.get("created"), int | float):
+    created = record.get("created")
+    if not isinstance(created, int | float) or not 0 <= created < _LATEST:
         raise _damaged(run.record, "it has no time of creation")
     return record
 
@@ -204,7 +208,7 @@ def read_plan(path: Path) -> RunPlan:
         TrainctlError: It is missing or damaged (exit code 5).
     """
     try:
-        return from_plain(RunPlan, json.loads(path.read_text(encoding="utf-8")))
+        return from_plain(RunPlan, read_json(path))
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(path, error) from None
 

@@ -17,6 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from trainctl.config.reading import open_file, parse_json
+from trainctl.errors import ExitCode, TrainctlError
+
 RECORD_SCHEMA = 1
 """Version of the lines of `events.jsonl`."""
 
@@ -24,6 +27,24 @@ _LOCK_SECONDS = 1.0
 _LOCK_POLL_SECONDS = 0.002
 
 Event = dict[str, Any]
+
+_NUMBERED = {"step": ("step",), "checkpoint": ("step",)}
+"""Kinds of records that are nothing without these numbers."""
+
+_FAILURE: Event = {
+    "rank": None,
+    "node": 0,
+    "host": "",
+    "pid": None,
+    "cause": "reported",
+    "exit_code": None,
+    "signal": None,
+    "message": "a failure whose record does not say what it was",
+    "hint": "",
+    "log": "",
+    "log_tail": [],
+}
+"""What a `failure` record says where another version, or a person, has left something out."""
 
 
 class EventWriter:
@@ -105,7 +126,7 @@ class EventFollower:
         EIO), and nobody who only watches a run is to end it for that.
         """
         try:
-            with self._path.open("rb") as stream:
+            with open_file(self._path) as stream:
                 stream.seek(self._offset)
                 data = stream.read()
         except OSError:
@@ -129,27 +150,37 @@ def iter_events(path: Path, *kinds: str) -> Iterator[Event]:
         path: The run's `events.jsonl`.
         kinds: Only records of these. A long run has millions of lines of `step`, so a line of
             another kind is not even parsed.
+
+    Raises:
+        TrainctlError: It is there and cannot be read (exit code 5).
     """
     marks = [f'"{kind}"'.encode() for kind in kinds]
     try:
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             lines = (line for line in stream if not marks or any(mark in line for mark in marks))
             for event in parse_events(lines):
                 if not kinds or event["event"] in kinds:
                     yield event
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise TrainctlError(
+            f"{path} cannot be read: {error.strerror}", exit_code=ExitCode.run_state
+        ) from None
 
 
 def parse_events(lines: Iterable[bytes]) -> Iterator[Event]:
     """The records in lines of a file; torn ones are skipped."""
     for line in lines:
         try:
-            event = json.loads(line)
+            event = parse_json(line)
         except ValueError:
             continue
-        if isinstance(event, dict) and "event" in event:
-            yield event
+        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+            continue
+        numbers = ("attempt", *_NUMBERED.get(event["event"], ()))
+        if all(isinstance(event.get(name), int) for name in numbers):
+            yield {**_FAILURE, **event} if event["event"] == "failure" else event
 
 
 def step_curve(events: Iterable[Event]) -> dict[int, Event]:
