@@ -14,7 +14,8 @@ import typer
 from trainctl.cli.console import go_on_without_reader, print_json, put, say
 from trainctl.cli.extend import compare_schedules
 from trainctl.cli.findings import findings_to_json, show_error, show_findings
-from trainctl.cli.planning import Planned, name_sources, plan, show_suggestions
+from trainctl.cli.planning import Planned, plan, show_suggestions
+from trainctl.cli.readiness import checkpoint_bytes, machine_findings
 from trainctl.errors import ExitCode, TrainctlError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def start_run(
         return
     _check_machine(planned, made, run_dir or DEFAULT_ROOT)
     run = create_run(made.config, run_dir=run_dir, argv=sys.argv)
-    size = _checkpoint_bytes(planned)
+    size = checkpoint_bytes(planned)
     _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
@@ -132,7 +133,7 @@ def resume_run(
         _check_machine(planned, made, run.root)
         if from_start or (checkpoint is not None and step is not None):
             _leave_behind(run, step or 0)
-        size = _checkpoint_bytes(planned)
+        size = checkpoint_bytes(planned)
         _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
@@ -240,10 +241,7 @@ def _accept(planned: Planned, *, force: bool, as_json: bool) -> RunPlan:
 
 def _check_machine(planned: Planned, made: RunPlan, folder: Path) -> None:
     """Refuse to start where the machines are not what the plan needs, or no run could be kept."""
-    from trainctl.launch.choose import launcher
-
-    found = launcher(made.config).check(made, folder, _checkpoint_bytes(planned))
-    findings = name_sources(planned.composed, found)
+    findings = machine_findings(planned, made, folder)
     if any(finding.is_error for finding in findings):
         raise TrainctlError.from_findings(findings)
     show_findings(findings)
@@ -375,13 +373,6 @@ def _show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool
             "files": dict(rendered.files),
         }
     )
-
-
-def _checkpoint_bytes(planned: Planned) -> int | None:
-    """Size of a checkpoint of trainctl's own, for which there must be space; None if unknown."""
-    budget = planned.assessment.budget
-    is_ours = planned.composed.config.trains_itself
-    return budget.checkpoint_bytes if budget is not None and is_ours else None
 
 
 def _checkpoint(run: RunPaths, step: int | None) -> CheckpointInfo | None:

@@ -149,6 +149,20 @@ class TrainingConfig:
     evaluation_samples: int = option(
         64, "Held-out sequences in an evaluation; 0 switches it off.", unit="sequences", minimum=0
     )
+    ema_decay: float | None = option(
+        None,
+        "Keep a moving average of the weights, of which each update leaves this share; at the "
+        "start less: (1 + t) / (10 + t) at update t.",
+        above=0,
+        maximum=0.9999999,
+    )
+    ema_every_steps: int = option(
+        1,
+        "Updates of the weights from one update of their average to the next; those that were "
+        "skipped do not count.",
+        unit="optimizer steps",
+        minimum=1,
+    )
     stop_patience: int | None = option(
         None,
         "End the run after so many evaluations in a row without a lower held-out loss.",
@@ -182,7 +196,9 @@ class CheckpointConfig:
     )
     keep: int = option(3, "Complete checkpoints kept, the newest first.", minimum=1)
     best_of: str | None = option(
-        None, "Also keep the best by this metric of an evaluation ('loss': smaller is better)."
+        None,
+        "Also keep the best by this metric of an evaluation: loss, or ema_loss with "
+        "training.ema_decay; smaller is better.",
     )
     at_end: bool = option(True, "Save when the launch ends in good order.")
     asynchronous: bool = option(
