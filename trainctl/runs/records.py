@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from trainctl.config.reading import open_file, parse_json
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.access import file_mode, open_lock
 
 RECORD_SCHEMA = 1
 """Version of the lines of `events.jsonl`."""
@@ -28,7 +29,7 @@ _LOCK_POLL_SECONDS = 0.002
 
 Event = dict[str, Any]
 
-_NUMBERED = {"step": ("step",), "checkpoint": ("step",)}
+_NUMBERED = {"step": ("step",)}
 """Kinds of records that are nothing without these numbers."""
 
 _FAILURE: Event = {
@@ -61,7 +62,9 @@ class EventWriter:
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._attempt = attempt
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._lock = open_lock(path.with_suffix(".lock"))
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, file_mode(path.parent))
         self._torn = not _ends_with_newline(self._descriptor)
 
     def write(self, event: str, **fields: Any) -> Event:
@@ -83,7 +86,7 @@ class EventWriter:
         }
         line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
         data = (b"\n" if self._torn else b"") + line.encode(errors="backslashreplace")
-        with _locked(self._descriptor):
+        with _locked(self._lock, self._descriptor):
             self._torn = True
             while data:
                 data = data[os.write(self._descriptor, data) :]
@@ -92,6 +95,7 @@ class EventWriter:
 
     def close(self) -> None:
         os.close(self._descriptor)
+        os.close(self._lock)
 
     def __enter__(self) -> Self:
         return self
@@ -204,29 +208,36 @@ def number(value: Any) -> float:
 
 
 @contextmanager
-def _locked(descriptor: int) -> Iterator[None]:
+def _locked(lock: int, descriptor: int) -> Iterator[None]:
     """Keep the other writers of a file out, for as long as it takes to append to it.
 
-    On NFS each machine appends where it believes the end to be. Taking the lock makes it look, and
-    giving it back makes it write out. Where there are no locks, or whoever has this one is stopped,
-    it goes on without: a record that may be overwritten is better than a rank that waits.
+    On NFS each machine appends where it believes the end to be. Taking a lock on the file makes it
+    look, and giving it back makes it write out; nobody waits for that one, which a reader could
+    hold. Where there are no locks, or whoever has the writers' is stopped, it goes on without: a
+    record that may be overwritten is better than a rank that waits.
+
+    Args:
+        lock: Of a file that only writers may open.
+        descriptor: Of the records.
     """
     deadline = time.monotonic() + _LOCK_SECONDS
     is_held = False
     while not is_held and time.monotonic() < deadline:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_held = True
         except BlockingIOError:
             time.sleep(_LOCK_POLL_SECONDS)
         except OSError:
             break
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
         yield
     finally:
-        if is_held:
+        for held in (descriptor, lock):
             with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
+                fcntl.flock(held, fcntl.LOCK_UN)
 
 
 def _finite(value: Any) -> Any:
