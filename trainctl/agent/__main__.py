@@ -113,6 +113,8 @@ class Agent:
             code = int(ExitCode.internal_error)
             self._report(code, message=message, exit_code=code)
         sweep(self._tag, grace_seconds=self._grace_seconds)
+        for file in self._attempt.root.glob(f"{self._attempt.store.name}*"):
+            file.unlink(missing_ok=True)
         leave(code)
 
     def _supervise(self) -> int:
@@ -142,7 +144,16 @@ class Agent:
         address, port = self._place.rendezvous or (command.address, command.port)
         if nodes > 1:
             use_interface_towards(address)
-        rendezvous = NodeRendezvous(self._tag.run_id, self._node, nodes, address, port)
+        # A program of the user's is told a port; one that is asked for is used.
+        is_file = nodes == 1 and port is None and not command.is_users
+        rendezvous = NodeRendezvous(
+            self._tag.run_id,
+            self._node,
+            nodes,
+            address,
+            port,
+            file=self._attempt.store if is_file else None,
+        )
         if command.prepare:
             from trainctl.train.prepare import prepare
 
