@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from trainctl.cli.console import go_on_without_reader, print_json, put, say
-from trainctl.cli.extend import compare_schedules
+from trainctl.cli.extend import compare_with_checkpoint
 from trainctl.cli.findings import findings_to_json, show_error, show_findings
 from trainctl.cli.planning import Planned, plan, show_suggestions
 from trainctl.cli.readiness import checkpoint_bytes, machine_findings
@@ -120,7 +120,7 @@ def resume_run(
             return
         if checkpoint is not None and planned.assessment.plan is not None:
             check_goes_on(planned.composed.config, checkpoint.path)
-            compare_schedules(run, checkpoint, planned.assessment.plan)
+            compare_with_checkpoint(run, checkpoint, planned.assessment.plan)
         made = _accept(planned, force=force, as_json=as_json)
         say(_resuming(run, made, checkpoint, from_start=from_start))
         if dry_run:
@@ -279,15 +279,16 @@ def _run_attempt(
                 )
             )
     _show_stragglers(run)
-    if outcome.exit_code:
-        _show_failure(run, made, outcome)
-        raise typer.Exit(outcome.exit_code)
-    if outcome.message:
+    if outcome.state is State.failed:
+        _show_failure(outcome)
+    elif outcome.message:
         say(outcome.message)
-    if not as_json:
+    if not as_json and not outcome.exit_code:
         put(f"run directory: {run.root}")
-    if outcome.state is State.stopped:
+    if outcome.state in (State.failed, State.stopped):
         _say_where_it_goes_on(run, made)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
 
 
 def _show_stragglers(run: RunPaths) -> None:
@@ -320,14 +321,13 @@ def _detach(
     say(f"detached: `trainctl runs attach {run.root}` shows it, `trainctl runs stop` ends it")
 
 
-def _show_failure(run: RunPaths, made: RunPlan, outcome: Outcome) -> None:
-    """How the attempt ended, the end of the log that tells more, and how to go on."""
+def _show_failure(outcome: Outcome) -> None:
+    """How the attempt ended, and the end of the log that tells more."""
     if outcome.log_tail:
         say(f"the end of {outcome.log}:")
         for line in outcome.log_tail:
             say(f"  {line}")
     show_error(outcome.message, outcome.hint)
-    _say_where_it_goes_on(run, made)
 
 
 def _say_where_it_goes_on(run: RunPaths, made: RunPlan) -> None:
