@@ -83,9 +83,8 @@ def why(
     from trainctl.cli.explain import explain, unknown
     from trainctl.cli.planning import compose_target, plan
 
-    composed = compose_target(*split_target(overrides), config_dir)
-    planned = plan(composed)
-    made = planned.assessment.plan
+    planned = plan(compose_target(*split_target(overrides), config_dir))
+    composed, made = planned.composed, planned.assessment.plan
     answer = explain(key, composed, made)
     if answer is None:
         if made is None:

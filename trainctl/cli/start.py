@@ -46,7 +46,7 @@ def start_run(
 
     if not dry_run:
         go_on_without_reader()
-    planned = plan(composed, with_files=True)
+    planned = plan(composed, with_files=True, tokenize=True)
     made = _accept(planned, force=force, as_json=as_json)
     if dry_run:
         from trainctl.runs.layout import RunPaths
@@ -109,7 +109,7 @@ def resume_run(
                 exit_code=ExitCode.run_state,
             )
         folder = program.folder(composed.config, run)
-        planned = plan(composed, with_files=True, folder=folder)
+        planned = plan(composed, with_files=True, tokenize=True, folder=folder)
         _show_changes(diff(before, planned.composed.config))
         if checkpoint is not None and _is_done(run, checkpoint, planned):
             return

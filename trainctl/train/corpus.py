@@ -106,7 +106,7 @@ def build_corpus(
         TrainctlError: No file matches, or one cannot be read.
     """
     train, held_out = split_files(config)
-    folder = cache_folder() / f"corpus-{_key(config, tokenizer, train, held_out)}"
+    folder = _folder(config, tokenizer, train, held_out)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another launch may be tokenizing the same
@@ -114,6 +114,23 @@ def build_corpus(
             texts = {"held_out": _texts(held_out, config), "train": _texts(train, config)}
             _write(folder, tokenizer, texts, progress)
     return Corpus.load(folder / "corpus.json")
+
+
+def cached_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus | None:
+    """The corpus of a config, if the same files were tokenized before; nothing is read of them.
+
+    Raises:
+        TrainctlError: No file matches.
+    """
+    found = _folder(config, tokenizer, *split_files(config)) / "corpus.json"
+    return Corpus.load(found) if found.is_file() else None
+
+
+def _folder(
+    config: DataConfig, tokenizer: Tokenizer, train: list[Path], held_out: list[Path]
+) -> Path:
+    """Where the cache has the corpus of these files."""
+    return cache_folder() / f"corpus-{_key(config, tokenizer, train, held_out)}"
 
 
 def build_users_corpus(

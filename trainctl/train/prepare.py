@@ -7,7 +7,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from trainctl.config.schema import TrainingConfig
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.types import RunPlan
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
@@ -31,9 +33,9 @@ def prepare(plan: RunPlan, run: RunPaths) -> None:
             hint=f"model.vocab_size={-(-tokenizer.vocab_size // 64) * 64}",
         )
     if config.data.factory is None:
-        corpus = build_corpus(config.data, tokenizer, _Progress())
+        corpus = build_corpus(config.data, tokenizer, Progress())
     else:
-        corpus = build_users_corpus(config.data, tokenizer, run.users_corpus, _Progress())
+        corpus = build_users_corpus(config.data, tokenizer, run.users_corpus, Progress())
     length = config.training.sequence_length
     if corpus.train.tokens <= length:
         raise TrainctlError(
@@ -41,6 +43,7 @@ def prepare(plan: RunPlan, run: RunPaths) -> None:
             f"training.sequence_length={length}",
             hint="add text to data.paths, or shorten the sequence",
         )
+    _check_epoch(config.training, corpus)
     if run.corpus.is_file() and Corpus.load(run.corpus).digest != corpus.digest:
         raise TrainctlError(
             "the corpus is not the one that this run started with",
@@ -48,6 +51,16 @@ def prepare(plan: RunPlan, run: RunPaths) -> None:
             exit_code=ExitCode.run_state,
         )
     write_json(run.corpus, asdict(corpus))
+
+
+def _check_epoch(training: TrainingConfig, corpus: Corpus) -> None:
+    """The steps of the plan are passes over this text, and not over one of another length."""
+    if is_counted_in_epochs(training) and training.epoch_tokens != corpus.train.tokens:
+        raise TrainctlError(
+            f"training.epoch_tokens={training.epoch_tokens} says how long training.epochs is, but "
+            f"the corpus has {corpus.train.tokens} tokens to train on",
+            hint=f"training.epoch_tokens={corpus.train.tokens}, or leave it out: it is counted",
+        )
 
 
 def corpus_of(plan: RunPlan, run: RunPaths) -> Corpus:
@@ -78,7 +91,7 @@ def corpus_of(plan: RunPlan, run: RunPaths) -> Corpus:
     return again
 
 
-class _Progress:
+class Progress:
     """A plain line on stderr every few seconds of tokenizing."""
 
     def __init__(self) -> None:
