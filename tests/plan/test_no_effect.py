@@ -27,6 +27,15 @@ def test_the_table_names_keys_of_the_schema_once():
         ({"zero_stage__prefetch_bucket_size": 1}, {"zero_stage__stage": 3}),
         ({"zero_stage__overlap_comm": True, "zero_stage__stage": 0}, {"zero_stage__stage": 1}),
         ({"precision__loss_scale": 8.0}, {"precision__compute": "fp16"}),
+        ({"precision__hysteresis": 1}, {"precision__compute": "fp16"}),
+        (
+            {
+                "precision__min_loss_scale": 2,
+                "precision__compute": "fp16",
+                "precision__loss_scale": 8.0,
+            },
+            {"precision__loss_scale": 0.0},
+        ),
         ({"offload__nvme_path": "/n"}, {"offload__parameters": "nvme", "zero_stage__stage": 3}),
         (
             {
@@ -47,6 +56,7 @@ def test_the_table_names_keys_of_the_schema_once():
         ({"schedule__step_every": 5}, {"schedule__kind": "step"}),
         ({"tokenizer__path": "/t"}, {"tokenizer__kind": "file"}),
         ({"data__text_key": "body"}, {"data__kind": "files", "data__paths": ["a"]}),
+        ({"training__ema_every_steps": 5}, {"training__ema_decay": 0.99}),
         ({"training__sample_prompt": "x"}, {"training__sample_tokens": 5}),
         (
             {"training__stop_min_delta": 0.1},

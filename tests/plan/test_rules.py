@@ -29,6 +29,52 @@ SAVES = {"checkpoint__every_steps": 10}
 
 # Rule, changes, hardware, part of the message, part of the hint.
 ERRORS = [
+    (
+        "TC027",
+        {
+            "training__deterministic": True,
+            "launcher__environment": {"CUBLAS_WORKSPACE_CONFIG": ":0:0"},
+        },
+        gpus(8),
+        "environment sets CUBLAS_WORKSPACE_CONFIG, which training.deterministic=true",
+        "leave CUBLAS_WORKSPACE_CONFIG out",
+    ),
+    (
+        "TC027",
+        {"training__deterministic": True, "kernels__compile": "deepcompile"},
+        gpus(8),
+        "times and memory that it measures",
+        "kernels.compile=blocks",
+    ),
+    (
+        "TC028",
+        {"training__ema_decay": 0.99, **NVME, "offload__nvme_path": "/n"},
+        gpus(8),
+        "ema_decay=0.99 with offload.optimizer=nvme: DeepSpeed's swapper",
+        "leave offload.optimizer out",
+    ),
+    (
+        "TC028",
+        {"training__ema_decay": 0.99, "precision__master_weights": "bf16"},
+        gpus(8),
+        "the average is in fp32",
+        "leave precision.master_weights out",
+    ),
+    *(
+        ("TC028", {"training__ema_decay": 0.99, **changes}, gpus(8), why, "leave")
+        for changes, why in (
+            (ZENFLOW, "the master weights lag"),
+            ({**OFFLOAD, "offload__super_offload": True}, "another process has"),
+            (DEEPCOMPILE, "keeps gathered weights"),
+        )
+    ),
+    (
+        "TC075",
+        {"checkpoint__best_of": "ema_loss"},
+        gpus(8),
+        "of the average of the weights, and none is kept",
+        "training.ema_decay",
+    ),
     ("TC001", {"parallelism__tensor": 4}, gpus(6), "4 does not divide the 6", "use 4 or 8"),
     ("TC001", {"parallelism__data": 3}, gpus(8), "has 8 devices", "parallelism.data=8"),
     ("TC003", {"parallelism__tensor": 8}, gpus(8), "num_attention_heads=4", "tensor=4"),
@@ -589,6 +635,17 @@ ERRORS = [
         gpus(),
         "a loss scale that it never multiplied the loss with",
         "zero_stage=1",
+    ),
+    (
+        "TC195",
+        {
+            "precision__compute": "fp16",
+            "precision__initial_scale_power": 4,
+            "precision__min_loss_scale": 32,
+        },
+        gpus(),
+        "above the first loss scale, 16",
+        "precision.min_loss_scale=16",
     ),
     ("TC058", {**FP8, "model__family": "gpt2"}, gpus(), "Conv1D", "precision=bf16"),
     ("TC058", {**FP8, "parallelism__tensor": 2}, gpus(), "not converted", "parallelism.tensor=1"),

@@ -67,8 +67,6 @@ def _tokenized(config: RunConfig) -> Corpus:
     from trainctl.train.prepare import Progress
     from trainctl.train.tokenizer import load_tokenizer
 
-    found = _cached(config)
-    if found is not None:
-        return found
-    say("reading the corpus, to know how long training.epochs is; it is kept for the training")
-    return build_corpus(config.data, load_tokenizer(config.tokenizer), Progress())
+    if _cached(config) is None:
+        say("reading the corpus, to know how long training.epochs is; it is kept for the training")
+    return build_corpus(config.data, load_tokenizer(config.tokenizer), Progress(), say)

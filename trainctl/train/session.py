@@ -19,6 +19,7 @@ from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.train import build
+from trainctl.train.average import WeightAverage
 from trainctl.train.checkpoint import Checkpoint, CheckpointWeights, Progress
 from trainctl.train.clipping import NormHistory
 from trainctl.train.corpus import Corpus
@@ -55,6 +56,7 @@ class Session:
         shapes: Of every parameter, by canonical name.
         wrapped_blocks: Decoder blocks whose activations are recomputed.
         gradients: Of each step, before its update.
+        average: Of the weights, if the run keeps one.
         guard: Judges each step before its update.
         norms: Of the last updates, and what the gradient is clipped at.
         learning_rate: The schedule's, and what evaluations and rewinds make of it.
@@ -76,6 +78,7 @@ class Session:
     progress: Progress
     patience: Patience
     gradients: Gradients
+    average: WeightAverage | None
     guard: Guard
     norms: NormHistory
     learning_rate: LearningRate
@@ -88,6 +91,13 @@ class Session:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def average_begins(self) -> bool:
+        """Whether the run keeps an average that the checkpoint it goes on from does not have."""
+        if self.average is None or self.resumed_from is None:
+            return False
+        return self.average.steps == 0 and self.progress.step > 0
 
     def restore(self, manifest: Mapping[str, Any], *, rewound: bool = False) -> None:
         """Go on from what a checkpoint says of the run, besides weights, states and position.
@@ -102,6 +112,8 @@ class Session:
         )
         self.guard.restore(manifest.get("stability", {}), rewound=rewound)
         self.norms.restore(manifest.get("norms", []))
+        if self.average is not None:
+            self.average.restore(manifest.get("ema", {}))
         self.learning_rate.restore(manifest.get("learning_rate", {}), rewound=rewound)
 
 
@@ -132,6 +144,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     apply_kernels(model, config.kernels)
     engine = _engine_kind(plan)(plan, process, mesh, model, pieces)
     state = OptimizerState(engine)
+    average = _average(plan, engine, state)
     if checkpoint is not None:
         checkpoint.load_into(state)
         engine.resume_at(progress.step)
@@ -151,6 +164,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         progress=progress,
         patience=Patience(config.training.stop_patience, min_delta=config.training.stop_min_delta),
         gradients=Gradients(engine, state, process, config),
+        average=average,
         guard=Guard(config.stability, norm_may_overflow=engine.loss_scale is not None),
         norms=NormHistory.of(config),
         learning_rate=LearningRate(plan),
@@ -189,10 +203,18 @@ def _engine_kind(plan: RunPlan) -> type[Engine]:
     return ZenFlowEngine if plan.config.offload.zenflow else Engine
 
 
+def _average(plan: RunPlan, engine: Engine, state: OptimizerState) -> WeightAverage | None:
+    training = plan.config.training
+    if training.ema_decay is None:
+        return None
+    every = training.ema_every_steps
+    return WeightAverage(engine, state, decay=training.ema_decay, every_steps=every)
+
+
 def _newest(run: RunPaths, process: Process, corpus: Corpus) -> Checkpoint | None:
     """The checkpoint to go on from."""
     checkpoint = newest_intact(run, process)
-    if checkpoint is not None and checkpoint.manifest["corpus_digest"] != corpus.digest:
+    if checkpoint is not None and not corpus.is_that_of(checkpoint.manifest["corpus_digest"]):
         raise TrainctlError(
             f"{checkpoint.path.name} was trained on another corpus",
             hint="restore the files, or start a new run",

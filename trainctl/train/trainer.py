@@ -7,12 +7,14 @@ import time
 from dataclasses import asdict
 
 from trainctl.errors import TrainctlError
+from trainctl.plan.average import METRIC
 from trainctl.plan.mup import multipliers
 from trainctl.plan.schedule import Curve
 from trainctl.runs import checkpoints
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, pending_requests, withdraw_request
+from trainctl.train.ahead import BatchesAhead
 from trainctl.train.evaluation import evaluate, inference, sample_text
 from trainctl.train.phase_memory import PhaseMemory
 from trainctl.train.profiler import Profiler
@@ -68,12 +70,18 @@ class Trainer:
         self._saver = Saver(
             session.run, session.process, session.state, session.plan.config.checkpoint
         )
-        self._stepper = Stepper(session, self._record, self._before_rewind)
+        self._batches = BatchesAhead(
+            session.training,
+            session.plan.batches.at,
+            stop_step=session.plan.stop_step,
+            device=session.process.device,
+        )
+        self._stepper = Stepper(session, self._batches, self._record, self._before_rewind)
         self._best = self._best_so_far()
 
     def train(self) -> None:
         """Run the loop: step, evaluate, save, until the plan's stopping step or a request."""
-        with self._profiler:
+        with self._profiler, self._batches:
             self._train()
 
     def _train(self) -> None:
@@ -140,6 +148,28 @@ class Trainer:
 
     def _evaluate(self) -> None:
         session = self._session
+        loss = self._held_out_loss()
+        if loss is not None:
+            self._metrics = {"loss": loss}
+            if session.average is not None:
+                with session.average.in_place():
+                    of_average = self._held_out_loss()
+                assert of_average is not None
+                self._metrics[METRIC] = of_average
+            session.patience.see(loss, session.progress.step)
+            self._record(
+                "evaluation",
+                step=session.progress.step,
+                **self._metrics,
+                unigram_entropy=session.corpus.unigram_entropy,
+            )
+            dropped = session.learning_rate.see(loss, session.progress.step)
+            if dropped is not None:
+                self._record("plateau", step=session.progress.step, loss=loss, **dropped)
+
+    def _held_out_loss(self) -> float | None:
+        """With the weights that the model has now."""
+        session = self._session
         with self._times.host_part("evaluation"), inference(session.engine.deepspeed):
             loss = evaluate(
                 session.engine.score,
@@ -152,18 +182,7 @@ class Trainer:
                 progress=lambda *_: self._beat(Phase.evaluate),
             )
         self._beat(Phase.step)
-        if loss is not None:
-            self._metrics = {"loss": loss}
-            session.patience.see(loss, session.progress.step)
-            self._record(
-                "evaluation",
-                step=session.progress.step,
-                loss=loss,
-                unigram_entropy=session.corpus.unigram_entropy,
-            )
-            dropped = session.learning_rate.see(loss, session.progress.step)
-            if dropped is not None:
-                self._record("plateau", step=session.progress.step, loss=loss, **dropped)
+        return loss
 
     def _decide(self, last: bool) -> tuple[bool, bool]:
         """Whether to save and whether to stop now: the same on all ranks, by one all-reduce.
@@ -221,6 +240,7 @@ class Trainer:
                     "loss_scale": scale.state() if scale is not None else {},
                     "stability": session.guard.state(),
                     "norms": session.norms.state(),
+                    "ema": session.average.saved() if session.average is not None else {},
                     "learning_rate": session.learning_rate.state(),
                     "corpus_digest": session.corpus.digest,
                     "shapes": session.shapes,
@@ -289,7 +309,9 @@ class Trainer:
             held_out_tokens=session.corpus.held_out.tokens,
             unigram_entropy=session.corpus.unigram_entropy,
             resumed_from=resumed_from.name if resumed_from else None,
+            ema_begins=session.average_begins,
             passed_over=session.passed_over,
+            **({"bad_text": session.corpus.bad_text} if session.corpus.bad_text else {}),
         )
 
     def _precision_record(self, step: Step) -> dict[str, object]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from trainctl.errors import Finding
 from trainctl.plan.rules import (
     batch,
+    deterministic,
     escape,
     kernels,
     layout,
@@ -51,6 +52,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC024", batch.warmup_fits_the_run),
     ("TC025", batch.schedule_is_defined),
     ("TC026", batch.batch_tokens_are_whole_sequences),
+    ("TC027", deterministic.sums_keep_their_order),
+    ("TC028", run.average_can_be_kept),
     ("TC030", zero.pipeline_partitions_no_gradients),
     ("TC031", zero.shards_clip_by_one_norm),
     ("TC032", zero.offload_has_its_stage),
@@ -106,6 +109,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC093", stability.rewinding_has_a_checkpoint),
     ("TC094", run.model_has_a_shape),
     ("TC099", no_effect.settings_have_an_effect),
+    ("TC195", precision.loss_scale_starts_above_its_least),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 

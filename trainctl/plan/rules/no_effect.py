@@ -123,6 +123,8 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
             "stability.norm_limit",
             "stability.z_loss",
             "training.batch_ramp",
+            "training.deterministic",
+            "training.ema_decay",
         ),
         lambda c: c.trains_itself,
         "trainctl's trainer: a program of your own does this itself",
@@ -271,7 +273,12 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "precision.compute=fp16",
     ),
     (
-        ("precision.initial_scale_power", "precision.loss_scale_window"),
+        (
+            "precision.initial_scale_power",
+            "precision.loss_scale_window",
+            "precision.hysteresis",
+            "precision.min_loss_scale",
+        ),
         lambda c: c.precision.compute is DataType.fp16 and c.precision.loss_scale == 0,
         "precision.compute=fp16 with an adaptive loss scale",
     ),
@@ -335,6 +342,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         ("training.evaluate_every_steps", "checkpoint.best_of"),
         lambda c: c.training.evaluation_samples > 0,
         "training.evaluation_samples above 0",
+    ),
+    (
+        ("training.ema_every_steps",),
+        lambda c: c.training.ema_decay is not None,
+        "training.ema_decay",
     ),
     (
         ("training.stop_patience",),
@@ -471,9 +483,15 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
             "launcher.kubernetes_node_selector",
             "launcher.kubernetes_service_account",
             "launcher.kubernetes_python",
+            "launcher.kubernetes_secret",
         ),
         lambda c: c.launcher.kind is LauncherKind.kubernetes,
         "launcher=kubernetes",
+    ),
+    (
+        ("launcher.plain_environment",),
+        lambda c: bool(c.launcher.environment),
+        "launcher.environment",
     ),
     (
         ("launcher.min_nodes", "launcher.node_wait_seconds"),
