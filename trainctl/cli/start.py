@@ -47,7 +47,7 @@ def start_run(
 
     if not dry_run:
         go_on_without_reader()
-    planned = plan(composed, with_files=True)
+    planned = plan(composed, with_files=True, tokenize=True)
     made = _accept(planned, force=force, as_json=as_json)
     if dry_run:
         from trainctl.runs.layout import RunPaths
@@ -114,7 +114,7 @@ def resume_run(
         elif checkpoint is None and not from_start:
             _require_nothing_saved(run)
         folder = program.folder(composed.config, run)
-        planned = plan(composed, with_files=True, folder=folder)
+        planned = plan(composed, with_files=True, tokenize=True, folder=folder)
         _show_changes(diff(before, planned.composed.config), run, attempt or standing.number)
         if checkpoint is not None and _is_done(run, checkpoint, planned):
             return

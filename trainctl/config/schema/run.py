@@ -94,12 +94,23 @@ class TrainingConfig:
     )
     steps: int | None = option(
         None,
-        "Optimizer steps of the whole run; none derives it from tokens.",
+        "Optimizer steps of the whole run; none derives it from tokens or epochs.",
         unit="optimizer steps",
         minimum=0,
     )
     tokens: int | None = option(
         None, "Token budget of the whole run, if steps is none.", unit="tokens", minimum=1
+    )
+    epochs: float | None = option(
+        None,
+        "Passes over the training text in the whole run, if neither steps nor tokens is given.",
+        above=0,
+    )
+    epoch_tokens: int | None = option(
+        None,
+        "Length of the training text, for epochs; none has it counted when the run is launched.",
+        unit="tokens",
+        minimum=1,
     )
     stop_after_steps: int | None = option(
         None,

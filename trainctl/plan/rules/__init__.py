@@ -82,6 +82,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC064", optimizer.scaled_rate_has_its_batch),
     ("TC065", batch.ramp_is_possible),
     ("TC066", batch.decay_fits_the_run),
+    ("TC067", batch.epoch_has_a_length),
     ("TC069", stability.gradients_are_seen),
     ("TC070", run.model_has_its_directory),
     ("TC071", run.heads_share_the_width),

@@ -27,6 +27,7 @@ from trainctl.config.schema import (
     walk,
 )
 from trainctl.errors import Finding
+from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.rules.draft import Draft, warning
 from trainctl.plan.schedule import PERIODIC
 
@@ -327,6 +328,16 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "tokenizer=file or tokenizer=hf",
     ),
     (("training.tokens",), lambda c: c.training.steps is None, "training.steps=null"),
+    (
+        ("training.epochs",),
+        lambda c: is_counted_in_epochs(c.training),
+        "training.steps=null and training.tokens=null, which replace it",
+    ),
+    (
+        ("training.epoch_tokens",),
+        lambda c: is_counted_in_epochs(c.training),
+        "training.epochs, with training.steps=null and training.tokens=null",
+    ),
     (
         ("training.sample_prompt",),
         lambda c: c.training.sample_tokens > 0,
