@@ -557,6 +557,17 @@ ERRORS = [
         "a loss scale that it never multiplied the loss with",
         "zero_stage=1",
     ),
+    (
+        "TC195",
+        {
+            "precision__compute": "fp16",
+            "precision__initial_scale_power": 4,
+            "precision__min_loss_scale": 32,
+        },
+        gpus(),
+        "above the first loss scale, 16",
+        "precision.min_loss_scale=16",
+    ),
     ("TC058", {**FP8, "model__family": "gpt2"}, gpus(), "Conv1D", "precision=bf16"),
     ("TC058", {**FP8, "parallelism__tensor": 2}, gpus(), "not converted", "parallelism.tensor=1"),
     (

@@ -149,7 +149,7 @@ class Agent:
             # The first node alone where all share a cache; the others then find what it made.
             if self._node > 0:
                 rendezvous.await_mark("prepared", guard.yield_if_stopping)
-            prepare(plan, self._run)
+            prepare(plan, self._run, self._tell_corpus)
             rendezvous.mark("prepared")
 
         code = 0
@@ -267,6 +267,13 @@ class Agent:
         with suppress(OSError):  # a full disk, which others will find
             with EventWriter(self._run.events, self._attempt.number) as writer:
                 writer.write("build", operator=operator, seconds=seconds, **where)
+
+    def _tell_corpus(self, message: str) -> None:
+        """Record what the run should know of its tokenized corpus."""
+        print(message, file=sys.stderr, flush=True)
+        with suppress(OSError):  # a full disk, which others will find
+            with EventWriter(self._run.events, self._attempt.number) as writer:
+                writer.write("corpus", message=message, host=socket.gethostname())
 
     def _report_preempted(self) -> None:
         """Tell the launcher, which has all ranks save and end."""

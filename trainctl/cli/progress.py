@@ -139,14 +139,16 @@ def event_lines(event: Event) -> list[str]:
             passed_over = [f"checkpoint passed over: {problem}" for problem in event["passed_over"]]
             begins = ["the average of the weights begins here: the checkpoint has none"]
             average = begins if event.get("ema_begins") else []
-            return [*passed_over, f"{origin}: {size}, {text}", *average]
+            return [*passed_over, f"{origin}: {size}, {text}", *_bad_text_lines(event), *average]
+        case "corpus":
+            return [printable(event["message"])]
         case "evaluation":
             line = f"evaluation at step {event['step']}: held-out loss {number(event['loss']):.4f}"
             if "ema_loss" in event:
                 line += f", of the average {number(event['ema_loss']):.4f}"
             entropy = event.get("unigram_entropy")
             if entropy is not None:
-                line += f" (byte-unigram entropy of the corpus: {entropy:.4f})"
+                line += f" (unigram entropy of the corpus's tokens: {entropy:.4f})"
             return [line]
         case "checkpoint":
             return [f"checkpoint at step {event['step']}: {event['path']}"]
@@ -193,6 +195,19 @@ def event_lines(event: Event) -> list[str]:
                 *(f"  {printable(line)}" for line in event["text"].splitlines()),
             ]
     return []
+
+
+def _bad_text_lines(event: Event) -> list[str]:
+    """What `data.on_bad_text` did, and where first; nothing of a corpus that had no bad text."""
+    bad = event.get("bad_text")
+    if not bad:
+        return []
+    did = [
+        f"{bad[name]:,} documents {words}"
+        for name, words in (("replaced", "repaired"), ("skipped", "left out"))
+        if bad[name]
+    ]
+    return [f"bad text: {', '.join(did)}; the first: {printable(bad['examples'][0])}"]
 
 
 def _intervention_line(event: Event) -> str:

@@ -41,6 +41,9 @@ BATCH_KEYS = (
 )
 """The batch triple; its product counts data-parallel ranks only."""
 
+ADAPTIVE_LOSS_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+"""How an adaptive loss scale moves: the same names in `precision` and in DeepSpeed's `fp16`."""
+
 MATRIX_MODULES = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
 """Where the matrices are; the second is gpt2's."""
 
@@ -194,13 +197,9 @@ def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
     yield _set("fp16.enabled", used.weights is DataType.fp16, compute)
     if used.weights is DataType.fp16:
         yield _set("fp16.loss_scale", precision.loss_scale, "precision.loss_scale; 0 adapts it")
-        key = "initial_scale_power"
-        yield _set(f"fp16.{key}", precision.initial_scale_power, f"precision.{key}")
-        key = "loss_scale_window"
-        yield _set(f"fp16.{key}", precision.loss_scale_window, f"precision.{key}")
-        for name, value in (("hysteresis", 2), ("consecutive_hysteresis", False)):
-            yield _set(f"fp16.{name}", value, "DeepSpeed's default")
-        yield _set("fp16.min_loss_scale", 1, "DeepSpeed's default")
+        for name in ADAPTIVE_LOSS_SCALE:
+            yield _set(f"fp16.{name}", getattr(precision, name), f"precision.{name}")
+        yield _set("fp16.consecutive_hysteresis", False, "DeepSpeed's default")
         if precision.master_weights is DataType.fp16:
             why = "precision.master_weights=fp16"
             yield _set("fp16.fp16_master_weights_and_grads", True, why)

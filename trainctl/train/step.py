@@ -15,6 +15,7 @@ from trainctl.config.schema import OnBadLoss
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.batches import Batch
 from trainctl.plan.schedule import Curve
+from trainctl.train.ahead import BatchesAhead
 from trainctl.train.data import MicroBatch
 from trainctl.train.gradient_changes import elementwise
 from trainctl.train.gradients import Norms
@@ -70,6 +71,7 @@ class Stepper:
 
     Args:
         session: The assembled rank.
+        batches: Of its data.
         record: Writes a record; on ranks other than the first it does nothing.
         wait_for_save: Returns when no checkpoint is being written.
     """
@@ -77,10 +79,12 @@ class Stepper:
     def __init__(
         self,
         session: Session,
+        batches: BatchesAhead,
         record: Callable[..., None],
         wait_for_save: Callable[[], None],
     ) -> None:
         self._session, self._record, self._wait_for_save = session, record, wait_for_save
+        self._data = batches
         self._curve = Curve.of(session.plan)
         self._batches = session.plan.batches
 
@@ -103,7 +107,7 @@ class Stepper:
         batch = self._batches.at(progress.step)
         engine.set_batch(batch)
         with engine.times.host_part("data"):
-            batches = session.training.step(progress.samples, batch.gradient_accumulation_steps)
+            batches = self._data.take(progress.step, progress.samples)
         engine.set_learning_rate(self._curve.factor(progress.step))
         loss, _ = engine.accumulate(batches)
         norms = session.gradients.norms() if session.gradients.are_visible else None

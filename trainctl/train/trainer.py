@@ -14,6 +14,7 @@ from trainctl.runs import checkpoints
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, pending_requests, withdraw_request
+from trainctl.train.ahead import BatchesAhead
 from trainctl.train.evaluation import evaluate, inference, sample_text
 from trainctl.train.phase_memory import PhaseMemory
 from trainctl.train.profiler import Profiler
@@ -69,12 +70,18 @@ class Trainer:
         self._saver = Saver(
             session.run, session.process, session.state, session.plan.config.checkpoint
         )
-        self._stepper = Stepper(session, self._record, self._before_rewind)
+        self._batches = BatchesAhead(
+            session.training,
+            session.plan.batches.at,
+            stop_step=session.plan.stop_step,
+            device=session.process.device,
+        )
+        self._stepper = Stepper(session, self._batches, self._record, self._before_rewind)
         self._best = self._best_so_far()
 
     def train(self) -> None:
         """Run the loop: step, evaluate, save, until the plan's stopping step or a request."""
-        with self._profiler:
+        with self._profiler, self._batches:
             self._train()
 
     def _train(self) -> None:
@@ -300,6 +307,7 @@ class Trainer:
             resumed_from=resumed_from.name if resumed_from else None,
             ema_begins=session.average_begins,
             passed_over=session.passed_over,
+            **({"bad_text": session.corpus.bad_text} if session.corpus.bad_text else {}),
         )
 
     def _precision_record(self, step: Step) -> dict[str, object]:

@@ -105,6 +105,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC093", stability.rewinding_has_a_checkpoint),
     ("TC094", run.model_has_a_shape),
     ("TC099", no_effect.settings_have_an_effect),
+    ("TC195", precision.loss_scale_starts_above_its_least),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 

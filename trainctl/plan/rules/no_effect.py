@@ -244,7 +244,12 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "precision.compute=fp16",
     ),
     (
-        ("precision.initial_scale_power", "precision.loss_scale_window"),
+        (
+            "precision.initial_scale_power",
+            "precision.loss_scale_window",
+            "precision.hysteresis",
+            "precision.min_loss_scale",
+        ),
         lambda c: c.precision.compute is DataType.fp16 and c.precision.loss_scale == 0,
         "precision.compute=fp16 with an adaptive loss scale",
     ),
@@ -414,9 +419,15 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
             "launcher.kubernetes_node_selector",
             "launcher.kubernetes_service_account",
             "launcher.kubernetes_python",
+            "launcher.kubernetes_secret",
         ),
         lambda c: c.launcher.kind is LauncherKind.kubernetes,
         "launcher=kubernetes",
+    ),
+    (
+        ("launcher.plain_environment",),
+        lambda c: bool(c.launcher.environment),
+        "launcher.environment",
     ),
     (
         ("launcher.min_nodes", "launcher.node_wait_seconds"),
