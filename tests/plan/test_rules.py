@@ -275,6 +275,60 @@ ERRORS = [
     ("TC021", {"training__sequence_length": 4096}, gpus(), "=2048", "sequence_length=2048"),
     ("TC022", {"training__steps": None}, gpus(), "neither", "training.steps="),
     ("TC025", {"schedule__kind": "cyclic"}, gpus(), "step_every", "step_every=33"),
+    ("TC025", {"schedule__kind": "cosine_restarts"}, gpus(), "step_every", "step_every=33"),
+    (
+        "TC062",
+        {"schedule__kind": "milestones", "schedule__milestone_fractions": []},
+        gpus(),
+        "none to drop at",
+        "schedule.milestones=",
+    ),
+    (
+        "TC062",
+        {"schedule__kind": "milestones", "schedule__milestones": [80, 50, 50]},
+        gpus(),
+        "[80,50,50]: each is above 0, and larger than the one before",
+        "schedule.milestones=[50,80]",
+    ),
+    (
+        "TC062",
+        {"schedule__kind": "milestones", "schedule__milestone_fractions": [0.5, 1.5]},
+        gpus(),
+        "between 0 and 1",
+        "schedule.milestone_fractions=[0.5]",
+    ),
+    (
+        "TC063",
+        {"schedule__kind": "plateau"},
+        gpus(),
+        "measured only at the end",
+        "training.evaluate_every_steps=5",
+    ),
+    (
+        "TC063",
+        {
+            "schedule__kind": "plateau",
+            "training__evaluate_every_steps": 5,
+            "training__evaluation_samples": 0,
+        },
+        gpus(),
+        "nothing is evaluated",
+        "training.evaluation_samples=64",
+    ),
+    (
+        "TC063",
+        {"schedule__kind": "plateau", "script": "own.py"},
+        gpus(),
+        "a program of your own trains here",
+        "another schedule",
+    ),
+    (
+        "TC064",
+        {"optimizer__lr_scaling": "linear", "training__global_batch_size": 16},
+        gpus(),
+        "needs optimizer.lr_scaling_batch_size",
+        "optimizer.lr_scaling_batch_size=16 leaves",
+    ),
     (
         "TC065",
         {
@@ -804,6 +858,7 @@ ERRORS = [
             {"gradients__centralize": True},
             {"gradients__adaptive_clipping": "mean"},
             {"stability__norm_spike_factor": 9.0},
+            {"stability__norm_limit": 9.0},
             {"stability__on_bad_loss": "rewind"},
             {"stability__on_bad_loss": "skip_step"},
         )
@@ -1000,6 +1055,12 @@ WARNINGS = [
         },
         cpus(),
         "in host memory already",
+    ),
+    (
+        "TC062",
+        {"schedule__kind": "milestones", "schedule__milestones": [50, 100, 200]},
+        gpus(),
+        "the run of 100 steps ends before [100,200]",
     ),
     ("TC099", {"training__tokens": 1000}, gpus(), "training.steps=null"),
 ]

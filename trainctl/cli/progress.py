@@ -139,7 +139,8 @@ def event_lines(event: Event) -> list[str]:
             passed_over = [f"checkpoint passed over: {problem}" for problem in event["passed_over"]]
             begins = ["the average of the weights begins here: the checkpoint has none"]
             average = begins if event.get("ema_begins") else []
-            return [*passed_over, f"{origin}: {size}, {text}", *_bad_text_lines(event), *average]
+            told = f"{origin}: {size}, {text}"
+            return [*passed_over, told, *_bad_text_lines(event), *average]
         case "corpus":
             return [printable(event["message"])]
         case "evaluation":
@@ -154,6 +155,12 @@ def event_lines(event: Event) -> list[str]:
             return [f"checkpoint at step {event['step']}: {event['path']}"]
         case "intervention":
             return [_intervention_line(event)]
+        case "plateau":
+            return [
+                f"step {event['step']}: in {event['evaluations_since']} evaluations the held-out "
+                f"loss was not below {number(event['best']):.4f}: the learning rate drops to "
+                f"{event['factor']:.3g} of its peak"
+            ]
         case "end" if event["reason"] == "no_improvement":
             by = f"more than {event['min_delta']:g} " if event.get("min_delta") else ""
             return [
@@ -217,6 +224,8 @@ def _intervention_line(event: Event) -> str:
     ranks = ", ".join(map(str, event["ranks"]))
     where = f" on rank {ranks}" if ranks else ""
     back = f" to step {event['to_step']}" if "to_step" in event else ""
+    if "lr_factor" in event:
+        back += f", learning rate x {event['lr_factor']:.3g} from there"
     first, end = event["samples"]
     return (
         f"step {event['step']}: {quantity} {number(event['value']):.6g}{limit}{where} "

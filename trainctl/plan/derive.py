@@ -19,7 +19,7 @@ from trainctl.config.schema import (
 )
 from trainctl.hardware import Hardware
 from trainctl.plan.batches import Batches, BatchPhase
-from trainctl.plan.schedule import Curve, decay_length, warmup_length
+from trainctl.plan.schedule import Curve, decay_length, floor_ratio, warmup_length
 from trainctl.plan.stages import blocks_of_stages
 from trainctl.plan.types import Batch, Derived, Mesh
 
@@ -224,6 +224,29 @@ def derive_stable_steps(
             " the checkpoint there is kept: a longer run can go on from it",
         ),
     )
+
+
+def derive_shape(
+    schedule: ScheduleConfig, total_steps: int, warmup_steps: int, batches: Batches
+) -> Reasons:
+    """What the schedule's kind settles where nobody typed it: its floor, and where it turns."""
+    found = []
+    if schedule.floor_ratio is None and schedule.kind is not ScheduleKind.constant:
+        floor, why = floor_ratio(schedule)
+        found.append(Derived(key="schedule.floor_ratio", value=floor, reason=why))
+    curve = Curve(
+        config=schedule, batches=batches, total_steps=total_steps, warmup_steps=warmup_steps
+    )
+    turns = {
+        "drop_steps": (curve.milestones, "lower from the update after each"),
+        "restart_steps": (curve.restarts, "at the peak in the update after each"),
+    }
+    found += [
+        Derived(key=key, value=list(steps), reason=f"schedule.kind={schedule.kind.value}, {why}")
+        for key, (steps, why) in turns.items()
+        if steps
+    ]
+    return tuple(found)
 
 
 def _whole_sequences(training: TrainingConfig, tokens: int, data: int) -> tuple[int, str]:

@@ -27,6 +27,7 @@ from trainctl.train.data import PackedDataset, TrainingData
 from trainctl.train.engine import Engine
 from trainctl.train.gradients import Gradients
 from trainctl.train.kernels import apply_kernels
+from trainctl.train.learning_rate import LearningRate
 from trainctl.train.mesh import ProcessMesh, join_mesh
 from trainctl.train.model import TORCH_TYPES, skeleton
 from trainctl.train.patience import Patience
@@ -57,7 +58,8 @@ class Session:
         gradients: Of each step, before its update.
         average: Of the weights, if the run keeps one.
         guard: Judges each step before its update.
-        norms: Of the last updates, that adaptive clipping follows.
+        norms: Of the last updates, and what the gradient is clipped at.
+        learning_rate: The schedule's, and what evaluations and rewinds make of it.
         replay: Steps that an earlier attempt has done already, to compare with.
         resumed_from: The checkpoint that this attempt goes on from, if any.
         passed_over: What is wrong with the newer ones.
@@ -79,6 +81,7 @@ class Session:
     average: WeightAverage | None
     guard: Guard
     norms: NormHistory
+    learning_rate: LearningRate
     shapes: dict[str, list[int]]
     wrapped_blocks: int
     replay: Replay
@@ -111,6 +114,7 @@ class Session:
         self.norms.restore(manifest.get("norms", []))
         if self.average is not None:
             self.average.restore(manifest.get("ema", {}))
+        self.learning_rate.restore(manifest.get("learning_rate", {}), rewound=rewound)
 
 
 def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
@@ -162,7 +166,8 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         gradients=Gradients(engine, state, process, config),
         average=average,
         guard=Guard(config.stability, norm_may_overflow=engine.loss_scale is not None),
-        norms=NormHistory(config.gradients),
+        norms=NormHistory.of(config),
+        learning_rate=LearningRate(plan),
         shapes=shapes,
         wrapped_blocks=wrapped,
         replay=Replay.of(run, plan, process, progress.step),

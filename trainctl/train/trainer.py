@@ -108,7 +108,7 @@ class Trainer:
                 "step",
                 step=progress.step,
                 loss=step.loss,
-                learning_rate=plan.config.optimizer.lr * step.factor,
+                learning_rate=plan.peak_lr * step.factor,
                 learning_rates=session.engine.learning_rates(),
                 grad_norm=step.grad_norm,
                 **step.extras(),
@@ -163,6 +163,9 @@ class Trainer:
                 **self._metrics,
                 unigram_entropy=session.corpus.unigram_entropy,
             )
+            dropped = session.learning_rate.see(loss, session.progress.step)
+            if dropped is not None:
+                self._record("plateau", step=session.progress.step, loss=loss, **dropped)
 
     def _held_out_loss(self) -> float | None:
         """With the weights that the model has now."""
@@ -238,6 +241,7 @@ class Trainer:
                     "stability": session.guard.state(),
                     "norms": session.norms.state(),
                     "ema": session.average.saved() if session.average is not None else {},
+                    "learning_rate": session.learning_rate.state(),
                     "corpus_digest": session.corpus.digest,
                     "shapes": session.shapes,
                     "multipliers": multipliers(config.model),
