@@ -12,7 +12,8 @@ from trainctl.errors import ExitCode
 from trainctl.launch.outcome import Outcome
 from trainctl.plan.mup import multipliers
 from trainctl.runs import checkpoints
-from trainctl.runs.directory import last_attempt, last_config, open_run
+from trainctl.runs.attempts import config_of
+from trainctl.runs.directory import last_attempt, open_run
 from trainctl.runs.status import State
 
 
@@ -30,7 +31,7 @@ def test_another_base_is_refused_and_leaves_the_run_as_it_was(
     paths = open_run(Path("runs/a"))
     folder = checkpoints.temporary_path(paths, 80)
     folder.mkdir(parents=True)
-    had = multipliers(last_config(paths).model)
+    had = multipliers(config_of(paths).model)
     facts = {"format": checkpoints.FORMAT, "step": 80, "files": [], "multipliers": had}
     checkpoints.write_manifest(folder, facts)
     checkpoints.commit(paths, 80)

@@ -29,6 +29,23 @@ SAVES = {"checkpoint__every_steps": 10}
 
 # Rule, changes, hardware, part of the message, part of the hint.
 ERRORS = [
+    (
+        "TC027",
+        {
+            "training__deterministic": True,
+            "launcher__environment": {"CUBLAS_WORKSPACE_CONFIG": ":0:0"},
+        },
+        gpus(8),
+        "environment sets CUBLAS_WORKSPACE_CONFIG, which training.deterministic=true",
+        "leave CUBLAS_WORKSPACE_CONFIG out",
+    ),
+    (
+        "TC027",
+        {"training__deterministic": True, "kernels__compile": "deepcompile"},
+        gpus(8),
+        "times and memory that it measures",
+        "kernels.compile=blocks",
+    ),
     ("TC001", {"parallelism__tensor": 4}, gpus(6), "4 does not divide the 6", "use 4 or 8"),
     ("TC001", {"parallelism__data": 3}, gpus(8), "has 8 devices", "parallelism.data=8"),
     ("TC003", {"parallelism__tensor": 8}, gpus(8), "num_attention_heads=4", "tensor=4"),

@@ -31,6 +31,16 @@ TargetAndOverrides = Annotated[
         autocompletion=complete_target,
     ),
 ]
+OfAttempt = Annotated[
+    int | None,
+    typer.Option(
+        "--attempt",
+        metavar="N",
+        min=1,
+        help="Of a run: as its attempt N was configured; else the newest that got going.",
+        show_default=False,
+    ),
+]
 ConfigDir = Annotated[
     Path | None,
     typer.Option(

@@ -166,12 +166,12 @@ def _wait_for_save(run: RunPaths, follower: EventFollower, since: tuple[int, int
 
 def _rows(run: RunPaths) -> list[dict[str, Any]]:
     """What `ls` shows of each folder; the path to a damaged one comes with what is wrong."""
+    from trainctl.runs.attempts import config_of
     from trainctl.runs.checkpoints import checkpoint_folders, list_checkpoints, verify
-    from trainctl.runs.directory import last_config
 
     infos = list_checkpoints(run)
     whole = {info.path: info for info in infos}
-    metric = last_config(run).checkpoint.best_of or "loss"
+    metric = config_of(run).checkpoint.best_of or "loss"
     scored = [info for info in infos if metric in info.metrics]
     best = min(scored, key=lambda info: info.metrics[metric]) if scored else None
     rows = []

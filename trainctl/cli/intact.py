@@ -51,14 +51,14 @@ def choose_checkpoint(run: RunPaths, meter: Meter, *, step: int | None, best: bo
 
 def _candidates(run: RunPaths, *, step: int | None, best: bool) -> list[Path]:
     """Folders to try in turn."""
+    from trainctl.runs.attempts import config_of
     from trainctl.runs.checkpoints import checkpoint_folders, list_checkpoints
-    from trainctl.runs.directory import last_config
 
     if step is not None:
         return [path for _, path in select(run, [step])]
     if not best:
         return [path for _, path in reversed(checkpoint_folders(run))]
-    metric = last_config(run).checkpoint.best_of or "loss"
+    metric = config_of(run).checkpoint.best_of or "loss"
     scored = [info for info in list_checkpoints(run) if metric in info.metrics]
     if not scored:
         raise TrainctlError(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainctl.cli.arguments import split_target
 from trainctl.cli.console import rich_console, say
-from trainctl.cli.planning import Planned, compose, plan
+from trainctl.cli.planning import Planned, compose_target, plan
 from trainctl.config.sweep import expand_sweep
 from trainctl.errors import TrainctlError
 
@@ -47,15 +48,18 @@ def compare_memory(
 ) -> list[Compared]:
     """Plan every combination of the values that the overrides list (`zero_stage=1,2,3`).
 
+    A recipe or a run may stand in front of them.
+
     Raises:
         TrainctlError: There is one configuration only, and it cannot be planned.
     """
-    points = expand_sweep(overrides)
+    target, rest = split_target(list(overrides))
+    points = expand_sweep(rest)
     compared = []
     for point in points:
         name = ", ".join(f"{key}={value}" for key, value in point.values.items())
         try:
-            composed = compose(point.overrides, config_dir)
+            composed = compose_target(target, point.overrides, config_dir)
             planned = plan(composed, exact=exact, calibrated=calibrated)
         except TrainctlError as error:
             if len(points) == 1:

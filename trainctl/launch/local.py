@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from trainctl.config.schema import Accelerator
+from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.hardware import Hardware
 from trainctl.hardware.health import preflight
 from trainctl.launch import program
 from trainctl.launch.agents import OneProcess
@@ -56,6 +57,11 @@ def render(start: Start) -> Rendered:
         port=plan.config.launcher.port,
     )
     return Rendered(command=command, commands=(node.argv,))
+
+
+def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
+    """What can be said without looking at a machine: nothing here."""
+    return []
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:

@@ -163,7 +163,7 @@ def leave_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
 
     Args:
         run: The run; its lock is held.
-        step: Of the checkpoint to go on from.
+        step: Of the checkpoint to go on from; 0 is the beginning.
         attempt: Number of the attempt that goes on from it.
 
     Returns:
@@ -175,6 +175,9 @@ def leave_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
             aside.append(path.rename(path.with_name(f"{path.name}.before-attempt-{attempt}")))
         elif number == step:
             _point(run, LATEST, path)
+    if not checkpoint_folders(run):
+        for pointer in (LATEST, BEST):
+            (run.checkpoints / pointer).unlink(missing_ok=True)
     sync_directory(run.checkpoints)
     return aside
 

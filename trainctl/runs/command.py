@@ -47,6 +47,7 @@ class AttemptCommand:
         port: Rendezvous port; None takes a free one.
         address: Of the first node, where the rendezvous is; None on a single node, and where an
             agent learns it when it is started.
+        hidden: Names of variables whose values are not written.
     """
 
     nodes: tuple[NodeCommand, ...]
@@ -57,14 +58,15 @@ class AttemptCommand:
     folder: str | None = None
     port: int | None = None
     address: str | None = None
+    hidden: tuple[str, ...] = ()
     schema: int = COMMAND_SCHEMA
 
 
 def command_record(command: AttemptCommand) -> dict[str, Any]:
-    """The command as it may be shown: without values of variables that name a secret."""
+    """The command as it may be shown: without values of variables that may be secrets."""
     record: dict[str, Any] = to_plain(command)
     for node in record["nodes"]:
-        node["environment"] = redact(node["environment"])
+        node["environment"] = redact(node["environment"], command.hidden)
     return record
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import RunConfig
-from trainctl.config.store import dump_config, load_config
+from trainctl.config.store import dump_config
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.types import RunPlan
 from trainctl.runs import provenance
@@ -207,12 +207,6 @@ def read_plan(path: Path) -> RunPlan:
         return from_plain(RunPlan, json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(path, error) from None
-
-
-def last_config(run: RunPaths) -> RunConfig:
-    """The configuration of the last attempt, or of the run if there was none."""
-    plan = run.attempt(last_attempt(run)).plan
-    return read_plan(plan).config if plan.is_file() else load_config(run.config)
 
 
 def _damaged(path: Path, why: object) -> TrainctlError:

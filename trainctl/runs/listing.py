@@ -151,6 +151,11 @@ def age_text(since: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def last_step(run: RunPaths) -> int:
+    """The step of the last `step` record: how far the run has come; 0 before the first."""
+    return _at(_last_step(run), int, "step") or 0
+
+
 def _last_step(run: RunPaths) -> dict[str, Any]:
     """The last `step` record near the end of the records; empty if there is none."""
     try:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from trainctl.errors import TrainctlError
 from trainctl.plan.types import RunPlan
 
 
@@ -76,6 +77,8 @@ def start_process(plan: RunPlan) -> Process:
     accelerator = get_accelerator()
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator.set_device(local_rank)
+    if plan.config.training.deterministic:
+        compute_deterministically()
     timeout = timedelta(seconds=plan.config.launcher.communication_timeout_seconds)
     deepspeed.init_distributed(
         dist_backend="gloo" if accelerator.device_name() == "cpu" else "nccl", timeout=timeout
@@ -86,6 +89,31 @@ def start_process(plan: RunPlan) -> Process:
         device=torch.device(accelerator.device_name(local_rank)),
         control=dist.new_group(backend="gloo", timeout=timeout),
         timeout=timeout,
+    )
+
+
+def compute_deterministically() -> None:
+    """Let torch take only algorithms that give the same bits each time, or raise where it has none.
+
+    What has to be in the environment before CUDA starts, launchers set (`plan.deterministic`).
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # times algorithms, and takes what was fastest today
+    # Else torch fills each buffer that nothing has been written to yet: time, and no other numbers.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def not_deterministic(error: RuntimeError) -> TrainctlError | None:
+    """What to say of an operation that torch has no deterministic algorithm for.
+
+    None if the error is about something else, or nobody asked for such algorithms.
+    """
+    message = str(error)
+    if "use_deterministic_algorithms" not in message:
+        return None
+    return TrainctlError(
+        f"training.deterministic=true: {message.partition(', but you set')[0]}",
+        hint="other kernels (kernels.*, model.attention), or training.deterministic=false",
     )
 
 

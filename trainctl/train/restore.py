@@ -45,7 +45,7 @@ def newest_intact(run: RunPaths, process: Process) -> Checkpoint | None:
         if passed_over:
             raise TrainctlError(
                 f"no checkpoint of the run is intact: {'; '.join(passed_over)}",
-                hint=f"to start from step 0 all the same, remove {run.checkpoints}",
+                hint=f"to begin anew all the same: trainctl resume {run.root} --from-start",
                 exit_code=ExitCode.run_state,
             )
         return None

@@ -187,7 +187,7 @@ def _engine_kind(plan: RunPlan) -> type[Engine]:
 def _newest(run: RunPaths, process: Process, corpus: Corpus) -> Checkpoint | None:
     """The checkpoint to go on from."""
     checkpoint = newest_intact(run, process)
-    if checkpoint is not None and checkpoint.manifest["corpus_digest"] != corpus.digest:
+    if checkpoint is not None and not corpus.is_that_of(checkpoint.manifest["corpus_digest"]):
         raise TrainctlError(
             f"{checkpoint.path.name} was trained on another corpus",
             hint="restore the files, or start a new run",

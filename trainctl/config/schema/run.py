@@ -15,6 +15,14 @@ class DataKind(Enum):
     files = "files"
 
 
+class OnBadText(Enum):
+    """What is done with text that cannot be decoded, and with lines that have none."""
+
+    error = "error"
+    replace = "replace"
+    skip = "skip"
+
+
 @dataclass
 class DataConfig:
     """The corpus: which files, which of them are held out, and their order."""
@@ -22,14 +30,27 @@ class DataConfig:
     kind: DataKind = option(
         DataKind.stdlib, "stdlib: source files of this Python's standard library; files: globs."
     )
-    paths: list[str] = option([], "files: globs of text (any suffix) and JSONL (.jsonl).")
+    paths: list[str] = option(
+        [],
+        "files: globs of text (any suffix) and JSONL (.jsonl); of a folder, its .jsonl, .md and "
+        ".txt files and those of the folders in it.",
+    )
     held_out_paths: list[str] = option(
-        [], "files: globs of the held-out files; empty holds out a share of `paths`."
+        [], "files: the same of the held-out files; empty holds out a share of `paths`."
     )
     held_out_fraction: float = option(
-        0.05, "Share of the files held out for evaluation.", minimum=0, maximum=0.5
+        0.05,
+        "Share of the files held out for evaluation; of a single file, of its documents, and of a "
+        "single document, of its end.",
+        minimum=0,
+        maximum=0.5,
     )
     text_key: str = option("text", "Key of the text in a JSONL object.")
+    on_bad_text: OnBadText = option(
+        OnBadText.error,
+        "Text that is not UTF-8: error ends the launch at its file and line; replace puts U+FFFD "
+        "in its place; skip leaves out its document, and JSONL lines without a text too.",
+    )
     max_bytes: int | None = option(
         None, "Read no more text than this, in file order; none reads all.", unit="bytes", minimum=1
     )
@@ -66,6 +87,11 @@ class TrainingConfig:
     """How long, how much at a time, and from which seed."""
 
     seed: int = option(1234, "Everything random is a function of it.", minimum=0)
+    deterministic: bool = option(
+        False,
+        "Compute every sum in a fixed order on GPUs too: slower, and an operation that cannot "
+        "ends the run. On a CPU it is so anyway.",
+    )
     steps: int | None = option(
         None,
         "Optimizer steps of the whole run; none derives it from tokens.",

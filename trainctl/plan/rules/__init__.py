@@ -11,6 +11,7 @@ from dataclasses import replace
 from trainctl.errors import Finding
 from trainctl.plan.rules import (
     batch,
+    deterministic,
     escape,
     kernels,
     layout,
@@ -51,6 +52,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC024", batch.warmup_fits_the_run),
     ("TC025", batch.schedule_is_defined),
     ("TC026", batch.batch_tokens_are_whole_sequences),
+    ("TC027", deterministic.sums_keep_their_order),
     ("TC030", zero.pipeline_partitions_no_gradients),
     ("TC031", zero.shards_clip_by_one_norm),
     ("TC032", zero.offload_has_its_stage),

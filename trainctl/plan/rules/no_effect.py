@@ -109,6 +109,7 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
             "stability.norm_spike_factor",
             "stability.z_loss",
             "training.batch_ramp",
+            "training.deterministic",
         ),
         lambda c: c.trains_itself,
         "trainctl's trainer: a program of your own does this itself",
@@ -412,9 +413,15 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
             "launcher.kubernetes_node_selector",
             "launcher.kubernetes_service_account",
             "launcher.kubernetes_python",
+            "launcher.kubernetes_secret",
         ),
         lambda c: c.launcher.kind is LauncherKind.kubernetes,
         "launcher=kubernetes",
+    ),
+    (
+        ("launcher.plain_environment",),
+        lambda c: bool(c.launcher.environment),
+        "launcher.environment",
     ),
     (
         ("launcher.min_nodes", "launcher.node_wait_seconds"),
