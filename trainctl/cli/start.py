@@ -14,7 +14,8 @@ import typer
 from trainctl.cli.console import go_on_without_reader, print_json, put, say
 from trainctl.cli.extend import compare_with_checkpoint
 from trainctl.cli.findings import findings_to_json, show_error, show_findings
-from trainctl.cli.planning import Planned, name_sources, plan, show_suggestions
+from trainctl.cli.planning import Planned, plan, show_suggestions
+from trainctl.cli.readiness import checkpoint_bytes, machine_findings
 from trainctl.errors import ExitCode, TrainctlError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def start_run(
 
     if not dry_run:
         go_on_without_reader()
-    planned = plan(composed, with_files=True)
+    planned = plan(composed, with_files=True, tokenize=True)
     made = _accept(planned, force=force, as_json=as_json)
     if dry_run:
         from trainctl.runs.layout import RunPaths
@@ -55,7 +56,7 @@ def start_run(
         return
     _check_machine(planned, made, run_dir or DEFAULT_ROOT)
     run = create_run(made.config, run_dir=run_dir, argv=sys.argv)
-    size = _checkpoint_bytes(planned)
+    size = checkpoint_bytes(planned)
     _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
@@ -90,12 +91,11 @@ def resume_run(
         TrainctlError: Not a run, in use, no checkpoint, or the plan is refused.
         typer.Exit: The run did not end well; carries its exit code.
     """
+    from trainctl.cli.intact import check_goes_on
     from trainctl.cli.standing import passed_over_findings
     from trainctl.config.diff import diff
     from trainctl.launch import program
-    from trainctl.plan.mup import check_multipliers
     from trainctl.runs.attempts import config_of, standing_attempt
-    from trainctl.runs.checkpoints import read_manifest
     from trainctl.runs.directory import open_run
     from trainctl.runs.lock import hold
 
@@ -114,17 +114,14 @@ def resume_run(
         elif checkpoint is None and not from_start:
             require_nothing_saved(run)
         folder = program.folder(composed.config, run)
-        planned = plan(composed, with_files=True, folder=folder)
+        planned = plan(composed, with_files=True, tokenize=True, folder=folder)
         _show_changes(diff(before, planned.composed.config), run, attempt or standing.number)
         if checkpoint is not None and _is_done(run, checkpoint, planned):
             return
         if checkpoint is not None and planned.assessment.plan is not None:
+            check_goes_on(planned.composed.config, checkpoint.path)
             compare_with_checkpoint(run, checkpoint, planned.assessment.plan)
         made = _accept(planned, force=force, as_json=as_json)
-        if checkpoint is not None:
-            check_multipliers(
-                made.config.model, checkpoint.path.name, read_manifest(checkpoint.path)
-            )
         say(_resuming(run, made, checkpoint, from_start=from_start))
         if dry_run:
             _show_start(planned, made, run, as_json=as_json)
@@ -132,7 +129,7 @@ def resume_run(
         _check_machine(planned, made, run.root)
         if from_start or (checkpoint is not None and step is not None):
             _leave_behind(run, step or 0)
-        size = _checkpoint_bytes(planned)
+        size = checkpoint_bytes(planned)
         _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
@@ -145,7 +142,7 @@ def require_nothing_saved(run: RunPaths) -> None:
     from trainctl.runs.checkpoints import examine
     from trainctl.runs.records import read_events
 
-    problems = [problem for _, problem in examine(run) if problem]
+    problems = [look.problem for look in examine(run) if look.problem]
     saved = [int(event["step"]) for event in read_events(run.events, "checkpoint")]
     if problems:
         what = f"no checkpoint of {run.root} is complete: {'; '.join(problems)}"
@@ -240,10 +237,7 @@ def _accept(planned: Planned, *, force: bool, as_json: bool) -> RunPlan:
 
 def _check_machine(planned: Planned, made: RunPlan, folder: Path) -> None:
     """Refuse to start where the machines are not what the plan needs, or no run could be kept."""
-    from trainctl.launch.choose import launcher
-
-    found = launcher(made.config).check(made, folder, _checkpoint_bytes(planned))
-    findings = name_sources(planned.composed, found)
+    findings = machine_findings(planned, made, folder)
     if any(finding.is_error for finding in findings):
         raise TrainctlError.from_findings(findings)
     show_findings(findings)
@@ -352,6 +346,7 @@ def _show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool
     from trainctl.config.codec import to_plain
     from trainctl.launch.choose import launcher
     from trainctl.launch.order import Start, cores
+    from trainctl.runs.command import command_record
     from trainctl.runs.directory import last_attempt
 
     attempt = run.attempt(last_attempt(run) + 1)
@@ -369,18 +364,11 @@ def _show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool
             "plan": to_plain(made),
             "budget": planned.assessment.budget.to_json(),
             "findings": findings_to_json(planned.findings),
-            "command": to_plain(rendered.command),
+            "command": command_record(rendered.command),
             "commands": [list(argv) for argv in rendered.commands],
             "files": dict(rendered.files),
         }
     )
-
-
-def _checkpoint_bytes(planned: Planned) -> int | None:
-    """Size of a checkpoint of trainctl's own, for which there must be space; None if unknown."""
-    budget = planned.assessment.budget
-    is_ours = planned.composed.config.trains_itself
-    return budget.checkpoint_bytes if budget is not None and is_ours else None
 
 
 def _checkpoint(run: RunPaths, step: int | None) -> CheckpointInfo | None:
@@ -390,12 +378,12 @@ def _checkpoint(run: RunPaths, step: int | None) -> CheckpointInfo | None:
     if step is not None:
         from trainctl.cli.intact import select
 
-        ((_, path),) = select(run, [step])
-        for info, problem in examine(run):
-            if info is not None and info.path == path:
-                return info
-            if problem.startswith(path.name):
-                raise TrainctlError(problem, exit_code=ExitCode.run_state)
+        ((_, path), *_) = select(run, [step])
+        look = next((look for look in examine(run) if look.step == step), None)
+        if look is not None and look.info is not None:
+            return look.info
+        problem = look.problem if look else f"{path.name} has the weights alone: no run goes on"
+        raise TrainctlError(problem, exit_code=ExitCode.run_state)
     checkpoint, passed_over = newest_checkpoint(run)
     for problem in passed_over:
         say(f"warning: checkpoint passed over: {problem}", style="warning")

@@ -220,7 +220,7 @@ def _checked(
     from trainctl.launch.choose import launcher
 
     try:
-        planned = plan(composing(), with_files=True, folder=folder)
+        planned = plan(composing(), with_files=True, folder=folder, tokenize=True)
         made = planned.assessment.plan
         errors = planned.errors_but_fit if force else planned.errors
         if made is None or errors:

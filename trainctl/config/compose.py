@@ -18,6 +18,7 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.extends import check_extends
 from trainctl.config.hf import FILLED, fill_from_directory
 from trainctl.config.layers import Layer, Stack
+from trainctl.config.literals import literal_secrets
 from trainctl.config.overrides import Choice, Overrides, read_overrides
 from trainctl.config.schema import GROUPS, ModelFamily, RunConfig
 from trainctl.config.suggest import first_line
@@ -149,9 +150,13 @@ def _finish(
         raise TrainctlError.from_findings(findings)
     if fill_model:
         findings += _fill_model(stack)
+    config = from_plain(RunConfig, stack.plain)
+    findings += [
+        finding.set_by(_last_source(stack, finding.key)) for finding in literal_secrets(config)
+    ]
     findings = list(dict.fromkeys(findings))  # a file that two others extend is read twice
     return Composed(
-        config=from_plain(RunConfig, stack.plain),
+        config=config,
         layers={key: tuple(layers) for key, layers in stack.layers.items()},
         findings=tuple(findings),
         overrides=tuple(overrides),
@@ -259,7 +264,10 @@ def _fill_model(stack: Stack) -> list[Finding]:
 
 
 def _last_source(stack: Stack, key: str) -> str:
-    return stack.layers[key][-1].source if key in stack.layers else ""
+    """What set a key; of a key inside a mapping that was set as a whole, what set that."""
+    while key and key not in stack.layers:
+        key = key.rpartition(".")[0]
+    return stack.layers[key][-1].source if key else ""
 
 
 def _differs(key: str, own: Any, read: Any, stack: Stack, source: str) -> Finding:

@@ -97,6 +97,13 @@ def _held(run: RunPaths, descriptor: int | None) -> AbstractContextManager[int]:
     if descriptor is not None:
         return adopt(run, descriptor)
     deadline = time.monotonic() + _PATIENCE_SECONDS
+    who = holder(run)
+    if who is not None:
+        print(
+            f"waiting for process {who.pid} on {who.host}, which holds {run.root}, for "
+            f"{_PATIENCE_SECONDS:.0f} s at most",
+            flush=True,
+        )
     while holder(run) is not None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return hold(run)

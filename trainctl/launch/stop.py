@@ -97,7 +97,7 @@ class Stop:
             run,
             stop_grace_seconds=launcher.stop_grace_seconds,
             interrupt_grace_seconds=launcher.interrupt_grace_seconds if saves else 0.0,
-            limit=TimeLimit(minutes, iter_events(run.events, "step", "checkpoint")),
+            limit=TimeLimit(minutes, iter_events(run.events, "step", "checkpoint", "weights")),
         )
 
     @property
@@ -246,7 +246,7 @@ class TimeLimit:
 
     def observe(self, event: Event) -> None:
         """Learn from a record."""
-        if event["event"] == "checkpoint":
+        if event["event"] in ("checkpoint", "weights"):
             self._longest_save = max(self._longest_save, event.get("seconds", 0.0))
         elif event["event"] == "step":
             last, self._last_step = self._last_step, event

@@ -98,7 +98,13 @@ class LauncherConfig:
     port: int | None = option(
         None, "Rendezvous port; none takes a free one.", minimum=1, maximum=65535
     )
-    environment: dict[str, str] = option({}, "Variables set for every rank.")
+    environment: dict[str, str] = option(
+        {},
+        "Variables set for every rank; `${oc.env:NAME}` is resolved at the start, never written.",
+    )
+    plain_environment: list[str] = option(
+        [], "Names (globs) of variables that are no secrets: their values may be written."
+    )
     forward_environment: list[str] = option(
         [
             "CUDA_VISIBLE_DEVICES",
@@ -202,3 +208,6 @@ class LauncherConfig:
     kubernetes_node_selector: dict[str, str] = option({}, "Labels that the nodes must have.")
     kubernetes_service_account: str | None = option(None, "Service account of the pods.")
     kubernetes_python: str = option("python", "The interpreter inside the image.")
+    kubernetes_secret: str | None = option(
+        None, "Secret of Kubernetes with the variables that `${oc.env:NAME}` names in a pod."
+    )
