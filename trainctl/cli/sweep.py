@@ -172,7 +172,7 @@ def _recorded(item: Left, record: Sweep) -> tuple[str, ...]:
     Raises:
         TrainctlError: They were not recorded, or hold a secret, which is never (exit code 5).
     """
-    from trainctl.runs.provenance import REDACTED
+    from trainctl.config.secrets import REDACTED
 
     overrides = record.runs[item.index] if item.index < len(record.runs) else ()
     if overrides and not any(REDACTED in text for text in overrides):
