@@ -112,7 +112,7 @@ def resume_run(
         if not composed.config.trains_itself:
             checkpoint = None
         elif checkpoint is None and not from_start:
-            _require_nothing_saved(run)
+            require_nothing_saved(run)
         folder = program.folder(composed.config, run)
         planned = plan(composed, with_files=True, tokenize=True, folder=folder)
         _show_changes(diff(before, planned.composed.config), run, attempt or standing.number)
@@ -133,7 +133,7 @@ def resume_run(
         _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
-def _require_nothing_saved(run: RunPaths) -> None:
+def require_nothing_saved(run: RunPaths) -> None:
     """Refuse to begin anew where checkpoints were saved, and none of them can be gone on from.
 
     Raises:
