@@ -92,6 +92,10 @@ def test_the_table_names_keys_of_the_schema_once():
             {"schedule__kind": "plateau"},
         ),
         ({"gradients__noise_decay": 1.0}, {"gradients__noise": 0.1}),
+        (
+            {"training__epochs": 2.0, "training__epoch_tokens": 50_000},
+            {"training__steps": None},
+        ),
         ({"training__tokens": 5000}, {"training__steps": None}),
         (
             {"activation_checkpointing__every_kth_block": 2},

@@ -298,6 +298,31 @@ ERRORS = [
         "schedule.milestone_fractions=[0.5]",
     ),
     (
+        "TC067",
+        {"training__steps": None, "training__epochs": 2.0},
+        gpus(),
+        "training.epochs=2: how many steps that is depends on the corpus, which has not been read",
+        "training.epoch_tokens=NUMBER, or trainctl launch",
+    ),
+    (
+        "TC067",
+        {
+            "training__steps": None,
+            "training__epochs": 2.0,
+            "data__factory": "own:text",
+        },
+        gpus(),
+        "only your own code knows",
+        "training.epoch_tokens=NUMBER",
+    ),
+    (
+        "TC067",
+        {"training__steps": None, "training__epochs": 2.0, "training__epoch_tokens": 2048},
+        gpus(),
+        "less than one sample of training.sequence_length=2048",
+        "more text",
+    ),
+    (
         "TC063",
         {"schedule__kind": "plateau"},
         gpus(),

@@ -153,6 +153,8 @@ def event_lines(event: Event) -> list[str]:
             return [line]
         case "checkpoint":
             return [f"checkpoint at step {event['step']}: {event['path']}"]
+        case "weights":
+            return [f"weights at step {event['step']}: {event['path']}"]
         case "intervention":
             return [_intervention_line(event)]
         case "plateau":
@@ -193,6 +195,13 @@ def event_lines(event: Event) -> list[str]:
             return [f"benchmark: all-reduce of all ranks {speed:.3g} GB/s", *slow]
         case "straggler":
             return [f"{'slow: ' if event['slow'] else ''}{account(event)}"]
+        case "stopping":
+            limit = event["within_seconds"]
+            within = "" if limit is None else f", within {limit:g} s"
+            return [
+                f"{event['reason']}: saves after this step and ends{within}; another signal ends "
+                "it at once"
+            ]
         case "waiting":
             missing = ", ".join(event["missing"]) or "their preflight"
             return [f"waiting for nodes: {event['there']} of {event['of']} answer, not {missing}"]

@@ -20,7 +20,6 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerConfig, TokenizerKind
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.mup import check_multipliers
 from trainctl.runs.atomic import sync_directory, write_json
 from trainctl.runs.processes import is_alive
 from trainctl.train.checkpoint import Checkpoint
@@ -97,7 +96,7 @@ def export(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
     source = Checkpoint(checkpoint, weights=weights)
-    check_multipliers(config.model, checkpoint.name, source.manifest)
+    source.check(config.model, {name: list(shape) for name, shape in shapes.items()})
     with _new_folder(out, total) as folder:
         shards = _split(shapes, dtype.itemsize, shard_bytes)
         done = 0
