@@ -50,8 +50,11 @@ def start_run(
     planned = plan(composed, with_files=True, tokenize=True)
     made = _accept(planned, force=force, as_json=as_json)
     if dry_run:
+        from trainctl.launch.choose import has_scheduler
         from trainctl.runs.layout import RunPaths
 
+        if has_scheduler(made.config):  # which is handed files, and looks at no machine
+            _check_machine(planned, made, run_dir or DEFAULT_ROOT)
         _show_start(planned, made, RunPaths(run_dir or Path("runs/NEW")), as_json=as_json)
         return
     _check_machine(planned, made, run_dir or DEFAULT_ROOT)
