@@ -52,6 +52,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         ("run", f"{steps}: {short_count(tokens)} tokens"),
     ]
     rows += [("weights", text) for text in _weights(config)]
+    rows += [("tokenizer", text) for text in _tokenizer(config)]
     rows += [("optimizer", line) for line in _groups(config)]
     rows += [("runs", program) for program in _users_code(config)]
     name = config.recipe or config.model.name
@@ -77,6 +78,21 @@ def _weights(config: RunConfig) -> Iterator[str]:
         yield f"of {model.path} at step 0; model.weights=random draws them from the seed instead"
     else:
         yield f"of {model.initial_weights} at step 0"
+
+
+def _tokenizer(config: RunConfig) -> Iterator[str]:
+    """Its ids, and what ends a document; nothing where its files cannot be read."""
+    from trainctl.config.special_tokens import tokenizer_facts
+    from trainctl.errors import TrainctlError
+
+    tokenizer = config.tokenizer
+    if not config.trains_itself:
+        return
+    try:
+        facts = tokenizer_facts(tokenizer)
+    except TrainctlError:  # a check of the files says so
+        return
+    yield f"{tokenizer.path or tokenizer.kind.value}: {facts.in_words()}"
 
 
 def _groups(config: RunConfig) -> Iterator[str]:

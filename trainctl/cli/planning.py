@@ -87,6 +87,7 @@ def plan(
     from trainctl.memory.traced import TracedModel
     from trainctl.planner.assess import assess
     from trainctl.planner.model_files import check_model_files
+    from trainctl.planner.tokenizer_files import check_tokenizer_files
 
     hardware = resolve_hardware(composed.config.hardware, calibrated=calibrated)
     assessment = assess(composed.config, hardware)
@@ -98,6 +99,7 @@ def plan(
     if with_files:
         found += missing_files(composed.config, folder)
         found += check_model_files(composed.config)
+        found += check_tokenizer_files(composed.config)
     return Planned(
         composed=composed,
         hardware=hardware,

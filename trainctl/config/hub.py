@@ -81,8 +81,7 @@ def _download(name: str, commit: str | None, patterns: tuple[str, ...], key: str
 
 def _not_here(name: str, why: str, key: str) -> TrainctlError:
     return TrainctlError(
-        f"{name} is no directory here, and cannot be fetched from the Hugging Face hub "
-        f"({why})",
+        f"{name} is no directory here, and cannot be fetched from the Hugging Face hub ({why})",
         hint=f"where there is a network: `hf download {name} --local-dir DIR` (`hf auth login` "
         f"first for models that ask for consent), then {key}=DIR",
         exit_code=ExitCode.bad_input,

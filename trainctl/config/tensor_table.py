@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
+from math import prod
 
 from trainctl.errors import TrainctlError
 
@@ -104,6 +105,10 @@ def _tensors(entry: str) -> Iterator[Tensor]:
     shape = () if sizes == "scalar" else tuple(map(int, sizes.split("x")))
     start, *rest = _RANGE.split(name)
     numbers = [range(int(a), int(b) + 1) for a, b in zip(rest[::3], rest[1::3], strict=True)]
+    if prod(map(len, numbers)) > MOST_TENSORS:
+        raise TrainctlError(
+            f"model.tensors: {entry!r} stands for more than {MOST_TENSORS:,} tensors"
+        )
     for chosen in product(*numbers):
         pieces = zip(map(str, chosen), rest[2::3], strict=True)
         yield start + "".join(number + text for number, text in pieces), shape
