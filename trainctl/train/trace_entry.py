@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
-    logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING)  # what the libraries say while they are imported
     from trainctl.train.trace import trace
 
     config = from_plain(RunConfig, asked["config"])
