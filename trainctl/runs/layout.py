@@ -71,6 +71,11 @@ class AttemptPaths:
         return self.root / "heartbeats" / f"rank-{rank}"
 
     @property
+    def preparation(self) -> Path:
+        """As the heartbeat of a rank, of what is done on the first node before there are ranks."""
+        return self.root / "heartbeats" / "preparation"
+
+    @property
     def profile(self) -> Path:
         return self.root / "profile"
 
