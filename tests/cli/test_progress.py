@@ -92,6 +92,24 @@ def test_evaluation_has_the_entropy_beside_it() -> None:
     assert line == ("evaluation at step 5: held-out loss 1.5000 (tokens' unigram entropy 3.2500)")
 
 
+def test_bad_text_is_counted_when_a_run_starts() -> None:
+    event = {
+        "event": "start",
+        "resumed_from": None,
+        "world_size": 2,
+        "num_parameters": 1000,
+        "train_tokens": 90_000,
+        "held_out_tokens": 10_000,
+        "passed_over": [],
+    }
+    assert len(event_lines(event)) == 1
+    where = "a\x1b.jsonl:7: byte 0xff is not UTF-8"
+    bad = {"replaced": 1, "skipped": 1200, "examples": [where]}
+    line = event_lines({**event, "bad_text": bad})[-1]
+    assert "1 documents repaired, 1,200 documents left out" in line
+    assert "\x1b" not in line and "jsonl:7" in line
+
+
 def test_a_sample_keeps_its_lines() -> None:
     assert event_lines({"event": "sample", "text": "def f():\n    x"}) == [
         "sampled text:",

@@ -98,6 +98,10 @@ def budget_lines(
         nvme = budget["nvme_bytes_per_node"]
         lines.append(f"NVMe of a node: {_number_format(nvme)(nvme)} GiB")
     lines.append(_disk_line(budget))
+    if budget["weights_only_bytes"]:
+        one, kept = budget["weights_only_bytes"], budget["weights_only_kept_bytes"]
+        number = _number_format(one)
+        lines.append(f"Weights alone on disk: {number(one)} GiB each, {number(kept)} GiB kept")
     return lines + [f"note: {note}" for note in budget["notes"]]
 
 

@@ -60,7 +60,7 @@ def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
         ("run", steps),
     ]
     most = GROUPS_IN_BRIEF if brief else GROUPS_SHOWN
-    rows += [("optimizer", line) for line in _groups(config, most)]
+    rows += [("optimizer", line) for line in _groups(plan, most)]
     rows += [("runs", program) for program in _users_code(config)]
     name = config.recipe or config.model.name
     lines = [f"Plan of {name}", *(f"  {label:<10}{text}" for label, text in rows)]
@@ -72,17 +72,19 @@ def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
     return lines
 
 
-def _groups(config: RunConfig, most: int) -> Iterator[str]:
+def _groups(plan: RunPlan, most: int) -> Iterator[str]:
     """The optimizer's parameter groups, with what they hold."""
     from trainctl.plan.groups import parameter_groups
 
+    config = plan.config
     if not config.trains_itself:
         return
     groups = parameter_groups(config)
     for group in groups[:most]:
+        peak = group.peak_lr(config) * plan.lr_scale
         yield (
             f"{group.name}: {len(group.parameters)} tensors,"
-            f" {short_count(group.elements)} parameters, peak lr {group.peak_lr(config):g},"
+            f" {short_count(group.elements)} parameters, peak lr {peak:g},"
             f" decay {group.weight_decay:g}"
         )
     if len(groups) > most:

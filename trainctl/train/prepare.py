@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from trainctl.config.schema import TrainingConfig
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.types import RunPlan
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
@@ -48,9 +50,9 @@ def prepare(
             hint=f"model.vocab_size={-(-tokenizer.vocab_size // 64) * 64}",
         )
     if config.data.factory is None:
-        corpus = build_corpus(config.data, tokenizer, _Progress(show), tell)
+        corpus = build_corpus(config.data, tokenizer, Progress(show), tell)
     else:
-        corpus = build_users_corpus(config.data, tokenizer, run.users_corpus, _Progress(show), tell)
+        corpus = build_users_corpus(config.data, tokenizer, run.users_corpus, Progress(show), tell)
     length = config.training.sequence_length
     if corpus.train.tokens <= length:
         raise TrainctlError(
@@ -58,6 +60,7 @@ def prepare(
             f"training.sequence_length={length}",
             hint="add text to data.paths, or shorten the sequence",
         )
+    _check_epoch(config.training, corpus)
     write_json(run.corpus, asdict(_as_before(corpus, run)))
 
 
@@ -83,6 +86,16 @@ def _as_before(corpus: Corpus, run: RunPaths) -> Corpus:
         )
     former = before.digest if before.format < corpus.format else before.former_digest
     return replace(corpus, former_digest=former)
+
+
+def _check_epoch(training: TrainingConfig, corpus: Corpus) -> None:
+    """The steps of the plan are passes over this text, and not over one of another length."""
+    if is_counted_in_epochs(training) and training.epoch_tokens != corpus.train.tokens:
+        raise TrainctlError(
+            f"training.epoch_tokens={training.epoch_tokens} says how long training.epochs is, but "
+            f"the corpus has {corpus.train.tokens} tokens to train on",
+            hint=f"training.epoch_tokens={corpus.train.tokens}, or leave it out: it is counted",
+        )
 
 
 def corpus_of(plan: RunPlan, run: RunPaths) -> Corpus:
@@ -113,11 +126,11 @@ def corpus_of(plan: RunPlan, run: RunPaths) -> Corpus:
     return again
 
 
-class _Progress:
+class Progress:
     """How many documents are tokenized: a plain line on stderr every few seconds, and shown more
     often."""
 
-    def __init__(self, show: Callable[[str], None]) -> None:
+    def __init__(self, show: Callable[[str], None] = lambda _: None) -> None:
         self._last = self._shown = time.monotonic()
         self._show = show
 
