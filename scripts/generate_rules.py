@@ -96,6 +96,8 @@ FOUND_ELSEWHERE = {
     "TC191": "A host without the network interface, or whose interface does not listen.",
     "TC192": "Hosts that cannot reach each other.",
     "TC194": "A host without the files of the user's code, or with other versions of them.",
+    "TC196": "A disk without space for a checkpoint.",
+    "TC197": "sbatch, srun or kubectl is missing where a run is handed over.",
     "TC193": "A variable that is set here and not forwarded to the hosts.",
     "TC200": "A DeepSpeed JSON that is no JSON.",
     "TC201": "A key that a DeepSpeed JSON gives twice; DeepSpeed refuses it.",

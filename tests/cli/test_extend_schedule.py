@@ -17,6 +17,7 @@ from trainctl.runs import checkpoints
 from trainctl.runs.directory import open_run, read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import MANIFEST
+from trainctl.runs.records import EventWriter
 from trainctl.runs.status import State
 
 WSD = [
@@ -170,3 +171,14 @@ def test_tokens_that_a_plan_miscounts_are_said(capsys: pytest.CaptureFixture[str
     assert "the 50 steps so far had other batches" in capsys.readouterr().err
     assert run([*resume, ramp]) == 0
     assert "had other batches" not in capsys.readouterr().err
+
+
+def test_samples_that_are_cut_otherwise_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    paths = launched()
+    save(paths, 80, samples=640)
+    with EventWriter(paths.events, 1) as events:
+        events.write("start", step=0, train_tokens=1_000_001)
+    assert run(["resume", "runs/a", "training.sequence_length=64"]) == 0
+    error = capsys.readouterr().err
+    assert "warning: training.sequence_length=64 cuts the text into 15,625 samples" in error
+    assert "is number 641 of pass 1" in error

@@ -1,4 +1,4 @@
-"""Secrets: which names stand for them, how they are refused, and what is shown of a command line."""
+"""Secrets: which names stand for them, how they are refused, and what is shown of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,20 @@ CANARY = "canary-9f3a"
 
 @pytest.mark.parametrize(
     "name",
-    "HF_TOKEN WANDB_API_KEY GITHUB_PAT AWS_ACCESS_KEY_ID DB_PASSWORD MY_AUTH SLURM_JWT apiKey "
-    "GOOGLE_APPLICATION_CREDENTIALS PGPASSWORD client_secret --auth-token".split(),
+    [
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "GITHUB_PAT",
+        "AWS_ACCESS_KEY_ID",
+        "DB_PASSWORD",
+        "MY_AUTH",
+        "SLURM_JWT",
+        "apiKey",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "PGPASSWORD",
+        "client_secret",
+        "--auth-token",
+    ],
 )
 def test_names_of_secrets_are_known(name: str) -> None:
     assert is_secret_name(name) and not is_plain_variable(name, ["*"])
@@ -31,8 +43,22 @@ def test_names_of_secrets_are_known(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    "tokens tokenizer text_key num_key_value_heads every_tokens eos_token eos_token_id PATH "
-    "TOKENIZERS_PARALLELISM PYTHONPATH MONKEY AUTHOR max_tokens experiment_key".split(),
+    [
+        "tokens",
+        "tokenizer",
+        "text_key",
+        "num_key_value_heads",
+        "every_tokens",
+        "eos_token",
+        "eos_token_id",
+        "PATH",
+        "TOKENIZERS_PARALLELISM",
+        "PYTHONPATH",
+        "MONKEY",
+        "AUTHOR",
+        "max_tokens",
+        "experiment_key",
+    ],
 )
 def test_names_that_only_look_alike_are_none(name: str) -> None:
     assert not is_secret_name(name)

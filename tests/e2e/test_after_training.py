@@ -24,6 +24,7 @@ def test_evaluate_sample_and_export_repeat_what_the_run_recorded(tmp_path):
         "launch", *TINY, "training.steps=4", "training.evaluate_every_steps=2",
         "checkpoint.every_steps=2", "training.sample_tokens=12", "zero_stage=3",
         "checkpoint.weights_only_every_steps=3",
+        "training.ema_decay=0.2",
         "--run-dir", "run",
         cwd=tmp_path,
     )  # fmt: skip
@@ -33,8 +34,9 @@ def test_evaluate_sample_and_export_repeat_what_the_run_recorded(tmp_path):
     assert found["checkpoint"] == "step-00000004" and found["samples"] == 4
     assert abs(found["loss"] - late["loss"]) < 1e-6
     assert found["unigram_entropy"] == late["unigram_entropy"]
-    found = as_json("evaluate", "run", "--step", "2", cwd=tmp_path)
-    assert abs(found["loss"] - early["loss"]) < 1e-6
+    found = as_json("evaluate", "run", "--step", "2", "--weights", "ema", cwd=tmp_path)
+    assert found["weights"] == "ema" and early["ema_loss"] != early["loss"]
+    assert abs(found["loss"] - early["ema_loss"]) < 1e-6
     more = as_json("evaluate", "run", "--best", "--samples", "9", cwd=tmp_path)
     assert more["samples"] == 9 and more["loss"] != found["loss"]
     assert more["checkpoint"] == "step-00000004"  # the later one has learnt more

@@ -73,6 +73,21 @@ Step = Annotated[
 Best = Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")]
 
 
+class Weights(StrEnum):
+    """Which weights of a checkpoint."""
+
+    raw = "raw"
+    ema = "ema"
+
+
+WhichWeights = Annotated[
+    Weights,
+    typer.Option(
+        "--weights", help="raw: those that are trained; ema: their average (training.ema_decay)."
+    ),
+]
+
+
 class Device(StrEnum):
     """Where a model runs outside training."""
 

@@ -69,6 +69,7 @@ def plan(
     composed: Composed,
     *,
     with_files: bool = False,
+    tokenize: bool = False,
     folder: Path | None = None,
     exact: bool = False,
     calibrated: bool = True,
@@ -77,15 +78,18 @@ def plan(
 
     Args:
         composed: The configuration.
+        tokenize: Read the corpus where the length of the run depends on it.
         with_files: Also look for the files that it names, as whoever starts from here must.
         folder: Where the user's own code is looked for; None is the current folder.
         exact: Trace the model for its budget, which imports torch.
         calibrated: Take what was measured on this machine, for hardware that is here.
     """
+    from trainctl.cli.epochs import count_epoch
     from trainctl.config.files import missing_files
     from trainctl.hardware import resolve_hardware
     from trainctl.planner.assess import assess
 
+    composed = count_epoch(composed, tokenize=tokenize)
     hardware = resolve_hardware(composed.config.hardware, calibrated=calibrated)
     assessment = assess(composed.config, hardware)
     traced = None

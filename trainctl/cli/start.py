@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from trainctl.cli.console import go_on_without_reader, print_json, put, say
-from trainctl.cli.extend import compare_schedules
+from trainctl.cli.extend import compare_with_checkpoint
 from trainctl.cli.findings import findings_to_json, show_error, show_findings
-from trainctl.cli.planning import Planned, name_sources, plan, show_suggestions
+from trainctl.cli.planning import Planned, plan, show_suggestions
+from trainctl.cli.readiness import checkpoint_bytes, machine_findings
 from trainctl.errors import ExitCode, TrainctlError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def start_run(
 
     if not dry_run:
         go_on_without_reader()
-    planned = plan(composed, with_files=True)
+    planned = plan(composed, with_files=True, tokenize=True)
     made = _accept(planned, force=force, as_json=as_json)
     if dry_run:
         from trainctl.runs.layout import RunPaths
@@ -55,7 +56,7 @@ def start_run(
         return
     _check_machine(planned, made, run_dir or DEFAULT_ROOT)
     run = create_run(made.config, run_dir=run_dir, argv=sys.argv)
-    size = _checkpoint_bytes(planned)
+    size = checkpoint_bytes(planned)
     _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
@@ -113,13 +114,13 @@ def resume_run(
         elif checkpoint is None and not from_start:
             _require_nothing_saved(run)
         folder = program.folder(composed.config, run)
-        planned = plan(composed, with_files=True, folder=folder)
+        planned = plan(composed, with_files=True, tokenize=True, folder=folder)
         _show_changes(diff(before, planned.composed.config), run, attempt or standing.number)
         if checkpoint is not None and _is_done(run, checkpoint, planned):
             return
         if checkpoint is not None and planned.assessment.plan is not None:
             check_goes_on(planned.composed.config, checkpoint.path)
-            compare_schedules(run, checkpoint, planned.assessment.plan)
+            compare_with_checkpoint(run, checkpoint, planned.assessment.plan)
         made = _accept(planned, force=force, as_json=as_json)
         say(_resuming(run, made, checkpoint, from_start=from_start))
         if dry_run:
@@ -128,7 +129,7 @@ def resume_run(
         _check_machine(planned, made, run.root)
         if from_start or (checkpoint is not None and step is not None):
             _leave_behind(run, step or 0)
-        size = _checkpoint_bytes(planned)
+        size = checkpoint_bytes(planned)
         _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
@@ -236,10 +237,7 @@ def _accept(planned: Planned, *, force: bool, as_json: bool) -> RunPlan:
 
 def _check_machine(planned: Planned, made: RunPlan, folder: Path) -> None:
     """Refuse to start where the machines are not what the plan needs, or no run could be kept."""
-    from trainctl.launch.choose import launcher
-
-    found = launcher(made.config).check(made, folder, _checkpoint_bytes(planned))
-    findings = name_sources(planned.composed, found)
+    findings = machine_findings(planned, made, folder)
     if any(finding.is_error for finding in findings):
         raise TrainctlError.from_findings(findings)
     show_findings(findings)
@@ -281,15 +279,16 @@ def _run_attempt(
                 )
             )
     _show_stragglers(run)
-    if outcome.exit_code:
-        _show_failure(run, made, outcome)
-        raise typer.Exit(outcome.exit_code)
-    if outcome.message:
+    if outcome.state is State.failed:
+        _show_failure(outcome)
+    elif outcome.message:
         say(outcome.message)
-    if not as_json:
+    if not as_json and not outcome.exit_code:
         put(f"run directory: {run.root}")
-    if outcome.state is State.stopped:
+    if outcome.state in (State.failed, State.stopped):
         _say_where_it_goes_on(run, made)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
 
 
 def _show_stragglers(run: RunPaths) -> None:
@@ -322,14 +321,13 @@ def _detach(
     say(f"detached: `trainctl runs attach {run.root}` shows it, `trainctl runs stop` ends it")
 
 
-def _show_failure(run: RunPaths, made: RunPlan, outcome: Outcome) -> None:
-    """How the attempt ended, the end of the log that tells more, and how to go on."""
+def _show_failure(outcome: Outcome) -> None:
+    """How the attempt ended, and the end of the log that tells more."""
     if outcome.log_tail:
         say(f"the end of {outcome.log}:")
         for line in outcome.log_tail:
             say(f"  {line}")
     show_error(outcome.message, outcome.hint)
-    _say_where_it_goes_on(run, made)
 
 
 def _say_where_it_goes_on(run: RunPaths, made: RunPlan) -> None:
@@ -371,13 +369,6 @@ def _show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool
             "files": dict(rendered.files),
         }
     )
-
-
-def _checkpoint_bytes(planned: Planned) -> int | None:
-    """Size of a checkpoint of trainctl's own, for which there must be space; None if unknown."""
-    budget = planned.assessment.budget
-    is_ours = planned.composed.config.trains_itself
-    return budget.checkpoint_bytes if budget is not None and is_ours else None
 
 
 def _checkpoint(run: RunPaths, step: int | None) -> CheckpointInfo | None:

@@ -74,18 +74,19 @@ _ALWAYS = re.compile(
 )
 """Words of a name that stand for nothing but a secret."""
 
-_NO_KEY_BEFORE = frozenset(
-    "CACHE CHAT COLUMN CONTENT DATA DATASET EXPERIMENT FIELD FOREIGN GROUP HOT ID IMAGE INPUT JSON LABEL "
-    "MESSAGE MESSAGES NUM OUTPUT PRIMARY PROMPT QUERY RESPONSE SAMPLE SHARD SORT TARGET TEXT "
-    "VALUE".split()
+_NO_KEY_BEFORE = re.compile(
+    r"CACHE|CHAT|COLUMN|CONTENT|DATA|DATASET|EXPERIMENT|FIELD|FOREIGN|GROUP|HOT|ID|"
+    r"IMAGE|INPUT|JSON|LABEL|MESSAGE|MESSAGES|NUM|OUTPUT|PRIMARY|PROMPT|QUERY|"
+    r"RESPONSE|SAMPLE|SHARD|SORT|TARGET|TEXT|VALUE"
 )
-_NO_KEY_AFTER = frozenset("DIM HEADS LENGTH NAME PADDING SIZE VALUE VALUES".split())
-_NO_TOKEN_BEFORE = frozenset(
-    "ADDED BOS CLS DOCUMENT END EOS EVERY FIRST IMAGE LAST MASK MAX MIN NEXT NUM PAD PER SEP "
-    "SPECIAL START UNK".split()
+_NO_KEY_AFTER = re.compile(r"DIM|HEADS|LENGTH|NAME|PADDING|SIZE|VALUE|VALUES")
+_NO_TOKEN_BEFORE = re.compile(
+    r"ADDED|BOS|CLS|DOCUMENT|END|EOS|EVERY|FIRST|IMAGE|LAST|MASK|MAX|MIN|NEXT|"
+    r"NUM|PAD|PER|SEP|SPECIAL|START|UNK"
 )
-_NO_TOKEN_AFTER = frozenset(
-    "BUDGET COUNT DIM DROP DROPOUT EMBEDDING EMBEDDINGS ID IDS LENGTH LIMIT LR SIZE TYPE".split()
+_NO_TOKEN_AFTER = re.compile(
+    r"BUDGET|COUNT|DIM|DROP|DROPOUT|EMBEDDING|EMBEDDINGS|ID|IDS|LENGTH|LIMIT|LR|"
+    r"SIZE|TYPE"
 )
 _REFERENCE = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*\}")
 
@@ -95,17 +96,19 @@ def is_secret_name(name: str) -> bool:
 
     >>> [is_secret_name(name) for name in ("HF_TOKEN", "apiKey", "SLURM_JWT", "--db-password")]
     [True, True, True, True]
-    >>> [is_secret_name(name) for name in ("tokenizer", "text_key", "num_key_value_heads", "tokens")]
-    [False, False, False, False]
+    >>> [is_secret_name(name) for name in ("tokenizer", "text_key", "num_key_value_heads")]
+    [False, False, False]
     """
     words = [word.upper() for word in _WORDS.findall(name)]
     for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
         if _ALWAYS.fullmatch(word):
             return True
         if word in ("KEY", "KEYS") and len(words) > 1:
-            if before not in _NO_KEY_BEFORE and after not in _NO_KEY_AFTER:
+            if not (_NO_KEY_BEFORE.fullmatch(before) or _NO_KEY_AFTER.fullmatch(after)):
                 return True
-        elif word == "TOKEN" and not (before in _NO_TOKEN_BEFORE or after in _NO_TOKEN_AFTER):
+        elif word == "TOKEN" and not (
+            _NO_TOKEN_BEFORE.fullmatch(before) or _NO_TOKEN_AFTER.fullmatch(after)
+        ):
             return True
     return False
 

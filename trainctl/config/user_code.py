@@ -34,6 +34,7 @@ TRAINERS_OWN = (
     "data",
     "gradients",
     "launcher.heartbeat_seconds",
+    "launcher.interrupt_grace_seconds",
     "launcher.slow_phase_seconds",
     "launcher.stop_grace_seconds",
     "launcher.straggler_factor",

@@ -95,6 +95,7 @@ def _offloaded_optimizer(engine: Engine, stage: Stage) -> dict[str, int]:
     return {
         "master_weights": master,
         "optimizer_states": int(engine.share(engine.moments(stage)) * offloaded),
+        "weight_average": engine.average_bytes * sum(shares),
         "master_gradients": sum(_pinned(engine, engine.master_bytes * share) for share in shares),
     } | staging
 
@@ -155,12 +156,12 @@ def nvme_bytes(plan: RunPlan, engine: Engine, stage: Stage) -> int:
 
 
 def checkpoint_bytes(plan: RunPlan, engine: Engine) -> int:
-    """One checkpoint: every parameter's master weights and moments once, and the manifest."""
+    """One checkpoint: each parameter's master weights, moments and average, and the manifest."""
     count = count_parameters(plan.config.model)
     whole = stages(plan.config.model)
     master = engine.master_bytes if engine.has_master else engine.weight_bytes
     return (
-        master * count.total
+        (master + engine.average_bytes) * count.total
         + sum(engine.moments(stage) for stage in whole)
         + CHECKPOINT_MANIFEST_BYTES * count.tensors
     )

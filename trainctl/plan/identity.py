@@ -50,7 +50,7 @@ _BESIDE_THE_FUNCTION = (
 """Keys of a transformers `config.json` that change nothing of what the weights compute."""
 
 
-BESIDE_THE_OPTIMIZER = frozenset({"master"})
+BESIDE_THE_OPTIMIZER = frozenset({"master", "average"})
 """States of a checkpoint that every optimizer has, or none."""
 
 OF_LONGER_CONTEXT = (

@@ -132,6 +132,14 @@ def _stability(value: Any) -> bool:
     )
 
 
+def _learning_rate(value: Any) -> bool:
+    """What evaluations and rewinds made of the schedule."""
+    if type(value) is not dict:
+        return False
+    numbers = [value[name] for name in ("cut", "drops") if name in value]
+    return all(map(_number, numbers)) and _PATIENCE(value.get("patience", {}))
+
+
 def _model(value: Any) -> bool:
     return (
         type(value) is dict
@@ -139,6 +147,8 @@ def _model(value: Any) -> bool:
         and _text(value.get("sha256"))
     )
 
+
+_PATIENCE = _either_none_or("best", "best_step", "evaluations_since")
 
 _FIELDS: dict[str, Check] = {
     "format": lambda value: _count(value) and value > 0,
@@ -158,11 +168,13 @@ _OPTIONAL: dict[str, Check] = {
     "trainctl": _text,
     "attempt": _count,
     "kept_for": _text,
-    "patience": _either_none_or("best", "best_step", "evaluations_since"),
+    "patience": _PATIENCE,
     "layout": _named(_count),
     "loss_scale": _either_none_or("cur_scale"),
     "stability": _stability,
     "norms": _many(_number),
+    "ema": _either_none_or("steps"),
+    "learning_rate": _learning_rate,
     "multipliers": lambda value: bool(value) and _either_none_or("output", "attention")(value),
 }
 

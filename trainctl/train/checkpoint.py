@@ -29,7 +29,7 @@ from trainctl.plan.identity import (
 from trainctl.runs.manifest import read_manifest
 from trainctl.train.optimizers.partitioned import Side
 from trainctl.train.shards import Shard, read_shard, read_whole
-from trainctl.train.state import MASTER, Fragment, OptimizerState
+from trainctl.train.state import AVERAGE, MASTER, Fragment, OptimizerState
 
 
 @dataclass(slots=True)
@@ -50,17 +50,30 @@ class Progress:
 class Checkpoint:
     """A committed checkpoint, read by ranges.
 
-    Also a source of weights: the master weights under their canonical names.
+    Also a source of weights: the master weights under their canonical names, or their average.
 
     Args:
         path: Its folder.
         passed_over: What is wrong with the newer ones that it is read instead of.
+        weights: Which weights `read` gives: `MASTER` or `AVERAGE`.
+
+    Raises:
+        TrainctlError: It has no average, and that is asked for.
     """
 
-    def __init__(self, path: Path, passed_over: Sequence[str] = ()) -> None:
+    def __init__(
+        self, path: Path, passed_over: Sequence[str] = (), *, weights: str = MASTER
+    ) -> None:
         self.path = path
+        self._weights = weights
         self.passed_over = tuple(passed_over)
         self.manifest = read_manifest(path)
+        if weights == AVERAGE and not self.has_average:
+            raise TrainctlError(
+                f"{path.name} has no average of the weights",
+                hint="--weights raw; training.ema_decay keeps one from the next attempt on",
+                exit_code=ExitCode.run_state,
+            )
         self._fragments: dict[str, dict[Shard, list[dict[str, Any]]]] = {}
         for fragment in self.manifest["fragments"]:
             name = fragment["parameter"]
@@ -68,6 +81,11 @@ class Checkpoint:
             shard = Shard(*fragment["shard"]) if "shard" in fragment else whole
             self._fragments.setdefault(name, {}).setdefault(shard, []).append(fragment)
         self._open: dict[str, Any] = {}
+
+    @property
+    def has_average(self) -> bool:
+        """Whether it holds the moving average of the weights."""
+        return AVERAGE in self.manifest["states"]
 
     @property
     def progress(self) -> Progress:
@@ -106,10 +124,11 @@ class Checkpoint:
     @property
     def was_updated(self) -> bool:
         """Whether it is of a time after the first update, and has its optimizer's states."""
-        return len(self.manifest["states"]) > 1 or bool(self.manifest["scalars"])
+        states = set(self.manifest["states"]) - BESIDE_THE_OPTIMIZER
+        return bool(states) or bool(self.manifest["scalars"])
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
-        """Elements [start, end) of a parameter's master weights."""
+        """Elements [start, end) of a parameter's weights."""
         saved = self.manifest["shapes"].get(name)
         if saved != list(shape):
             raise TrainctlError(
@@ -117,10 +136,13 @@ class Checkpoint:
                 hint="a run's model cannot change; start a new run",
                 exit_code=ExitCode.run_state,
             )
-        return self._read(name, MASTER, start, end)
+        return self._read(name, self._weights, start, end)
 
     def load_into(self, state: OptimizerState) -> None:
-        """Fill the master weights and every optimizer state that this rank holds."""
+        """Fill the master weights and every optimizer state that this rank holds.
+
+        An average that the checkpoint does not have begins at its master weights.
+        """
         fragments: dict[int, list[Fragment]] = defaultdict(list)
         for fragment in state.fragments:
             fragments[fragment.tensor].append(fragment)
@@ -140,8 +162,9 @@ class Checkpoint:
         shard = fragment.shard or Shard.whole(torch.Size(self.manifest["shapes"][fragment.name]))
         for name in (MASTER, *names):
             target = fragment.of(state.tensor(fragment.tensor, name))
+            source = MASTER if name == AVERAGE and not self.has_average else name
             values = read_shard(
-                partial(self._read, fragment.name, name), shard, fragment.start, end
+                partial(self._read, fragment.name, source), shard, fragment.start, end
             )
             target.copy_(values.view(target.shape))
 

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from trainctl.config.schema import TrainingConfig
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.types import RunPlan
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
@@ -41,9 +43,9 @@ def prepare(plan: RunPlan, run: RunPaths, tell: Callable[[str], None] = say) -> 
             hint=f"model.vocab_size={-(-tokenizer.vocab_size // 64) * 64}",
         )
     if config.data.factory is None:
-        corpus = build_corpus(config.data, tokenizer, _Progress(), tell)
+        corpus = build_corpus(config.data, tokenizer, Progress(), tell)
     else:
-        corpus = build_users_corpus(config.data, tokenizer, run.users_corpus, _Progress(), tell)
+        corpus = build_users_corpus(config.data, tokenizer, run.users_corpus, Progress(), tell)
     length = config.training.sequence_length
     if corpus.train.tokens <= length:
         raise TrainctlError(
@@ -51,6 +53,7 @@ def prepare(plan: RunPlan, run: RunPaths, tell: Callable[[str], None] = say) -> 
             f"training.sequence_length={length}",
             hint="add text to data.paths, or shorten the sequence",
         )
+    _check_epoch(config.training, corpus)
     write_json(run.corpus, asdict(_as_before(corpus, run)))
 
 
@@ -76,6 +79,16 @@ def _as_before(corpus: Corpus, run: RunPaths) -> Corpus:
         )
     former = before.digest if before.format < corpus.format else before.former_digest
     return replace(corpus, former_digest=former)
+
+
+def _check_epoch(training: TrainingConfig, corpus: Corpus) -> None:
+    """The steps of the plan are passes over this text, and not over one of another length."""
+    if is_counted_in_epochs(training) and training.epoch_tokens != corpus.train.tokens:
+        raise TrainctlError(
+            f"training.epoch_tokens={training.epoch_tokens} says how long training.epochs is, but "
+            f"the corpus has {corpus.train.tokens} tokens to train on",
+            hint=f"training.epoch_tokens={corpus.train.tokens}, or leave it out: it is counted",
+        )
 
 
 def corpus_of(plan: RunPlan, run: RunPaths) -> Corpus:
@@ -106,7 +119,7 @@ def corpus_of(plan: RunPlan, run: RunPaths) -> Corpus:
     return again
 
 
-class _Progress:
+class Progress:
     """A plain line on stderr every few seconds of tokenizing."""
 
     def __init__(self) -> None:

@@ -18,6 +18,7 @@ from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.train import build
+from trainctl.train.average import WeightAverage
 from trainctl.train.checkpoint import Checkpoint, CheckpointWeights, Progress
 from trainctl.train.clipping import NormHistory
 from trainctl.train.corpus import Corpus
@@ -25,6 +26,7 @@ from trainctl.train.data import PackedDataset, TrainingData
 from trainctl.train.engine import Engine
 from trainctl.train.gradients import Gradients
 from trainctl.train.kernels import apply_kernels
+from trainctl.train.learning_rate import LearningRate
 from trainctl.train.mesh import ProcessMesh, join_mesh
 from trainctl.train.model import TORCH_TYPES, skeleton
 from trainctl.train.patience import Patience
@@ -53,8 +55,10 @@ class Session:
         shapes: Of every parameter, by canonical name.
         wrapped_blocks: Decoder blocks whose activations are recomputed.
         gradients: Of each step, before its update.
+        average: Of the weights, if the run keeps one.
         guard: Judges each step before its update.
-        norms: Of the last updates, that adaptive clipping follows.
+        norms: Of the last updates, and what the gradient is clipped at.
+        learning_rate: The schedule's, and what evaluations and rewinds make of it.
         replay: Steps that an earlier attempt has done already, to compare with.
         resumed_from: The checkpoint that this attempt goes on from, if any.
         passed_over: What is wrong with the newer ones.
@@ -73,8 +77,10 @@ class Session:
     progress: Progress
     patience: Patience
     gradients: Gradients
+    average: WeightAverage | None
     guard: Guard
     norms: NormHistory
+    learning_rate: LearningRate
     shapes: dict[str, list[int]]
     wrapped_blocks: int
     replay: Replay
@@ -84,6 +90,13 @@ class Session:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def average_begins(self) -> bool:
+        """Whether the run keeps an average that the checkpoint it goes on from does not have."""
+        if self.average is None or self.resumed_from is None:
+            return False
+        return self.average.steps == 0 and self.progress.step > 0
 
     def restore(self, manifest: Mapping[str, Any], *, rewound: bool = False) -> None:
         """Go on from what a checkpoint says of the run, besides weights, states and position.
@@ -98,6 +111,9 @@ class Session:
         )
         self.guard.restore(manifest.get("stability", {}), rewound=rewound)
         self.norms.restore(manifest.get("norms", []))
+        if self.average is not None:
+            self.average.restore(manifest.get("ema", {}))
+        self.learning_rate.restore(manifest.get("learning_rate", {}), rewound=rewound)
 
 
 def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
@@ -127,6 +143,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     apply_kernels(model, config.kernels)
     engine = _engine_kind(plan)(plan, process, mesh, model, pieces)
     state = OptimizerState(engine)
+    average = _average(plan, engine, state)
     if checkpoint is not None:
         checkpoint.check_states(set().union(*process.gather(state.all_names())))
         checkpoint.load_into(state)
@@ -147,8 +164,10 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         progress=progress,
         patience=Patience(config.training.stop_patience, min_delta=config.training.stop_min_delta),
         gradients=Gradients(engine, state, process, config),
+        average=average,
         guard=Guard(config.stability, norm_may_overflow=engine.loss_scale is not None),
-        norms=NormHistory(config.gradients),
+        norms=NormHistory.of(config),
+        learning_rate=LearningRate(plan),
         shapes=shapes,
         wrapped_blocks=wrapped,
         replay=Replay.of(run, plan, process, progress.step),
@@ -182,6 +201,14 @@ def _engine_kind(plan: RunPlan) -> type[Engine]:
     if plan.mesh.pipeline > 1:
         return PipelineEngine
     return ZenFlowEngine if plan.config.offload.zenflow else Engine
+
+
+def _average(plan: RunPlan, engine: Engine, state: OptimizerState) -> WeightAverage | None:
+    training = plan.config.training
+    if training.ema_decay is None:
+        return None
+    every = training.ema_every_steps
+    return WeightAverage(engine, state, decay=training.ema_decay, every_steps=every)
 
 
 def _newest(run: RunPaths, process: Process, corpus: Corpus) -> Checkpoint | None:

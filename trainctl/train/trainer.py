@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict
 
 from trainctl.errors import TrainctlError
+from trainctl.plan.average import METRIC
 from trainctl.plan.identity import description
 from trainctl.plan.mup import multipliers
 from trainctl.plan.precision import formats
@@ -15,6 +16,7 @@ from trainctl.runs import checkpoints
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, pending_requests, withdraw_request
+from trainctl.train.ahead import BatchesAhead
 from trainctl.train.evaluation import evaluate, inference, sample_text
 from trainctl.train.model import TORCH_TYPES
 from trainctl.train.phase_memory import PhaseMemory
@@ -81,12 +83,18 @@ class Trainer:
             "model": description(config.model, session.shapes),
             "multipliers": multipliers(config.model),
         }
-        self._stepper = Stepper(session, self._record, self._before_rewind)
+        self._batches = BatchesAhead(
+            session.training,
+            session.plan.batches.at,
+            stop_step=session.plan.stop_step,
+            device=session.process.device,
+        )
+        self._stepper = Stepper(session, self._batches, self._record, self._before_rewind)
         self._best = self._best_so_far()
 
     def train(self) -> None:
         """Run the loop: step, evaluate, save, until the plan's stopping step or a request."""
-        with self._profiler:
+        with self._profiler, self._batches:
             self._train()
 
     def _train(self) -> None:
@@ -115,7 +123,7 @@ class Trainer:
                 "step",
                 step=progress.step,
                 loss=step.loss,
-                learning_rate=plan.config.optimizer.lr * step.factor,
+                learning_rate=plan.peak_lr * step.factor,
                 learning_rates=session.engine.learning_rates(),
                 grad_norm=step.grad_norm,
                 **step.extras(),
@@ -158,6 +166,28 @@ class Trainer:
 
     def _evaluate(self) -> None:
         session = self._session
+        loss = self._held_out_loss()
+        if loss is not None:
+            self._metrics = {"loss": loss}
+            if session.average is not None:
+                with session.average.in_place():
+                    of_average = self._held_out_loss()
+                assert of_average is not None
+                self._metrics[METRIC] = of_average
+            session.patience.see(loss, session.progress.step)
+            self._record(
+                "evaluation",
+                step=session.progress.step,
+                **self._metrics,
+                unigram_entropy=session.corpus.unigram_entropy,
+            )
+            dropped = session.learning_rate.see(loss, session.progress.step)
+            if dropped is not None:
+                self._record("plateau", step=session.progress.step, loss=loss, **dropped)
+
+    def _held_out_loss(self) -> float | None:
+        """With the weights that the model has now."""
+        session = self._session
         with self._times.host_part("evaluation"), inference(session.engine.deepspeed):
             loss = evaluate(
                 session.engine.score,
@@ -170,15 +200,7 @@ class Trainer:
                 progress=lambda *_: self._beat(Phase.evaluate),
             )
         self._beat(Phase.step)
-        if loss is not None:
-            self._metrics = {"loss": loss}
-            session.patience.see(loss, session.progress.step)
-            self._record(
-                "evaluation",
-                step=session.progress.step,
-                loss=loss,
-                unigram_entropy=session.corpus.unigram_entropy,
-            )
+        return loss
 
     def _decide(self, last: bool) -> tuple[bool, bool]:
         """Whether to save and whether to stop now: the same on all ranks, by one all-reduce.
@@ -238,6 +260,8 @@ class Trainer:
                     "loss_scale": scale.state() if scale is not None else {},
                     "stability": session.guard.state(),
                     "norms": session.norms.state(),
+                    "ema": session.average.saved() if session.average is not None else {},
+                    "learning_rate": session.learning_rate.state(),
                     "corpus_digest": session.corpus.digest,
                     "shapes": session.shapes,
                     **self._origin,
@@ -307,7 +331,9 @@ class Trainer:
             held_out_tokens=session.corpus.held_out.tokens,
             unigram_entropy=session.corpus.unigram_entropy,
             resumed_from=resumed_from.name if resumed_from else None,
+            ema_begins=session.average_begins,
             passed_over=session.passed_over,
+            **({"bad_text": session.corpus.bad_text} if session.corpus.bad_text else {}),
         )
 
     def _precision_record(self, step: Step) -> dict[str, object]:

@@ -94,12 +94,23 @@ class TrainingConfig:
     )
     steps: int | None = option(
         None,
-        "Optimizer steps of the whole run; none derives it from tokens.",
+        "Optimizer steps of the whole run; none derives it from tokens or epochs.",
         unit="optimizer steps",
         minimum=0,
     )
     tokens: int | None = option(
         None, "Token budget of the whole run, if steps is none.", unit="tokens", minimum=1
+    )
+    epochs: float | None = option(
+        None,
+        "Passes over the training text in the whole run, if neither steps nor tokens is given.",
+        above=0,
+    )
+    epoch_tokens: int | None = option(
+        None,
+        "Length of the training text, for epochs; none has it counted when the run is launched.",
+        unit="tokens",
+        minimum=1,
     )
     stop_after_steps: int | None = option(
         None,
@@ -149,6 +160,20 @@ class TrainingConfig:
     evaluation_samples: int = option(
         64, "Held-out sequences in an evaluation; 0 switches it off.", unit="sequences", minimum=0
     )
+    ema_decay: float | None = option(
+        None,
+        "Keep a moving average of the weights, of which each update leaves this share; at the "
+        "start less: (1 + t) / (10 + t) at update t.",
+        above=0,
+        maximum=0.9999999,
+    )
+    ema_every_steps: int = option(
+        1,
+        "Updates of the weights from one update of their average to the next; those that were "
+        "skipped do not count.",
+        unit="optimizer steps",
+        minimum=1,
+    )
     stop_patience: int | None = option(
         None,
         "End the run after so many evaluations in a row without a lower held-out loss.",
@@ -182,7 +207,9 @@ class CheckpointConfig:
     )
     keep: int = option(3, "Complete checkpoints kept, the newest first.", minimum=1)
     best_of: str | None = option(
-        None, "Also keep the best by this metric of an evaluation ('loss': smaller is better)."
+        None,
+        "Also keep the best by this metric of an evaluation: loss, or ema_loss with "
+        "training.ema_decay; smaller is better.",
     )
     at_end: bool = option(True, "Save when the launch ends in good order.")
     asynchronous: bool = option(

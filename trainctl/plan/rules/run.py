@@ -13,12 +13,13 @@ from trainctl.config.schema import (
     TokenizerKind,
 )
 from trainctl.errors import Finding
+from trainctl.plan import average
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples, warning
 
 BYTE_VOCABULARY = 257
 """256 bytes and the end of document."""
 
-METRICS = ("loss",)
+METRICS = ("loss", average.METRIC)
 """What an evaluation measures."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -122,12 +123,32 @@ def data_has_its_files(draft: Draft) -> Iterator[Finding]:
 def best_is_measured(draft: Draft) -> Iterator[Finding]:
     """The best checkpoint is chosen by a metric of the evaluation."""
     best_of = draft.config.checkpoint.best_of
-    if best_of is not None and best_of not in METRICS:
+    if best_of == average.METRIC and draft.config.training.ema_decay is None:
+        yield error(
+            "checkpoint.best_of",
+            f"checkpoint.best_of={best_of} is of the average of the weights, and none is kept",
+            "training.ema_decay=0.999",
+        )
+    elif best_of is not None and best_of not in METRICS:
         yield error(
             "checkpoint.best_of",
             f"checkpoint.best_of={best_of} is no metric of an evaluation",
             f"checkpoint.best_of={METRICS[0]}",
         )
+
+
+def average_can_be_kept(draft: Draft) -> Iterator[Finding]:
+    """The average of the weights lies beside fp32 master weights, and changes places with them."""
+    config = draft.config
+    hindrance = average.why_not(config) if config.trains_itself else None
+    if config.training.ema_decay is None or hindrance is None:
+        return
+    setting, why = hindrance
+    yield error(
+        "training.ema_decay",
+        f"training.ema_decay={config.training.ema_decay:g} with {setting}: {why}",
+        f"leave {setting.partition('=')[0]} out, or training.ema_decay=null",
+    )
 
 
 def weights_are_saved_before_the_end(draft: Draft) -> Iterator[Finding]:
