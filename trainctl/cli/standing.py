@@ -58,7 +58,7 @@ def _edited(run: RunPaths) -> list[Finding]:
         f"{run.config} was edited after the run was made, which has no effect: "
         f"{changes_text(changes)}"
     )
-    return [_warning(EDITED, message, f"{hint} {' '.join(shown)}")]
+    return [_warning(EDITED, message, f"{hint} {overrides}")]
 
 
 def _failed(run: RunPaths, standing: Standing) -> list[Finding]:
