@@ -106,7 +106,7 @@ def test_bad_text_is_counted_when_a_run_starts() -> None:
     where = "a\x1b.jsonl:7: byte 0xff is not UTF-8"
     bad = {"replaced": 1, "skipped": 1200, "examples": [where]}
     line = event_lines({**event, "bad_text": bad})[-1]
-    assert "1 documents repaired, 1,200 documents left out" in line
+    assert "1 document repaired, 1,200 documents left out" in line
     assert "\x1b" not in line and "jsonl:7" in line
 
 

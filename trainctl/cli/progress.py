@@ -248,7 +248,7 @@ def _bad_text_lines(event: Event) -> list[str]:
     if not bad:
         return []
     did = [
-        f"{bad[name]:,} documents {words}"
+        f"{bad[name]:,} document{'s' if bad[name] > 1 else ''} {words}"
         for name, words in (("replaced", "repaired"), ("skipped", "left out"))
         if bad[name]
     ]
