@@ -10,9 +10,9 @@ import yaml
 
 from trainctl.cli.arguments import split_target
 from trainctl.cli.main import run
-from trainctl.cli.planning import compose
+from trainctl.cli.planning import compose, plan
 from trainctl.errors import ExitCode
-from trainctl.runs.directory import create_run
+from trainctl.runs.directory import create_run, new_attempt, open_run
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,54 @@ def test_show_takes_overrides_a_recipe_or_a_run(
     assert yaml.safe_load(output(capsys, "show", "tiny", "optimizer.lr=1e-4")) == typed
     assert yaml.safe_load(output(capsys, "show", run_directory)) == typed
     assert json.loads(output(capsys, "show", run_directory, "--json")) == typed
+
+
+def test_a_run_is_shown_as_its_last_attempt_has_it_and_edits_are_named(
+    run_directory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = open_run(Path(run_directory))
+    for lr in ("1e-4", "2e-4"):
+        made = plan(compose(["recipe=tiny", f"optimizer.lr={lr}"], None)).assessment.plan
+        assert made is not None
+        new_attempt(paths, made)
+    assert yaml.safe_load(output(capsys, "show", run_directory))["optimizer"]["lr"] == 2e-4
+    first = (run_directory, "--attempt", "1")
+    assert yaml.safe_load(output(capsys, "show", *first))["optimizer"]["lr"] == 1e-4
+    folder = f"{run_directory}/attempts/1"
+    assert yaml.safe_load(output(capsys, "show", folder))["optimizer"]["lr"] == 1e-4
+    shown = json.loads(output(capsys, "deepspeed", run_directory))["optimizer"]["params"]["lr"]
+    assert shown == 2e-4
+    answer = json.loads(output(capsys, "why", "optimizer.lr", run_directory, "--json"))
+    assert answer["value"] == 2e-4
+    assert answer["layers"][-1]["source"] == "attempt 2 of the run"
+    (change,) = json.loads(
+        output(capsys, "diff", run_directory, run_directory, "--json", *first[1:])
+    )
+    assert (change["key"], change["left"], change["right"]) == ("optimizer.lr", 1e-4, 2e-4)
+    # Nobody reads config.yaml any more, so whoever edited it is told.
+    text = paths.config.read_text()
+    paths.config.write_text(text.replace("lr: 0.0001", "lr: 0.5"))
+    for arguments in (["show", run_directory], ["why", "optimizer.lr", run_directory]):
+        assert run(["config", *arguments]) == 0
+        error = capsys.readouterr().err
+        assert "TC045" in error and "optimizer.lr: 0.0001 -> 0.5" in error
+        assert f"trainctl resume {paths.root} optimizer.lr=0.5" in error
+    paths.config.write_text("a: [")
+    assert run(["config", "show", run_directory]) == 0
+    assert "is not valid YAML" in capsys.readouterr().err
+    assert run(["config", "show", "tiny", "--attempt", "1"]) == ExitCode.bad_input
+
+
+@pytest.mark.parametrize("command", [["estimate-memory"], ["schedule", "show"], ["validate"]])
+def test_other_commands_take_a_run_as_its_last_attempt_has_it(
+    run_directory: str, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    made = plan(compose(["recipe=tiny", "training.steps=77"], None)).assessment.plan
+    assert made is not None
+    new_attempt(open_run(Path(run_directory)), made)
+    assert run([*command, run_directory, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert command != ["schedule", "show"] or shown["total_steps"] == 77
 
 
 def test_deepspeed_prints_json_with_nothing_left_open(capsys: pytest.CaptureFixture[str]) -> None:

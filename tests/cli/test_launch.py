@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from trainctl.launch.order import Launch
 from trainctl.launch.outcome import Outcome
 from trainctl.runs.directory import create_run, last_attempt, open_run, read_plan
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import EventWriter
 from trainctl.runs.status import State
 
 SMALL = [
@@ -117,15 +119,84 @@ def test_launching_into_a_run_is_refused(
     assert started == [1]
 
 
-def test_resume_needs_a_run_and_a_checkpoint(
+def test_a_run_without_a_checkpoint_is_started_again_as_it_was(
     started: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["resume"]) == ExitCode.run_state
     assert "there is no run in runs" in capsys.readouterr().err
+    own = ["optimizer.lr=1e-4", "training.stop_after_steps=4"]
+    assert run(["launch", *SMALL, *own, "--run-dir", "runs/a"]) == 0
+    assert run(["resume"]) == 0
+    error = capsys.readouterr().err
+    assert "configuration: unchanged since the last attempt" in error
+    assert "from the beginning: there is no checkpoint yet" in error
+    assert started == [1, 2]
+    kept = read_plan(open_run(Path("runs/a")).attempt(2).plan).config
+    assert (kept.recipe, kept.optimizer.lr, kept.training.stop_after_steps) == ("tiny", 1e-4, 4)
+
+
+def test_checkpoints_that_are_gone_are_not_begun_anew_in_silence(
+    started: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["launch", *SMALL, "--run-dir", "runs/a"]) == 0
+    paths = open_run(Path("runs/a"))
+    with EventWriter(paths.events, 1) as events:
+        events.write("checkpoint", step=4, path="checkpoints/step-00000004")
     assert run(["resume"]) == ExitCode.run_state
-    assert "no complete checkpoint to resume from" in capsys.readouterr().err
-    assert started == [1]
+    assert "saved a checkpoint at step 4, and none is there any more" in capsys.readouterr().err
+    (paths.checkpoints / "step-00000004").mkdir()
+    (paths.checkpoints / "latest").write_text("step-00000004\n")
+    assert run(["resume"]) == ExitCode.run_state
+    assert "step-00000004: manifest is not readable" in capsys.readouterr().err
+    assert run(["resume", "--from-start", "--step", "4"]) == ExitCode.bad_input
+    assert run(["resume", "--from-start"]) == 0
+    assert "step-00000004.before-attempt-2" in capsys.readouterr().err
+    assert [path.name for path in paths.checkpoints.iterdir()] == ["step-00000004.before-attempt-2"]
+    assert started == [1, 2]
+
+
+def failed_at_start(paths: RunPaths, attempt: int) -> None:
+    """Records of an attempt whose first rank ended before its first step."""
+    with EventWriter(paths.events, attempt) as events:
+        events.write("launch", host="h", pid=1, ranks=2)
+        where = {"rank": 0, "node": 0, "host": "h", "pid": 7, "log": "", "log_tail": []}
+        message = "ended with exit code 1: ValueError: no such kernel"
+        events.write("failure", cause="code", message=message, hint="", **where)
+
+
+def test_what_failed_at_its_start_does_not_stick(
+    started: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["launch", *SMALL, "--run-dir", "runs/a"]) == 0
+    paths = open_run(Path("runs/a"))
+    with EventWriter(paths.events, 1) as events:
+        events.write("launch", host="h", pid=1, ranks=2)
+        events.write("step", step=1, loss=1.0)
+        events.write("failure", cause="killed", rank=1, node=0, message="was killed")
+    assert run(["resume", "model.attention=eager"]) == 0
+    failed_at_start(paths, 2)
+    capsys.readouterr()
+    assert run(["resume", "optimizer.lr=1e-4"]) == 0
+    error = capsys.readouterr().err
+    assert "attempt 2 failed before its first step, and what it changed is left out" in error
+    assert "model.attention: sdpa -> eager" in error and "no such kernel" in error
+    assert "changed since attempt 1: optimizer.lr: 0.003 -> 0.0001" in error
+    config = read_plan(paths.attempt(3).plan).config
+    assert config.model.attention.value == "sdpa" and config.optimizer.lr == 1e-4
+    # The failed one's is there for who asks for it; every command has the same notion.
+    assert run(["resume", "--attempt", "2"]) == 0
+    config = read_plan(paths.attempt(4).plan).config
+    assert config.model.attention.value == "eager" and config.optimizer.lr == 0.003
+    failed_at_start(paths, 4)
+    shown = {}
+    for options in ((), ("--attempt", "2")):
+        capsys.readouterr()
+        assert run(["config", "show", "runs/a", "--json", *options]) == 0
+        shown[options] = json.loads(capsys.readouterr().out)
+    assert shown[()]["optimizer"]["lr"] == 1e-4
+    assert shown["--attempt", "2"]["model"]["attention"] == "eager"
+    assert run(["resume", "--attempt", "9"]) == ExitCode.run_state
+    assert "has no attempt 9" in capsys.readouterr().err
 
 
 def test_resume_auto_starts_then_starts_again_until_there_is_a_checkpoint(
@@ -181,12 +252,14 @@ def test_a_failure_shows_the_log_and_passes_the_exit_code_on(
     )
     monkeypatch.setattr("trainctl.launch.local.run_launch", lambda *_, **__: outcome)
     assert run(["launch", *SMALL]) == 137
-    assert capsys.readouterr().err.splitlines()[-4:] == [
+    *said, last = capsys.readouterr().err.splitlines()
+    assert said[-4:] == [
         "the end of rank-1.log:",
         "  last words",
         "error: rank 1 was ended by SIGKILL",
         "hint: look for the out-of-memory killer",
     ]
+    assert re.fullmatch(r"trainctl resume \S+ starts from the beginning: no step is lost", last)
 
 
 FAILING = """
@@ -227,7 +300,7 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split()[1] for line in steps] == ["5/6", "6/6"]
     assert any(line.startswith("evaluation at step 6: held-out loss ") for line in lines)
-    assert any("byte-unigram entropy" in line for line in lines)
+    assert any("unigram entropy of the corpus's tokens" in line for line in lines)
     assert lines[lines.index("sampled text:") + 1].startswith("  def ")
     assert lines[-1] == f"run directory: {tmp_path / 'runs' / 'a'}"
     assert "training.stop_after_steps: 4 -> None" in resumed.stderr

@@ -86,8 +86,27 @@ def test_evaluation_has_the_entropy_beside_it() -> None:
     event = {"event": "evaluation", "step": 5, "loss": 1.5, "unigram_entropy": 3.25}
     (line,) = event_lines(event)
     assert line == (
-        "evaluation at step 5: held-out loss 1.5000 (byte-unigram entropy of the corpus: 3.2500)"
+        "evaluation at step 5: held-out loss 1.5000 "
+        "(unigram entropy of the corpus's tokens: 3.2500)"
     )
+
+
+def test_bad_text_is_counted_when_a_run_starts() -> None:
+    event = {
+        "event": "start",
+        "resumed_from": None,
+        "world_size": 2,
+        "num_parameters": 1000,
+        "train_tokens": 90_000,
+        "held_out_tokens": 10_000,
+        "passed_over": [],
+    }
+    assert len(event_lines(event)) == 1
+    where = "a\x1b.jsonl:7: byte 0xff is not UTF-8"
+    bad = {"replaced": 1, "skipped": 1200, "examples": [where]}
+    line = event_lines({**event, "bad_text": bad})[-1]
+    assert "1 documents repaired, 1,200 documents left out" in line
+    assert "\x1b" not in line and "jsonl:7" in line
 
 
 def test_a_sample_keeps_its_lines() -> None:

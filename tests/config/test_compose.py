@@ -119,6 +119,7 @@ def test_free_form_mappings_need_no_plus() -> None:
             "launcher.environment.NUMBER=007",
             "launcher.environment.QUOTED='a; $(b)'",
             "launcher.environment={OTHER: 8}",
+            "launcher.plain_environment=[NUMBER,QUOTED,O*]",
         ]
     ).config
     assert config.deepspeed == {
@@ -440,7 +441,7 @@ def test_all_problems_of_a_command_line_and_of_its_files_are_told_together(write
         ("optimizer.groups=norm", "TC102", "[{match: norm, lr_factor: 0.5}]"),
         ("launcher.hosts=a", "TC102", "write it as [a]"),
         ("launcher.hosts=", "TC102", "[] for none"),
-        ("launcher.environment=a", "TC102", "{key: value}"),
+        ("launcher.interfaces=a", "TC102", "{key: value}"),
         ("", "TC110", "KEY=VALUE"),
         ("=", "TC110", "KEY=VALUE"),
         ("a b=1", "TC110", ""),

@@ -39,7 +39,8 @@ PUBLISHED = {
 ISSUE = {
     "optimizer": "adamw adam lion muon adamw_8bit adafactor lamb sgd",
     "schedule": (
-        "constant linear cosine wsd polynomial exponential step inverse_sqrt one_cycle cyclic"
+        "constant linear cosine wsd polynomial exponential step inverse_sqrt one_cycle cyclic "
+        "cosine_restarts milestones plateau"
     ),
     "zero_stage": "0 1 2 3",
     "offload": "none cpu cpu-all cpu-partial nvme nvme-optimizer",

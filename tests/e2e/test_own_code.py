@@ -54,7 +54,7 @@ def test_a_script_is_started_again_as_it_was(tmp_path):
     words = ["--lr", "${x} 'y'", HOSTILE, "-oProxyCommand=touch pwned", "--code", "0"]
     said = trainctl(
         "launch", "script=own.py", "recipe=tiny", f"launcher.environment.OWN={json.dumps(HOSTILE)}",
-        "--run-dir", str(run), "--", *words,
+        "launcher.plain_environment=[OWN]", "--run-dir", str(run), "--", *words,
         cwd=work, NCCL_OWN=f"{HOSTILE}\ntouch pwned",
     )  # fmt: skip
     assert not list(tmp_path.rglob("pwned"))

@@ -62,7 +62,11 @@ def start_pods(run: RunPaths, restart: int, port: int) -> list[subprocess.Popen[
 def test_pods_train_save_when_one_is_evicted_and_go_on(tmp_path: Path) -> None:
     """With a folder and a variable that a shell would execute."""
     config = compose(
-        [*OVERRIDES, f"launcher.environment={{HOSTILE: {json.dumps(HOSTILE)}}}"]
+        [
+            *OVERRIDES,
+            f"launcher.environment={{HOSTILE: {json.dumps(HOSTILE)}}}",
+            "launcher.plain_environment=[HOSTILE]",
+        ]
     ).config
     run = create_run(config, run_dir=tmp_path / HOSTILE)
     plan = resolve(config, resolve_hardware(config.hardware)).plan

@@ -15,6 +15,7 @@ from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.local import render, require_space
 from trainctl.launch.order import Start
+from trainctl.plan.deterministic import VARIABLES
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, read_command, write_command
 from trainctl.runs.layout import RunPaths
@@ -59,6 +60,16 @@ def test_threads_of_a_rank(
 ) -> None:
     command = rendered(tmp_path, make_plan(ranks=ranks, **launcher), **shell)
     assert command.nodes[0].environment["OMP_NUM_THREADS"] == threads
+
+
+def test_what_makes_sums_reproducible_is_there_before_cuda_starts(tmp_path: Path) -> None:
+    """All launchers take their ranks' variables from the same function."""
+    plan = make_plan(ranks=2)
+    plan.config.training.deterministic = True
+    found = rendered(tmp_path, plan).nodes[0].environment
+    assert found.items() >= VARIABLES.items()
+    plan.config.training.deterministic = False
+    assert "TORCHINDUCTOR_DETERMINISTIC" not in rendered(tmp_path, plan).nodes[0].environment
 
 
 def test_variables_are_forwarded_by_name_and_the_users_own_win(tmp_path: Path) -> None:

@@ -184,3 +184,21 @@ def test_weights_ahead_are_gathered_up_to_the_limit() -> None:
         zero_stage__prefetch_bucket_size=0, zero_stage__max_reuse_distance=400_000_000, **common
     )
     assert again["forward_end"].gathered_parameters == 2 * (200_000_000 + HEAD)
+
+
+def test_an_average_of_the_weights_lies_where_the_master_weights_do() -> None:
+    """Four bytes a parameter, partitioned with them, on device, host and disk."""
+    parameters = 8_030_261_248
+    for stage in (1, 3):
+        settings: dict[str, Any] = {"devices": 8, "zero_stage__stage": stage}
+        plain = budget(make_plan(LLAMA_3_8B, **settings))
+        averaged = budget(make_plan(LLAMA_3_8B, training__ema_decay=0.99, **settings))
+        extra = averaged.device_peak_bytes - plain.device_peak_bytes
+        assert extra == averaged.components.weight_average == 4 * parameters // 8
+        assert averaged.checkpoint_bytes - plain.checkpoint_bytes == 4 * parameters
+        settings |= {"offload__optimizer": OffloadDevice.cpu}
+        offloaded = budget(make_plan(LLAMA_3_8B, training__ema_decay=0.99, **settings))
+        assert offloaded.components.weight_average == 0
+        assert offloaded.host.components["weight_average"] == 4 * parameters
+    (whole,) = moments(devices=2, training__ema_decay=0.99, zero_stage__stage=0)
+    assert whole["step"].weight_average == 4 * parameters

@@ -66,7 +66,8 @@ def test_mpirun_trains_on_two_nodes(flavor: str, tmp_path: Path, port: int) -> N
     overrides = prepare(flavor, tmp_path, port)
     run = tmp_path / HOSTILE
     value = f"launcher.environment={{HOSTILE: {json.dumps(HOSTILE)}}}"
-    launched = ("launch", *TWO_NODES, *overrides, value, "training.steps=3")
+    plain = "launcher.plain_environment=[HOSTILE]"
+    launched = ("launch", *TWO_NODES, *overrides, value, plain, "training.steps=3")
     trainctl(*launched, "--run-dir", str(run), cwd=tmp_path)
     assert set(curve(run)) == {1, 2, 3} and events(run, "start")[0]["world_size"] == 2
     assert not list(tmp_path.rglob("pwned"))
@@ -122,7 +123,8 @@ def test_command_lines() -> None:
         ("mpich", "mpirun -n 2 -ppn 1 -prepend-rank -f /h -genvlist"),
     ):
         overrides = [*TWO_NODES, f"launcher.mpi_flavor={flavor}", "launcher.mpi_hostfile=/h"]
-        config = compose([*overrides, "launcher.environment={SECRET: '$(id)'}"]).config
+        value = "launcher.environment={SECRET: '$(id)'}"
+        config = compose([*overrides, value, "launcher.plain_environment=[SECRET]"]).config
         plan = resolve(config, resolve_hardware(config.hardware)).plan
         assert plan is not None
         start = Start(plan=plan, run=run, attempt=run.attempt(1), environment={}, cores=2)

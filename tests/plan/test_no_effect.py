@@ -25,8 +25,18 @@ def test_the_table_names_keys_of_the_schema_once():
     ("idle", "effective"),
     [
         ({"zero_stage__prefetch_bucket_size": 1}, {"zero_stage__stage": 3}),
+        ({"checkpoint__weights_only_keep": 2}, {"checkpoint__weights_only_every_steps": 5}),
         ({"zero_stage__overlap_comm": True, "zero_stage__stage": 0}, {"zero_stage__stage": 1}),
         ({"precision__loss_scale": 8.0}, {"precision__compute": "fp16"}),
+        ({"precision__hysteresis": 1}, {"precision__compute": "fp16"}),
+        (
+            {
+                "precision__min_loss_scale": 2,
+                "precision__compute": "fp16",
+                "precision__loss_scale": 8.0,
+            },
+            {"precision__loss_scale": 0.0},
+        ),
         ({"offload__nvme_path": "/n"}, {"offload__parameters": "nvme", "zero_stage__stage": 3}),
         (
             {
@@ -47,6 +57,7 @@ def test_the_table_names_keys_of_the_schema_once():
         ({"schedule__step_every": 5}, {"schedule__kind": "step"}),
         ({"tokenizer__path": "/t"}, {"tokenizer__kind": "file"}),
         ({"data__text_key": "body"}, {"data__kind": "files", "data__paths": ["a"]}),
+        ({"training__ema_every_steps": 5}, {"training__ema_decay": 0.99}),
         ({"training__sample_prompt": "x"}, {"training__sample_tokens": 5}),
         (
             {"training__stop_min_delta": 0.1},
@@ -61,7 +72,31 @@ def test_the_table_names_keys_of_the_schema_once():
             {"gradients__adaptive_clipping": "percentile"},
         ),
         ({"gradients__adaptive_factor": 2.0}, {"gradients__adaptive_clipping": "mean"}),
+        (
+            {"optimizer__gradient_clipping": 0.5, "gradients__adaptive_clipping": "percentile"},
+            {"gradients__adaptive_clipping": "mean"},
+        ),
+        ({"optimizer__lr_scaling_batch_size": 8}, {"optimizer__lr_scaling": "sqrt"}),
+        ({"stability__on_bad_loss": "warn"}, {"stability__loss_limit": 20.0}),
+        (
+            {"stability__rewind_lr_factor": 0.5},
+            {"stability__on_bad_loss": "rewind", "checkpoint__every_steps": 5},
+        ),
+        ({"schedule__step_factor": 0.3}, {"schedule__kind": "milestones"}),
+        ({"schedule__milestones": [3]}, {"schedule__kind": "milestones"}),
+        (
+            {"schedule__restart_factor": 2},
+            {"schedule__kind": "cosine_restarts", "schedule__step_every": 5},
+        ),
+        (
+            {"schedule__plateau_patience": 2, "training__evaluate_every_steps": 5},
+            {"schedule__kind": "plateau"},
+        ),
         ({"gradients__noise_decay": 1.0}, {"gradients__noise": 0.1}),
+        (
+            {"training__epochs": 2.0, "training__epoch_tokens": 50_000},
+            {"training__steps": None},
+        ),
         ({"training__tokens": 5000}, {"training__steps": None}),
         (
             {"activation_checkpointing__every_kth_block": 2},

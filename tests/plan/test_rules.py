@@ -29,6 +29,52 @@ SAVES = {"checkpoint__every_steps": 10}
 
 # Rule, changes, hardware, part of the message, part of the hint.
 ERRORS = [
+    (
+        "TC027",
+        {
+            "training__deterministic": True,
+            "launcher__environment": {"CUBLAS_WORKSPACE_CONFIG": ":0:0"},
+        },
+        gpus(8),
+        "environment sets CUBLAS_WORKSPACE_CONFIG, which training.deterministic=true",
+        "leave CUBLAS_WORKSPACE_CONFIG out",
+    ),
+    (
+        "TC027",
+        {"training__deterministic": True, "kernels__compile": "deepcompile"},
+        gpus(8),
+        "times and memory that it measures",
+        "kernels.compile=blocks",
+    ),
+    (
+        "TC028",
+        {"training__ema_decay": 0.99, **NVME, "offload__nvme_path": "/n"},
+        gpus(8),
+        "ema_decay=0.99 with offload.optimizer=nvme: DeepSpeed's swapper",
+        "leave offload.optimizer out",
+    ),
+    (
+        "TC028",
+        {"training__ema_decay": 0.99, "precision__master_weights": "bf16"},
+        gpus(8),
+        "the average is in fp32",
+        "leave precision.master_weights out",
+    ),
+    *(
+        ("TC028", {"training__ema_decay": 0.99, **changes}, gpus(8), why, "leave")
+        for changes, why in (
+            (ZENFLOW, "the master weights lag"),
+            ({**OFFLOAD, "offload__super_offload": True}, "another process has"),
+            (DEEPCOMPILE, "keeps gathered weights"),
+        )
+    ),
+    (
+        "TC075",
+        {"checkpoint__best_of": "ema_loss"},
+        gpus(8),
+        "of the average of the weights, and none is kept",
+        "training.ema_decay",
+    ),
     ("TC001", {"parallelism__tensor": 4}, gpus(6), "4 does not divide the 6", "use 4 or 8"),
     ("TC001", {"parallelism__data": 3}, gpus(8), "has 8 devices", "parallelism.data=8"),
     ("TC003", {"parallelism__tensor": 8}, gpus(8), "num_attention_heads=4", "tensor=4"),
@@ -229,6 +275,85 @@ ERRORS = [
     ("TC021", {"training__sequence_length": 4096}, gpus(), "=2048", "sequence_length=2048"),
     ("TC022", {"training__steps": None}, gpus(), "neither", "training.steps="),
     ("TC025", {"schedule__kind": "cyclic"}, gpus(), "step_every", "step_every=33"),
+    ("TC025", {"schedule__kind": "cosine_restarts"}, gpus(), "step_every", "step_every=33"),
+    (
+        "TC062",
+        {"schedule__kind": "milestones", "schedule__milestone_fractions": []},
+        gpus(),
+        "none to drop at",
+        "schedule.milestones=",
+    ),
+    (
+        "TC062",
+        {"schedule__kind": "milestones", "schedule__milestones": [80, 50, 50]},
+        gpus(),
+        "[80,50,50]: each is above 0, and larger than the one before",
+        "schedule.milestones=[50,80]",
+    ),
+    (
+        "TC062",
+        {"schedule__kind": "milestones", "schedule__milestone_fractions": [0.5, 1.5]},
+        gpus(),
+        "between 0 and 1",
+        "schedule.milestone_fractions=[0.5]",
+    ),
+    (
+        "TC067",
+        {"training__steps": None, "training__epochs": 2.0},
+        gpus(),
+        "training.epochs=2: how many steps that is depends on the corpus, which has not been read",
+        "training.epoch_tokens=NUMBER, or trainctl launch",
+    ),
+    (
+        "TC067",
+        {
+            "training__steps": None,
+            "training__epochs": 2.0,
+            "data__factory": "own:text",
+        },
+        gpus(),
+        "only your own code knows",
+        "training.epoch_tokens=NUMBER",
+    ),
+    (
+        "TC067",
+        {"training__steps": None, "training__epochs": 2.0, "training__epoch_tokens": 2048},
+        gpus(),
+        "less than one sample of training.sequence_length=2048",
+        "more text",
+    ),
+    (
+        "TC063",
+        {"schedule__kind": "plateau"},
+        gpus(),
+        "measured only at the end",
+        "training.evaluate_every_steps=5",
+    ),
+    (
+        "TC063",
+        {
+            "schedule__kind": "plateau",
+            "training__evaluate_every_steps": 5,
+            "training__evaluation_samples": 0,
+        },
+        gpus(),
+        "nothing is evaluated",
+        "training.evaluation_samples=64",
+    ),
+    (
+        "TC063",
+        {"schedule__kind": "plateau", "script": "own.py"},
+        gpus(),
+        "a program of your own trains here",
+        "another schedule",
+    ),
+    (
+        "TC064",
+        {"optimizer__lr_scaling": "linear", "training__global_batch_size": 16},
+        gpus(),
+        "needs optimizer.lr_scaling_batch_size",
+        "optimizer.lr_scaling_batch_size=16 leaves",
+    ),
     (
         "TC065",
         {
@@ -511,6 +636,17 @@ ERRORS = [
         "a loss scale that it never multiplied the loss with",
         "zero_stage=1",
     ),
+    (
+        "TC195",
+        {
+            "precision__compute": "fp16",
+            "precision__initial_scale_power": 4,
+            "precision__min_loss_scale": 32,
+        },
+        gpus(),
+        "above the first loss scale, 16",
+        "precision.min_loss_scale=16",
+    ),
     ("TC058", {**FP8, "model__family": "gpt2"}, gpus(), "Conv1D", "precision=bf16"),
     ("TC058", {**FP8, "parallelism__tensor": 2}, gpus(), "not converted", "parallelism.tensor=1"),
     (
@@ -747,6 +883,7 @@ ERRORS = [
             {"gradients__centralize": True},
             {"gradients__adaptive_clipping": "mean"},
             {"stability__norm_spike_factor": 9.0},
+            {"stability__norm_limit": 9.0},
             {"stability__on_bad_loss": "rewind"},
             {"stability__on_bad_loss": "skip_step"},
         )
@@ -927,6 +1064,7 @@ WARNINGS = [
     ("TC007", {"parallelism__pipeline": 4}, gpus(), "idle 75%"),
     ("TC026", {"training__global_batch_tokens": 20_000}, gpus(8), "rounded to 16384 (-18.1%)"),
     ("TC023", {"training__stop_after_steps": 101}, gpus(), "end of the run at step 100"),
+    ("TC040", {"checkpoint__weights_only_every_steps": 101}, gpus(), "saves nothing in 100 steps"),
     ("TC076", {"checkpoint__at_end": False}, gpus(), "no checkpoint"),
     (
         "TC079",
@@ -943,6 +1081,12 @@ WARNINGS = [
         },
         cpus(),
         "in host memory already",
+    ),
+    (
+        "TC062",
+        {"schedule__kind": "milestones", "schedule__milestones": [50, 100, 200]},
+        gpus(),
+        "the run of 100 steps ends before [100,200]",
     ),
     ("TC099", {"training__tokens": 1000}, gpus(), "training.steps=null"),
 ]

@@ -14,7 +14,8 @@ from plan_cases import config_with, cpus
 from trainctl.config.schema import DecayShape, ScheduleConfig, ScheduleKind, ScheduleUnit
 from trainctl.plan.batches import Batch, Batches, BatchPhase
 from trainctl.plan.resolve import resolve
-from trainctl.plan.schedule import Curve, decay_length, warmup_length
+from trainctl.plan.schedule import PERIODIC, Curve, decay_length, warmup_length
+from trainctl.reports.schedule import points_of
 
 DECAYING = (
     ScheduleKind.linear,
@@ -76,6 +77,8 @@ def schedules(draw, kinds=tuple(ScheduleKind)):
         step_every=draw(st.integers(1, 50)),
         step_every_tokens=draw(st.integers(1, 1500)),
         step_factor=draw(st.floats(0.01, 1)),
+        restart_factor=draw(st.integers(1, 3)),
+        milestones=sorted(draw(st.sets(st.integers(1, 400), max_size=3))),
     )
     total = draw(st.integers(0, 400))
     warmup = draw(st.integers(0, total))
@@ -169,7 +172,7 @@ def test_wsd_is_at_the_peak_up_to_its_last_stable_update(curve):
         assert curve.factor(stable) < 1
 
 
-@given(schedules(tuple(set(ScheduleKind) - {ScheduleKind.step, ScheduleKind.cyclic})))
+@given(schedules(tuple(set(ScheduleKind) - {*PERIODIC, ScheduleKind.milestones})))
 def test_without_a_ramp_steps_and_tokens_are_the_same_curve(curve):
     config, total = curve.config, curve.total_steps
     lengths = {
@@ -187,7 +190,7 @@ def test_without_a_ramp_steps_and_tokens_are_the_same_curve(curve):
 def test_runs_of_hardly_any_steps(kind, total):
     curve = curve_of(ScheduleConfig(kind=kind, step_every=1), total, 0)
     for step in (0, total, total + 5):
-        assert 0.1 <= curve.factor(step) <= 1
+        assert 0 <= curve.factor(step) <= 1
 
 
 def factor_at(step, **fields):
@@ -239,6 +242,137 @@ def test_the_transformer_paper_schedule():
         number, warmup = step + 1, 10
         paper = min(number**-0.5, number * warmup**-1.5) / warmup**-0.5
         assert isclose(factor_at(step, kind=ScheduleKind.inverse_sqrt), paper, rel_tol=1e-12)
+
+
+def typed(step, **fields):
+    """The factor where nobody has asked for a floor: T=400, no warmup."""
+    return curve_of(ScheduleConfig(**fields), 400, 0).factor(step)
+
+
+def test_nothing_keeps_up_what_is_defined_to_go_on_falling():
+    """Each by its definition: powers of the factor, and one over the root of the update's number.
+
+    Not by what a kind that does decay to a floor has for one.
+    """
+    for step in range(400):
+        hundreds, number = step // 100, step + 1
+        drops = typed(step, kind=ScheduleKind.step, step_every=100, step_factor=0.1)
+        assert isclose(drops, (1, 0.1, 0.01, 0.001)[hundreds], rel_tol=1e-12)
+        listed = typed(step, kind=ScheduleKind.milestones, milestones=[100, 300], step_factor=0.1)
+        assert isclose(listed, (1, 0.1, 0.1, 0.01)[hundreds], rel_tol=1e-12)
+        root = typed(step, kind=ScheduleKind.inverse_sqrt)
+        assert isclose(root, number**-0.5, rel_tol=1e-12)
+    kept = {"kind": ScheduleKind.step, "step_every": 100, "step_factor": 0.1, "floor_ratio": 0.05}
+    assert typed(399, **kept) == 0.05
+
+
+def test_the_floor_of_a_kind_is_shown_where_nobody_asked_for_one():
+    floors = {}
+    for kind in set(ScheduleKind) - {ScheduleKind.constant}:
+        evaluated = {"training__evaluate_every_steps": 5}
+        plan = plan_with(schedule__kind=kind.value, schedule__step_every=10, **evaluated)
+        (shown,) = [item for item in plan.derived if item.key == "schedule.floor_ratio"]
+        assert kind.value in shown.reason
+        floors[kind.value] = shown.value
+    assert {kind: floor for kind, floor in floors.items() if floor > 0} == {
+        "cosine": 0.1,
+        "polynomial": 0.1,
+        "exponential": 0.1,
+        "cyclic": 0.1,
+        "one_cycle": 0.01,
+    }
+    asked = plan_with(schedule__kind="step", schedule__step_every=10, schedule__floor_ratio=0.2)
+    assert "schedule.floor_ratio" not in {item.key for item in asked.derived}
+    assert Curve.of(asked).floor == 0.2
+
+
+@pytest.mark.parametrize("factor", [1, 2, 3])
+def test_restarts_are_those_of_the_paper(factor):
+    """SGDR (arXiv:1608.03983), eq. 5 with eta_min 0 and eta_max 1: cycles of 10 m^i."""
+    expected, restarts, length = [], [], 10
+    while len(expected) < 400:
+        restarts.append(len(expected))
+        expected += [0.5 * (1 + cos(pi * since / length)) for since in range(length)]
+        length *= factor
+    schedule = ScheduleConfig(
+        kind=ScheduleKind.cosine_restarts, step_every=10, restart_factor=factor
+    )
+    found = curve_of(schedule, 400, 0)
+    assert factors_of(found) == pytest.approx(expected[:400], abs=1e-12)
+    assert list(found.restarts) == [step for step in restarts if 0 < step < 400]
+    warmed = curve_of(replace(schedule, floor_ratio=0.2), 407, 7)
+    assert factors_of(warmed)[7:] == pytest.approx([0.2 + 0.8 * x for x in expected[:400]])
+    assert warmed.restarts == tuple(7 + step for step in found.restarts)
+
+
+def test_milestones_are_steps_tokens_or_shares_of_the_run():
+    """In tokens, with 20, 40 and 80 a step: 200 of them after 10 steps, 640 and 641 after 21."""
+    milestones = {"schedule__kind": "milestones", "schedule__step_factor": 0.5}
+    cases = {
+        (25, 45): {"milestone_fractions": [0.5, 0.9]},
+        (3, 7): {"milestones": [3, 7]},
+        (10, 21): {"milestones": [200, 641], "unit": "tokens"},
+    }
+    for steps, given_as in cases.items():
+        settings = {f"schedule__{name}": value for name, value in given_as.items()}
+        plan = plan_with(**RAMPED, **milestones, **settings)
+        curve = Curve.of(plan)
+        assert curve.milestones == steps
+        (shown,) = [item for item in plan.derived if item.key == "drop_steps"]
+        assert shown.value == list(steps)
+        after = [curve.factor(step) for step in (steps[0] - 1, *steps, plan.total_steps - 1)]
+        assert after == [1, 0.5, 0.25, 0.25]
+
+
+def test_a_plateau_falls_by_its_drops_alone():
+    schedule = ScheduleConfig(kind=ScheduleKind.plateau, step_factor=0.5)
+    assert [curve_of(schedule, 9, 2).factor(0, drops=drops) for drops in range(3)] == [
+        0.5,
+        0.25,
+        0.125,
+    ]
+    assert {curve_of(schedule, 9, 2).factor(step, drops=3) for step in range(2, 9)} == {0.125}
+    kept = curve_of(replace(schedule, floor_ratio=0.2), 9, 0)
+    assert [kept.factor(8, drops=drops) for drops in range(4)] == [1, 0.5, 0.25, 0.2]
+
+
+@pytest.mark.parametrize(("scaling", "scale"), [("none", 1), ("linear", 4), ("sqrt", 2)])
+def test_the_learning_rate_follows_the_batch_if_asked_and_says_why(scaling, scale):
+    """Four times the batch: 4 by arXiv:1706.02677, 2 by arXiv:2205.10287; in every number."""
+    asked = {"optimizer__lr_scaling": scaling, "optimizer__lr_scaling_batch_size": 4}
+    plan = plan_with(
+        training__global_batch_size=16, optimizer__lr=1e-3, optimizer__kind="muon", **asked
+    )
+    assert plan.peak_lr == pytest.approx(1e-3 * scale)
+    params = plan.deepspeed.get("optimizer", {}).get("params", {})
+    assert all(params[key] == pytest.approx(1e-3 * scale) for key in params if key.endswith("lr"))
+    assert points_of(plan)[plan.warmup_steps].learning_rate == pytest.approx(1e-3 * scale)
+    shown = [item for item in plan.derived if item.key == "peak_lr"]
+    assert len(shown) == (scaling != "none")
+    for item in shown:
+        assert item.value == plan.peak_lr
+        assert "0.001" in item.reason and "16 / optimizer.lr_scaling_batch_size 4" in item.reason
+
+
+@pytest.mark.parametrize(
+    ("epochs", "tokens", "steps"),
+    [(1.0, 81, 1), (1.0, 91, 2), (3.0, 91, 4), (0.5, 91, 1), (3.0, 90, 3), (2.5, 171, 6)],
+)
+def test_epochs_are_steps_in_which_every_sample_is_seen_so_often(epochs, tokens, steps):
+    """Batches of 8 samples of 10 tokens; the last token of the text is only a label."""
+    length = {"training__steps": None, "training__epochs": epochs, "training__epoch_tokens": tokens}
+    batch = {"training__sequence_length": 10, "training__global_batch_size": 8}
+    plan = plan_with(**length, **batch)
+    assert plan.total_steps == steps
+    (shown,) = [item for item in plan.derived if item.key == "total_steps"]
+    assert f"training.epochs {epochs:g} x {(tokens - 1) // 10} samples" in shown.reason
+
+
+def test_epochs_count_the_samples_of_a_ramp():
+    """10 steps of 2 samples and 10 of 4 are 60; the other 340 of 400 take 43 steps of 8."""
+    given = {**RAMPED, "training__tokens": None, "training__epochs": 4.0}
+    plan = plan_with(**given, training__epoch_tokens=1001)
+    assert plan.total_steps == 63 and plan.batches.samples_before(63) >= 400
 
 
 def test_in_tokens_a_ramp_stretches_the_curve():
@@ -310,7 +444,7 @@ def test_a_ramp_and_lengths_in_tokens_become_steps_with_a_reason():
     curve = Curve.of(plan)
     assert curve.stable_steps == 40 and curve.factor(39) == 1 > curve.factor(40)
     assert curve.factor(10) == pytest.approx(240 / 280)
-    assert curve.factor(44) == pytest.approx(0.1 + 0.9 * (1 - sqrt(0.5)))
+    assert curve.factor(44) == pytest.approx(1 - sqrt(0.5))
 
 
 def test_a_share_is_of_the_unit():

@@ -8,10 +8,12 @@ import pytest
 from sampler import legal
 
 from trainctl.config.compose import compose
+from trainctl.config.schema import CheckpointingMode
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.deepspeed_rules import Surroundings, check
 from trainctl.plan.resolve import resolve
-from trainctl.planner.import_json import OURS, differences, import_json
+from trainctl.planner.import_json import BATCH, OURS, differences, import_json
+from trainctl.planner.import_values import LEFT_OPEN
 
 RANKS = 2
 BASE = {"train_batch_size": 8, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
@@ -133,6 +135,114 @@ def test_values_that_others_fill_in_are_left_to_trainctl():
     assert "optimizer.gradient_clipping" not in imported.settings
     assert "precision" not in imported.choices
     assert imported.passed == {}
+
+
+def test_what_is_auto_was_set_by_nobody_and_is_named():
+    """Not at DeepSpeed's own defaults either: nobody asked for those."""
+    config = {
+        **dict.fromkeys(BATCH, "auto"),
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(["lr", "betas", "eps"], "auto")},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+                "warmup_type": "linear",
+            },
+        },
+        "zero_optimization": {
+            "stage": "auto",
+            "reduce_bucket_size": "auto",
+            "offload_optimizer": {"device": "auto", "nvme_path": "auto"},
+        },
+    }
+    imported = import_json(config, world_size=RANKS)
+    # The weight decay is not "auto" but left out, so that of DeepSpeed's class is meant.
+    assert imported.settings == {"optimizer.weight_decay": 0.0}
+    assert set(imported.choices) == {"optimizer", "schedule"}
+    named = {each.key: each for each in imported.left_out}
+    assert {*BATCH, "optimizer.params.lr", "scheduler.params.warmup_num_steps"} <= named.keys()
+    assert {"zero_optimization.stage", "zero_optimization.offload_optimizer.device"} <= named.keys()
+    assert len(named) == 15 and {each.value for each in named.values()} == {"auto"}
+    assert named["optimizer.params.lr"].reason == "nobody set it; optimizer.lr says it here"
+
+
+def test_every_name_for_what_is_auto_exists():
+    from trainctl.config.schema import RunConfig, walk
+    from trainctl.plan.deepspeed_rules.case import FILLED_BY_OTHERS
+
+    keys = {key for key, _, _ in walk(RunConfig())}
+    assert LEFT_OPEN.keys() <= FILLED_BY_OTHERS
+    named = {name for text in LEFT_OPEN.values() for name in text.split(" and ")}
+    assert {name for name in named if not name.startswith("the group ")} <= keys
+
+
+PUBLISHED = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 500,
+        "hysteresis": 3,
+        "min_loss_scale": 4,
+    },
+    "bf16": {"enabled": False},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+        "reduce_bucket_size": "auto",
+    },
+    "activation_checkpointing": {
+        "partition_activations": True,
+        "cpu_checkpointing": True,
+        "contiguous_memory_optimization": True,
+        "number_checkpoints": None,
+        "profile": False,
+    },
+    "optimizer": ADAMW,
+}
+"""The kind of JSON that guides print: with a section that only a model of the script's reads."""
+
+
+def test_the_json_of_a_guide_is_accepted_and_its_run_recomputes():
+    around = Surroundings(world_size=RANKS, fills_auto=True)
+    found = check(PUBLISHED, around)
+    assert not [each for each in found if each.is_error]
+    assert {"TC295", "TC296"} <= {each.rule for each in found}  # said all the same
+    imported = import_json(PUBLISHED, world_size=RANKS)
+    assert imported.choices["activation_checkpointing"] == "offloaded"
+    assert not [key for key in imported.passed if key.startswith("activation_checkpointing")]
+    left = {each.key.rpartition(".")[2] for each in imported.left_out}
+    assert left == {
+        "partition_activations",
+        "contiguous_memory_optimization",
+        "reduce_bucket_size",
+    }
+    config = compose(["hardware=2xh100-80g", *imported.overrides, "training.steps=9"]).config
+    assert config.activation_checkpointing.mode is CheckpointingMode.full
+    scale = rendered(imported, "2xh100-80g")["fp16"]
+    assert {name: scale[name] for name in PUBLISHED["fp16"]} == PUBLISHED["fp16"]
+
+
+def test_recomputation_on_the_device_and_over_tensor_ranks():
+    config = {
+        **BASE,
+        "tensor_parallel": {"autotp_size": 2},
+        "activation_checkpointing": {"partition_activations": True},
+    }
+    imported = import_json(config, world_size=RANKS)
+    assert imported.choices["activation_checkpointing"] == "full"
+    key = "activation_checkpointing.partition_across_tensor_ranks"
+    assert imported.settings[key] is True and not imported.left_out
+    nothing = import_json({**BASE, "activation_checkpointing": {}}, world_size=RANKS)
+    assert "activation_checkpointing" not in nothing.choices
 
 
 def test_the_keys_that_trainctl_sets_itself_exist():

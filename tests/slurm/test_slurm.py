@@ -94,7 +94,8 @@ def test_scancel_saves_and_is_final_and_names_execute_nothing(
 ) -> None:
     run = tmp_path / HOSTILE
     value = 'launcher.environment.HOSTILE="$(touch pwned) \'x\' \\"\n;touch pwned"'
-    job = launch(cluster, run, *TWO_NODES, ENDLESS, value)
+    plain = "launcher.plain_environment=[HOSTILE]"
+    job = launch(cluster, run, *TWO_NODES, ENDLESS, value, plain)
     wait_until(lambda: len(curve(run)) > 1, "step", run)
     cluster.run("scancel", job)
     cluster.wait_for(job, "CANCELLED")

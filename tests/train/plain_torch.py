@@ -85,7 +85,7 @@ def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:
             limit = gradients.adaptive_factor * float(np.mean(norms))
         made.limits.append(limit)
         norms.append(norm)
-        nn.utils.clip_grad_norm_(list(pieces), min(limit, rule.gradient_clipping))
+        nn.utils.clip_grad_norm_(list(pieces), limit)
         optimizer.step()
         optimizer.zero_grad()
     return made

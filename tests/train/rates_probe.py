@@ -8,6 +8,7 @@ from rank_processes import Case
 
 from trainctl.runs.records import EventWriter
 from trainctl.train.checkpoint import Progress
+from trainctl.train.learning_rate import LearningRate
 from trainctl.train.process import Process
 from trainctl.train.session import assemble
 from trainctl.train.trainer import Trainer
@@ -26,6 +27,7 @@ def train_with_each(cases: list[Case], process: Process) -> list[tuple[list[Rate
     found = []
     for case in cases:
         session.plan, session.run, session.progress = case.plan, case.run, Progress()
+        session.learning_rate = LearningRate(case.plan)
         calls: list[Rates] = []
 
         def note(optimizer: Any, *_: object, calls: list[Rates] = calls) -> None:

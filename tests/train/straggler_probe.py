@@ -41,7 +41,7 @@ def _data(session: Session) -> None:
     data = session.training
 
     def step(first_sample: int, passes: int) -> list[MicroBatch]:
-        time.sleep(SECONDS)
+        time.sleep(3 * SECONDS)  # some of it passes behind the steps before
         return list(data.step(first_sample, passes))
 
     session.training = SimpleNamespace(  # type: ignore[assignment]

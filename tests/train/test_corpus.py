@@ -1,15 +1,24 @@
 """The corpus: which files, how they are split, what is written, and what is refused."""
 
+import errno
+import hashlib
 import json
 import math
+import os
 from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from trainctl.config.schema import DataConfig, DataKind
-from trainctl.errors import TrainctlError
-from trainctl.train.corpus import build_corpus, split_files
+from trainctl.config.text.files import split_files
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.atomic import write_json
+from trainctl.runs.layout import RunPaths
+from trainctl.train.corpus import Corpus, build_corpus, build_users_corpus, cache_folder
+from trainctl.train.prepare import _as_before
 from trainctl.train.tokenizer import ByteTokenizer
 
 
@@ -35,18 +44,19 @@ def files_config(texts, **fields):
 
 
 def test_the_standard_library_is_there_and_its_tests_are_not():
-    train, held_out = split_files(DataConfig())
+    files = split_files(DataConfig())
+    train, held_out = files.train, files.held_out
     assert len(train) > 100 and len(held_out) > 5
     assert not set(train) & set(held_out)
     assert all("site-packages" not in file.parts and "test" not in file.parts for file in train)
 
 
 def test_a_file_is_on_the_same_side_wherever_the_folder_is_and_whatever_is_added(texts, tmp_path):
-    _train, held_out = split_files(files_config(texts, held_out_fraction=0.2))
+    held_out = split_files(files_config(texts, held_out_fraction=0.2)).held_out
     assert len(held_out) == round(21 * 0.2)
     moved = tmp_path / "moved"
     texts.rename(moved)
-    names = {file.name for file in split_files(files_config(moved, held_out_fraction=0.2))[1]}
+    names = {file.name for file in split_files(files_config(moved, held_out_fraction=0.2)).held_out}
     assert names == {file.name for file in held_out}
 
 
@@ -86,7 +96,11 @@ def test_max_bytes_cuts_the_text(texts):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [('{"body": "x"}', "no text under 'text'"), ("{broken", "not JSONL"), ("[1]", "no text under")],
+    [
+        ('{"body": "x"}', "no text under 'text'"),
+        ("{broken", r":1: not JSON: .* at column 2"),
+        ("[1]", "a JSON array"),
+    ],
 )
 def test_a_broken_jsonl_names_the_file(texts, content, message):
     (texts / "bad.jsonl").write_text(content + "\n")
@@ -99,3 +113,181 @@ def test_a_glob_without_files_says_which(tmp_path):
     config = DataConfig(kind=DataKind.files, paths=[str(tmp_path / "none" / "*.txt")])
     with pytest.raises(TrainctlError, match=r"data\.paths: no file matches"):
         build_corpus(config, ByteTokenizer())
+
+
+def built(texts, **fields):
+    """The corpus, and what was told about the cache."""
+    told: list[str] = []
+    return build_corpus(files_config(texts, **fields), ByteTokenizer(), tell=told.append), told
+
+
+def test_the_digest_tells_training_text_from_held_out_text(texts):
+    """The same tokens one after the other, and another file held out: another corpus."""
+    names = sorted(texts.glob("*.txt"))
+    assert len(names) == 20
+    fields = [
+        {"paths": [str(name) for name in names], "held_out_paths": [str(name) for name in held]}
+        for held in (names[:1], names[:2])
+    ]
+    corpora = [
+        build_corpus(DataConfig(kind=DataKind.files, **each), ByteTokenizer()) for each in fields
+    ]
+    raw = [
+        b"".join((Path(c.folder) / s.file).read_bytes() for s in (c.held_out, c.train))
+        for c in corpora
+    ]
+    assert raw[0] == raw[1]
+    assert corpora[0].digest != corpora[1].digest
+    assert not corpora[1].continues(corpora[0])
+    assert corpora[0].digest_of_format_1() == corpora[1].digest_of_format_1()
+
+
+def scramble(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 :] = data[: -(len(data) // 2)][::-1][: len(data) - len(data) // 2]
+    path.write_bytes(data)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[7] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", ["train.bin", "held_out.bin", "corpus.json"])
+@pytest.mark.parametrize(
+    "damage",
+    [scramble, flip, lambda path: os.truncate(path, 40), lambda path: path.unlink()],
+    ids=["scrambled", "one bit", "truncated", "gone"],
+)
+def test_a_damaged_cache_is_made_again(texts, file, damage):
+    corpus, told = built(texts)
+    assert told == []
+    folder = Path(corpus.folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    damage(folder / file)
+    again, told = built(texts)
+    assert again == corpus and again.problem() == ""
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path.suffix for path in folder.parent.iterdir()} == {"", ".lock"}
+    if (file, damage.__name__) != ("corpus.json", "<lambda>") or told:
+        assert "damaged" in told[0] and file in told[0]
+
+
+def test_a_truncated_file_is_an_error_where_it_is_mapped(texts):
+    corpus, _ = built(texts)
+    os.truncate(Path(corpus.folder) / "train.bin", 100)
+    with pytest.raises(TrainctlError, match=r"damaged: train\.bin has 100 bytes, not") as caught:
+        corpus.tokens(corpus.train)
+    assert caught.value.exit_code == ExitCode.run_state
+
+
+def test_everything_is_synced_before_the_folder_has_its_name(texts, monkeypatch):
+    synced, renamed = set(), []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_sync(descriptor):
+        fsync(descriptor)
+        synced.add(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+
+    def note_rename(path, target):
+        renamed.append(({Path(name).name.split(".")[-1] for name in synced}, set(synced)))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    folder = Path(built(texts)[0].folder)
+    ((_, names),) = renamed
+    temporary = folder.with_suffix(".tmp")
+    assert {str(temporary), *(str(temporary / f"{n}.bin") for n in ("train", "held_out"))} <= names
+    assert str(folder.parent) in synced
+
+
+class Disk:
+    """Full after so many bytes of tokens."""
+
+    def __init__(self, stream, room):
+        self.stream, self.room = stream, room
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, data):
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.stream.write(data)
+
+
+def test_a_full_disk_is_the_machines_fault_and_leaves_nothing(texts, monkeypatch):
+    plain = Path.open
+
+    def limited(path, mode="r", **more):
+        stream = plain(path, mode, **more)
+        return Disk(stream, 500) if path.suffix == ".bin" and mode == "wb" else stream
+
+    monkeypatch.setattr(Path, "open", limited)
+    with pytest.raises(TrainctlError, match=r"corpus.*No space left on device") as caught:
+        built(texts)
+    assert caught.value.exit_code == ExitCode.environment
+    assert "TRAINCTL_CACHE_DIR" in caught.value.hint
+    assert {path.suffix for path in cache_folder().iterdir()} == {".lock"}
+
+
+def test_a_cache_that_cannot_be_made_is_the_machines_fault(texts, monkeypatch):
+    monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(texts / "0.txt"))
+    with pytest.raises(TrainctlError, match="cannot write the tokenized corpus") as caught:
+        built(texts)
+    assert caught.value.exit_code == ExitCode.environment
+
+
+def test_a_bad_text_leaves_nothing_in_the_cache(texts):
+    (texts / "zz.jsonl").write_text("{broken\n")
+    with pytest.raises(TrainctlError, match=r"zz\.jsonl:1"):
+        built(texts)
+    assert {path.suffix for path in cache_folder().iterdir()} == {".lock"}
+
+
+def in_format_1(corpus, folder):
+    """The corpus as it was written before there were checksums."""
+    folder.mkdir(parents=True)
+    digest = hashlib.sha256()
+    for split in (corpus.held_out, corpus.train):
+        raw = (Path(corpus.folder) / split.file).read_bytes()
+        (folder / split.file).write_bytes(raw)
+        digest.update(raw)
+    new = ("bad_text", "former_digest", "format")
+    record = {name: value for name, value in asdict(corpus).items() if name not in new}
+    for side in ("train", "held_out"):
+        record[side] = {name: record[side][name] for name in ("file", "tokens", "documents")}
+    record |= {"folder": str(folder), "digest": digest.hexdigest()}
+    (folder / "corpus.json").write_text(json.dumps(record))
+    return Corpus.load(folder / "corpus.json")
+
+
+def test_a_run_of_the_first_format_goes_on_and_its_cache_is_made_again(texts, tmp_path):
+    corpus, told = built(texts)
+    assert told == []
+    old = in_format_1(corpus, tmp_path / "old")
+    assert old.format == 1 and corpus.continues(old)
+    assert not corpus.continues(replace(old, digest="0" * 64))
+    run = RunPaths(tmp_path / "run")
+    run.root.mkdir()
+    write_json(run.corpus, json.loads((tmp_path / "old" / "corpus.json").read_text()))
+    assert _as_before(corpus, run).is_that_of(old.digest)
+
+
+def texts_of(config, split):
+    yield from (f"{split} {number}" for number in range(50))
+
+
+def test_a_function_that_gave_texts_in_the_first_format_is_not_asked_again(tmp_path, monkeypatch):
+    config = DataConfig(factory=f"{__name__}:texts_of")
+    monkeypatch.setattr("trainctl.train.corpus.load", lambda key, name: texts_of)
+    corpus = build_users_corpus(config, ByteTokenizer(), tmp_path / "first")
+    in_format_1(corpus, tmp_path / "old")
+    monkeypatch.setattr("trainctl.train.corpus.load", lambda key, name: 1 / 0)
+    told: list[str] = []
+    again = build_users_corpus(config, ByteTokenizer(), tmp_path / "old", tell=told.append)
+    assert replace(again, folder=corpus.folder) == corpus
+    assert "older format" in told[0]

@@ -42,6 +42,34 @@ def test_what_is_wrong_with_a_step(loss, norm, kind, limit):
         assert trouble.limit == limit
 
 
+@pytest.mark.parametrize(
+    ("loss", "norm", "kind", "limit"),
+    [
+        (9.1, 1.0, Kind.loss_limit, 9.0),
+        (8.1, 1.0, Kind.loss_spike, 8.0),
+        (4.0, 2.6, Kind.norm_limit, 2.5),
+        (9.1, 2.6, Kind.loss_limit, 9.0),
+        (math.nan, 9.0, Kind.loss_not_finite, None),
+        (8.0, 2.5, None, None),
+    ],
+)
+def test_a_limit_holds_whatever_came_before(loss, norm, kind, limit):
+    guard = guard_of(loss_limit=9.0, norm_limit=2.5)
+    first = guard.judge(loss, norm)  # when there is no mean yet
+    assert (first and first.kind) == (None if kind is Kind.loss_spike else kind)
+    accept(guard, 4.0, 4.0)
+    trouble = guard.judge(loss, norm)
+    assert (trouble and trouble.kind) == kind
+    if trouble is not None:
+        assert trouble.limit == limit
+        assert trouble.kind.quantity == ("loss" if "loss" in trouble.kind else "gradient norm")
+
+
+def test_a_warning_lets_what_is_above_a_limit_pass():
+    guard = guard_of(OnBadLoss.warn, loss_limit=9.0, max_interventions=0)
+    assert guard.policy(guard.judge(50.0, 1.0)) is OnBadLoss.warn
+
+
 def test_no_spike_before_there_is_a_mean_and_none_where_nobody_looks():
     guard = guard_of()
     accept(guard, 4.0)

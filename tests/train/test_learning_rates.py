@@ -3,13 +3,16 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
+from poison import Poisoned, train_poisoned
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
 from trainctl.cli.progress import event_lines
-from trainctl.config.schema import DataType, DecayShape, ScheduleKind
-from trainctl.plan.schedule import Curve
+from trainctl.config.schema import DataType, DecayShape, LrScaling, OnBadLoss, ScheduleKind
+from trainctl.plan.schedule import PERIODIC, Curve
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import verify
 from trainctl.runs.records import read_events, step_curve
 
 STEPS = 6
@@ -25,8 +28,10 @@ def config_of(kind, steps=STEPS, stage=2):
     config.schedule.floor_ratio = 0.1
     config.schedule.power = 2.0
     config.checkpoint.at_end = False
-    if kind in (ScheduleKind.step, ScheduleKind.cyclic):
+    if kind in PERIODIC:
         config.schedule.step_every = 2
+    if kind is ScheduleKind.milestones:
+        config.schedule.milestones = [3, 5]
     return config
 
 
@@ -35,7 +40,7 @@ def steps_of(run):
 
 
 def test_every_kind_trains_with_its_own_rates(tmp_path):
-    kinds = list(ScheduleKind)
+    kinds = [kind for kind in ScheduleKind if kind is not ScheduleKind.plateau]  # which is below
     plans = [tiny_plan(config_of(kind, stage=3), 2) for kind in kinds]
     cases = [
         Case(plan, RunPaths(tmp_path / kind.value)) for plan, kind in zip(plans, kinds, strict=True)
@@ -57,6 +62,47 @@ def test_every_kind_trains_with_its_own_rates(tmp_path):
         assert distinct == [r for r, before in pairwise([*wanted, {}]) if r != before], kind
         seen.add(tuple(record["learning_rate"] for record in records.values()))
     assert len(seen) == len(kinds)
+
+
+def falling(stage):
+    """Nothing is learnt, so `plateau` drops after evaluations 3, 5, 7; the fifth batch is bad."""
+    config = config_of(ScheduleKind.plateau, steps=8, stage=stage)
+    config.optimizer.lr = 1e-30
+    config.optimizer.lr_scaling = LrScaling.sqrt
+    config.optimizer.lr_scaling_batch_size = 1  # of 4: twice the rate
+    config.schedule.warmup_steps, config.schedule.floor_ratio = 0, None
+    config.schedule.step_factor, config.schedule.plateau_patience = 0.5, 2
+    config.training = replace(config.training, evaluation_samples=4, evaluate_every_steps=1)
+    config.stability.on_bad_loss = OnBadLoss.rewind
+    config.stability.loss_limit = 20.0
+    config.stability.rewind_lr_factor = 0.25
+    config.checkpoint.every_steps = 2
+    return tiny_plan(config, 2)
+
+
+@pytest.mark.parametrize(("stage", "stops"), [(0, ()), (3, (5, 7))])
+def test_the_rate_falls_at_a_plateau_and_after_a_rewind(tmp_path, stage, stops):
+    """Also where the run is cut off right after the rewind, and after the next checkpoint."""
+    plan, run = falling(stage), RunPaths(tmp_path / "run")
+    for attempt, stop in enumerate((*stops, 8), 1):
+        poison = tuple((4 * 4 + sample, 10.0) for sample in range(4))
+        case = Poisoned(with_stop(plan, stop), run, attempt=attempt, poison=poison)
+        assert {outcome.error for outcome in train_poisoned(case)} == {""}
+    drops, cuts = [0, 0, 0, 1, 1, 2, 2, 3], [1, 1, 1, 1, 0.25, 0.25, 0.25, 0.25]
+    expected = [2e-30 * 0.5**drop * cut for drop, cut in zip(drops, cuts, strict=True)]
+    records = steps_of(run)
+    assert [record["learning_rate"] for record in records.values()] == pytest.approx(expected)
+    for record in records.values():
+        assert set(record["learning_rates"].values()) == {record["learning_rate"]}
+    events = [event for event in read_events(run.events) if event["attempt"] <= len(stops) + 1]
+    bad = [event for event in events if event["event"] == "intervention"]
+    assert {(event["kind"], event["to_step"], event["lr_factor"]) for event in bad} == {
+        ("loss_limit", 4, 0.25)
+    }
+    fallen = {event["step"]: event for event in events if event["event"] == "plateau"}
+    assert {step: event["drops"] for step, event in fallen.items()} == {3: 1, 5: 2, 7: 3}
+    assert "the learning rate drops to 0.5 of its peak" in event_lines(fallen[3])[0]
+    assert "learning rate x 0.25 from there" in event_lines(bad[0])[0]
 
 
 WHOLE, LONGER = 10, 16
@@ -95,7 +141,7 @@ def test_a_finished_run_is_extended_from_its_stable_phase(tmp_path):
     peak = longer.config.optimizer.lr
     assert all(set(rates[step].values()) == {peak} for step in range(2, LONGER - 2))
     assert set(rates[LONGER].values()) == {0.1 * peak}
-    assert checkpoints.verify(left) == []  # the decayed model is still there
+    assert verify(left) == []  # the decayed model is still there
     steps = [info.step for info in checkpoints.list_checkpoints(run)]
     assert steps == [STABLE, LONGER - 3, LONGER]
 

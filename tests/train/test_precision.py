@@ -117,17 +117,19 @@ def fp16_plan(stage, **precision):
     return replace(plan, hardware=replace(gpus, accelerator=Accelerator.cpu))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_fp16_skips_overflows_on_the_records_and_resumes_with_its_scale(tmp_path, stage):
+@pytest.mark.parametrize(("stage", "hysteresis"), [(1, 2), (3, 1)])
+def test_fp16_skips_overflows_on_the_records_and_resumes_with_its_scale(
+    tmp_path, stage, hysteresis
+):
     """The scale starts too high: updates are skipped until it fits, and the schedule goes on."""
-    plan = fp16_plan(stage, initial_scale_power=24)
+    plan = fp16_plan(stage, initial_scale_power=24, hysteresis=hysteresis)
     run = assert_resumes_exactly(tmp_path, plan, probe="format_probe:train_in_fp16")
     steps = [event for event in read_events(run.events) if event["event"] == "step"]
     skipped = [event["step"] for event in steps if event.get("skipped")]
     assert skipped == list(range(1, len(skipped) + 1)) and 3 <= len(skipped) <= 9
     scales = [event["loss_scale"] for event in steps]
-    assert scales[0] == 2.0**24  # the first overflow is only noted (hysteresis)
-    assert scales[-1] == 2.0 ** (25 - len(skipped))
+    assert scales[0] == 2.0 ** (23 + hysteresis - 1)  # with 2 the first overflow is only noted
+    assert scales[-1] == 2.0 ** (23 + hysteresis - len(skipped))
     for event in steps:
         factor = Curve.of(plan).factor(event["step"] - 1)
         assert event["learning_rate"] == plan.config.optimizer.lr * factor

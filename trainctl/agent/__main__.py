@@ -113,6 +113,8 @@ class Agent:
             code = int(ExitCode.internal_error)
             self._report(code, message=message, exit_code=code)
         sweep(self._tag, grace_seconds=self._grace_seconds)
+        for file in self._attempt.root.glob(f"{self._attempt.store.name}*"):
+            file.unlink(missing_ok=True)
         leave(code)
 
     def _supervise(self) -> int:
@@ -142,14 +144,23 @@ class Agent:
         address, port = self._place.rendezvous or (command.address, command.port)
         if nodes > 1:
             use_interface_towards(address)
-        rendezvous = NodeRendezvous(self._tag.run_id, self._node, nodes, address, port)
+        # A program of the user's is told a port; one that is asked for is used.
+        is_file = nodes == 1 and port is None and not command.is_users
+        rendezvous = NodeRendezvous(
+            self._tag.run_id,
+            self._node,
+            nodes,
+            address,
+            port,
+            file=self._attempt.store if is_file else None,
+        )
         if command.prepare:
             from trainctl.train.prepare import prepare
 
             # The first node alone where all share a cache; the others then find what it made.
             if self._node > 0:
                 rendezvous.await_mark("prepared", guard.yield_if_stopping)
-            prepare(plan, self._run)
+            prepare(plan, self._run, self._tell_corpus)
             rendezvous.mark("prepared")
 
         code = 0
@@ -267,6 +278,13 @@ class Agent:
         with suppress(OSError):  # a full disk, which others will find
             with EventWriter(self._run.events, self._attempt.number) as writer:
                 writer.write("build", operator=operator, seconds=seconds, **where)
+
+    def _tell_corpus(self, message: str) -> None:
+        """Record what the run should know of its tokenized corpus."""
+        print(message, file=sys.stderr, flush=True)
+        with suppress(OSError):  # a full disk, which others will find
+            with EventWriter(self._run.events, self._attempt.number) as writer:
+                writer.write("corpus", message=message, host=socket.gethostname())
 
     def _report_preempted(self) -> None:
         """Tell the launcher, which has all ranks save and end."""

@@ -31,6 +31,16 @@ TargetAndOverrides = Annotated[
         autocompletion=complete_target,
     ),
 ]
+OfAttempt = Annotated[
+    int | None,
+    typer.Option(
+        "--attempt",
+        metavar="N",
+        min=1,
+        help="Of a run: as its attempt N was configured; else the newest that got going.",
+        show_default=False,
+    ),
+]
 ConfigDir = Annotated[
     Path | None,
     typer.Option(
@@ -61,6 +71,21 @@ Step = Annotated[
     ),
 ]
 Best = Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")]
+
+
+class Weights(StrEnum):
+    """Which weights of a checkpoint."""
+
+    raw = "raw"
+    ema = "ema"
+
+
+WhichWeights = Annotated[
+    Weights,
+    typer.Option(
+        "--weights", help="raw: those that are trained; ema: their average (training.ema_decay)."
+    ),
+]
 
 
 class Device(StrEnum):

@@ -33,7 +33,7 @@ def follow_run(run: RunPaths, *, as_json: bool) -> int:
     if summary.state == NEW and not summary.is_live:
         raise TrainctlError(
             f"nothing of {run.root} was started yet",
-            hint=f"trainctl launch --resume auto --run-dir {run.root} starts it",
+            hint=f"trainctl resume {run.root} starts it",
             exit_code=ExitCode.run_state,
         )
     first = last_attempt(run)

@@ -61,6 +61,10 @@ def budget_lines(
     one, kept = budget["checkpoint_bytes"], budget["checkpoints_kept_bytes"]
     number = _number_format(one)
     lines.append(f"Checkpoints on disk: {number(one)} GiB each, {number(kept)} GiB kept")
+    if budget["weights_only_bytes"]:
+        one, kept = budget["weights_only_bytes"], budget["weights_only_kept_bytes"]
+        number = _number_format(one)
+        lines.append(f"Weights alone on disk: {number(one)} GiB each, {number(kept)} GiB kept")
     return lines + [f"note: {note}" for note in budget["notes"]]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Json, Overrides
+from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
 from trainctl.errors import ExitCode, TrainctlError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ UseCalibration = Annotated[
 
 
 def validate(
-    overrides: Overrides = None,
+    overrides: TargetAndOverrides = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
     deepspeed: DeepSpeedFile = None,
@@ -86,7 +86,7 @@ def validate(
     """
     from trainctl.cli.console import print_json, put, say
     from trainctl.cli.findings import findings_to_json, show_findings
-    from trainctl.cli.planning import compose, plan
+    from trainctl.cli.planning import compose_target, plan
 
     if deepspeed is not None:
         _validate_file(deepspeed, overrides or [], world_size, model, as_json)
@@ -97,7 +97,7 @@ def validate(
             hint="without it, hardware=... and model=... say them",
         )
     try:
-        planned = plan(compose(overrides, config_dir), with_files=True)
+        planned = plan(compose_target(*split_target(overrides), config_dir), with_files=True)
         findings, made = planned.findings, planned.assessment.plan
     except TrainctlError as error:
         if not as_json:
@@ -146,7 +146,7 @@ def _validate_file(
 
 
 def estimate_memory(
-    overrides: Overrides = None,
+    overrides: TargetAndOverrides = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
     plot: Plot = None,

@@ -40,21 +40,28 @@ class Difference:
     right_text: str
 
 
-def read_side(name: str, config_dir: Path | None) -> Side:
+def read_side(name: str, config_dir: Path | None, *, attempt: int | None = None) -> Side:
     """A recipe, a run's directory, or a file of DeepSpeed's JSON.
+
+    Args:
+        name: As typed.
+        config_dir: The user's own folder.
+        attempt: Of the run; None is the one that stands for it.
 
     Raises:
         TrainctlError: It is none of them, or cannot be read.
     """
+    from trainctl.cli.findings import show_findings
     from trainctl.cli.planning import compose_target, plan
     from trainctl.config.codec import to_plain
     from trainctl.config.schema import walk
     from trainctl.plan.deepspeed import flatten
 
     path = Path(name).expanduser()
-    if path.is_file() or path.suffix == ".json":
+    if attempt is None and (path.is_file() or path.suffix == ".json"):
         return Side(name=name, values=None, derived={}, deepspeed=_read_json(path))
-    composed = compose_target(name, (), config_dir)
+    composed = compose_target(name, (), config_dir, attempt=attempt)
+    show_findings(composed.findings)
     made = plan(composed).assessment.plan
     values = {key: to_plain(value) for key, _, value in walk(composed.config)}
     return Side(

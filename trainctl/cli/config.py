@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Json, Overrides, TargetAndOverrides, split_target
+from trainctl.cli.arguments import (
+    ConfigDir,
+    Json,
+    OfAttempt,
+    Overrides,
+    TargetAndOverrides,
+    split_target,
+)
 from trainctl.cli.complete import complete_key
 from trainctl.cli.import_json import import_json
 from trainctl.errors import TrainctlError
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
     from trainctl.cli.planning import Planned
     from trainctl.plan.types import RunPlan
 
-SIDE = "A recipe, a run directory, or a file of DeepSpeed's JSON."
+SIDE = "A recipe, a run directory (or one of its attempts/N), or a file of DeepSpeed's JSON."
 
 app = typer.Typer(help="Look at a configuration: its values, and why.", rich_markup_mode="rich")
 app.command("import")(import_json)
@@ -26,7 +33,10 @@ app.command("import")(import_json)
 
 @app.command()
 def show(
-    target: TargetAndOverrides = None, config_dir: ConfigDir = None, as_json: Json = False
+    target: TargetAndOverrides = None,
+    attempt: OfAttempt = None,
+    config_dir: ConfigDir = None,
+    as_json: Json = False,
 ) -> None:
     """Print the composed configuration as YAML.
 
@@ -38,7 +48,7 @@ def show(
     from trainctl.config.codec import to_plain
     from trainctl.config.store import dump_config
 
-    composed = compose_target(*split_target(target), config_dir)
+    composed = compose_target(*split_target(target), config_dir, attempt=attempt)
     show_findings(composed.findings)
     if as_json:
         print_json(to_plain(composed.config))
@@ -47,7 +57,9 @@ def show(
 
 
 @app.command()
-def deepspeed(target: TargetAndOverrides = None, config_dir: ConfigDir = None) -> None:
+def deepspeed(
+    target: TargetAndOverrides = None, attempt: OfAttempt = None, config_dir: ConfigDir = None
+) -> None:
     """Print the JSON that DeepSpeed gets.
 
     Example: trainctl config deepspeed 7b-zero3 hardware=8xh100-80g
@@ -56,7 +68,7 @@ def deepspeed(target: TargetAndOverrides = None, config_dir: ConfigDir = None) -
     from trainctl.cli.findings import show_findings
     from trainctl.cli.planning import compose_target, plan
 
-    planned = plan(compose_target(*split_target(target), config_dir))
+    planned = plan(compose_target(*split_target(target), config_dir, attempt=attempt))
     made = _plan_of(planned)
     show_findings(planned.findings)
     print_json(made.deepspeed)
@@ -72,6 +84,7 @@ def why(
         ),
     ],
     overrides: Overrides = None,
+    attempt: OfAttempt = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
@@ -81,11 +94,13 @@ def why(
     """
     from trainctl.cli.console import print_json, put
     from trainctl.cli.explain import explain, unknown
+    from trainctl.cli.findings import show_findings
     from trainctl.cli.planning import compose_target, plan
 
-    composed = compose_target(*split_target(overrides), config_dir)
+    composed = compose_target(*split_target(overrides), config_dir, attempt=attempt)
+    show_findings(composed.findings)
     planned = plan(composed)
-    made = planned.assessment.plan
+    composed, made = planned.composed, planned.assessment.plan
     answer = explain(key, composed, made)
     if answer is None:
         if made is None:
@@ -102,17 +117,24 @@ def why(
 def diff(
     left: Annotated[str, typer.Argument(metavar="A", help=SIDE)],
     right: Annotated[str, typer.Argument(metavar="B", help=SIDE)],
+    attempt: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Of A, a run: its attempt N.", show_default=False),
+    ] = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
     """Print the keys in which two configurations differ, by what they mean.
 
-    Examples: trainctl config diff 7b-zero2 7b-zero3; trainctl config diff ds_config.json 7b-zero3
+    Examples: trainctl config diff 7b-zero2 7b-zero3; trainctl config diff ds_config.json 7b-zero3;
+    trainctl config diff runs/NAME runs/NAME --attempt 1
     """
     from trainctl.cli.compare import compare, read_side
     from trainctl.cli.console import print_json
 
-    differences = compare(read_side(left, config_dir), read_side(right, config_dir))
+    differences = compare(
+        read_side(left, config_dir, attempt=attempt), read_side(right, config_dir)
+    )
     if as_json:
         print_json([{"key": d.key, "left": d.left, "right": d.right} for d in differences])
     else:

@@ -39,14 +39,15 @@ def show(
     Example: trainctl data show runs/NAME --samples 96-103
     """
     from trainctl.cli.console import print_json
-    from trainctl.runs.directory import last_attempt, open_run, read_plan
+    from trainctl.runs.attempts import standing_attempt
+    from trainctl.runs.directory import open_run, read_plan
     from trainctl.train.contents import parse_counters, samples_of
     from trainctl.train.prepare import corpus_of
     from trainctl.train.tokenizer import load_tokenizer
 
     counters = parse_counters(samples)
     paths = open_run(run)
-    plan = read_plan(paths.attempt(last_attempt(paths)).plan)
+    plan = read_plan(paths.attempt(standing_attempt(paths).number).plan)
     corpus = corpus_of(plan, paths)
     tokenizer = load_tokenizer(plan.config.tokenizer)
     found = samples_of(plan, corpus, tokenizer, counters, most_characters=characters)

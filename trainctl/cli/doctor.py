@@ -24,13 +24,14 @@ def doctor(
     from dataclasses import replace
 
     from trainctl.cli.console import print_json
-    from trainctl.cli.findings import findings_to_json
+    from trainctl.cli.findings import findings_to_json, show_findings
     from trainctl.cli.planning import compose_target, name_sources
     from trainctl.errors import ExitCode
     from trainctl.hardware import resolve_hardware
     from trainctl.hardware.health import examine_machine
 
     composed = compose_target(*split_target(target), config_dir)
+    show_findings(composed.findings)
     hardware = resolve_hardware(composed.config.hardware)
     checks = [
         replace(check, findings=tuple(name_sources(composed, check.findings)))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trainctl.cli.arguments import Best, Device, Json, OnDevice, Run, Step
+from trainctl.cli.arguments import Best, Device, Json, OnDevice, Run, Step, Weights, WhichWeights
 
 
 def evaluate(
@@ -23,6 +23,7 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
+    weights: WhichWeights = Weights.raw,
     device: OnDevice = Device.auto,
     as_json: Json = False,
 ) -> None:
@@ -39,14 +40,17 @@ def evaluate(
     with Meter() as meter:
         checkpoint = choose_checkpoint(paths, meter, step=step, best=best)
         arguments: list[str | Path] = [paths.root, checkpoint, "--device", device.value]
+        arguments += ["--weights", weights.value]
         if samples is not None:
             arguments += ["--samples", str(samples)]
         result = run_offline("evaluate", arguments, meter)
     if as_json:
-        print_json({"schema": 1, "run": str(paths.root), "checkpoint": checkpoint.name, **result})
+        where = {"run": str(paths.root), "checkpoint": checkpoint.name, "weights": weights.value}
+        print_json({"schema": 1, **where, **result})
         return
     loss = result["loss"]
+    average = ", average of the weights" if weights is Weights.ema else ""
     put(
-        f"{checkpoint.name}: held-out loss {loss:.4f} over {result['samples']:,} samples "
+        f"{checkpoint.name}{average}: held-out loss {loss:.4f} over {result['samples']:,} samples "
         f"(perplexity {math.exp(loss):,.2f}; unigram entropy {result['unigram_entropy']:.4f})"
     )

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trainctl.cli.arguments import Best, Json, NamedRun, Step
+from trainctl.cli.arguments import Best, Json, NamedRun, Step, Weights, WhichWeights
 from trainctl.errors import TrainctlError
 
 
@@ -31,6 +31,7 @@ def export(
             help="Format of the weights; else the one that the run trains in.", show_default=False
         ),
     ] = None,
+    weights: WhichWeights = Weights.raw,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint as a directory that transformers loads.
@@ -50,16 +51,19 @@ def export(
         )
     with Meter() as meter:
         checkpoint = choose_checkpoint(paths, meter, step=step, best=best)
-        arguments: list[str | Path] = [paths.root, checkpoint, out]
+        arguments: list[str | Path] = [paths.root, checkpoint, out, "--weights", weights.value]
         if dtype is not None:
             arguments += ["--dtype", dtype.value]
         result = run_offline("export", arguments, meter)
     if as_json:
-        print_json({"schema": 1, "run": str(paths.root), "checkpoint": checkpoint.name, **result})
+        where = {"run": str(paths.root), "checkpoint": checkpoint.name, "weights": weights.value}
+        print_json({"schema": 1, **where, **result})
         return
     for note in result["notes"]:
         say(f"note: {note}")
+    average = " (average of the weights)" if weights is Weights.ema else ""
     put(
-        f"exported {checkpoint.name} to {out}: {short_count(result['parameters'])} parameters, "
+        f"exported {checkpoint.name}{average} to {out}: "
+        f"{short_count(result['parameters'])} parameters, "
         f"{size_text(result['bytes'])} of {result['dtype']}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,7 +42,7 @@ def import_json(
     imported = imported_from(checked.document.value, world_size=world_size)
     show_findings(checked.findings)
     for left in imported.left_out:
-        say(f"left out: {left.key}={left.value}: {left.reason}", style="warning")
+        say(f"left out: {left.key}={dumps(left.value)}: {left.reason}", style="warning")
     if as_json:
         print_json(_to_json(imported))
     elif as_recipe:

@@ -14,6 +14,7 @@ from trainctl.cli.arguments import (
     DryRun,
     Force,
     Json,
+    OfAttempt,
     Overrides,
     TargetAndOverrides,
     split_target,
@@ -68,7 +69,6 @@ def launch(
                 dry_run=dry_run,
                 force=force,
                 as_json=as_json,
-                may_restart=True,
                 detach=detach,
             )
             return
@@ -89,6 +89,10 @@ def resume(
             show_default=False,
         ),
     ] = None,
+    from_start: Annotated[
+        bool, typer.Option("--from-start", help="From the beginning, leaving checkpoints behind.")
+    ] = False,
+    attempt: OfAttempt = None,
     dry_run: DryRun = False,
     force: Force = False,
     config_dir: ConfigDir = None,
@@ -97,7 +101,8 @@ def resume(
 ) -> None:
     """Continue a run (the newest, if none is named) from its newest complete checkpoint.
 
-    A script is started again as it was; words after -- replace its arguments.
+    One that was stopped before its first checkpoint begins again, as it was configured. A script is
+    started again as it was; words after -- replace its arguments.
 
     Examples: trainctl resume; trainctl resume runs/NAME training.steps=400
     """
@@ -107,17 +112,18 @@ def resume(
     from trainctl.runs.directory import newest_run
 
     words = words_of(context)
+    if from_start and step is not None:
+        raise TrainctlError("--step and --from-start name two places", hint="leave one of them out")
     target, overrides = split_target(run)
     root = Path(target) if target is not None else newest_run().root
     start.resume_run(
         root,
-        lambda before: with_words(
-            recompose(start.next_launch(before), overrides, config_dir=config_dir), words
-        ),
+        lambda before: with_words(recompose(before, overrides, config_dir=config_dir), words),
         dry_run=dry_run,
         force=force,
         as_json=as_json,
-        may_restart=False,
         step=step,
+        attempt=attempt,
+        from_start=from_start,
         detach=detach,
     )

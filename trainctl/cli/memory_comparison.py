@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainctl.cli.arguments import split_target
 from trainctl.cli.console import rich_console, say
-from trainctl.cli.planning import Planned, compose, plan
+from trainctl.cli.planning import Planned, compose_target, plan
 from trainctl.config.sweep import expand_sweep
 from trainctl.errors import TrainctlError
 
@@ -53,15 +54,18 @@ def compare_memory(
 ) -> list[Compared]:
     """Plan every combination of the values that the overrides list (`zero_stage=1,2,3`).
 
+    A recipe or a run may stand in front of them.
+
     Raises:
         TrainctlError: There is one configuration only, and it cannot be planned.
     """
-    points = expand_sweep(overrides)
+    target, rest = split_target(list(overrides))
+    points = expand_sweep(rest)
     compared = []
     for point in points:
         name = ", ".join(f"{key}={value}" for key, value in point.values.items())
         try:
-            composed = _of_some_length(compose(point.overrides, config_dir))
+            composed = _of_some_length(compose_target(target, point.overrides, config_dir))
             planned = plan(composed, exact=exact, calibrated=calibrated)
         except TrainctlError as error:
             if len(points) == 1:
@@ -76,10 +80,10 @@ def compare_memory(
 
 def _of_some_length(composed: Composed) -> Composed:
     """The same with a number of steps, where nothing says how many: memory needs none."""
-    config = composed.config
-    if config.training.steps is not None or config.training.tokens is not None:
+    config, training = composed.config, composed.config.training
+    if any(length is not None for length in (training.steps, training.tokens, training.epochs)):
         return composed
-    training = replace(config.training, steps=ANY_STEPS)
+    training = replace(training, steps=ANY_STEPS)
     return replace(composed, config=replace(config, training=training))
 
 

@@ -53,7 +53,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
     ]
     rows += [("weights", text) for text in _weights(config)]
     rows += [("tokenizer", text) for text in _tokenizer(config)]
-    rows += [("optimizer", line) for line in _groups(config)]
+    rows += [("optimizer", line) for line in _groups(plan)]
     rows += [("runs", program) for program in _users_code(config)]
     name = config.recipe or config.model.name
     lines = [f"Plan of {name}", *(f"  {label:<10}{text}" for label, text in rows)]
@@ -95,17 +95,19 @@ def _tokenizer(config: RunConfig) -> Iterator[str]:
     yield f"{tokenizer.path or tokenizer.kind.value}: {facts.in_words()}"
 
 
-def _groups(config: RunConfig) -> Iterator[str]:
+def _groups(plan: RunPlan) -> Iterator[str]:
     """The optimizer's parameter groups, with what they hold."""
     from trainctl.plan.groups import parameter_groups
 
+    config = plan.config
     if not config.trains_itself:
         return
     groups = parameter_groups(config)
     for group in groups[:GROUPS_SHOWN]:
+        peak = group.peak_lr(config) * plan.lr_scale
         yield (
             f"{group.name}: {len(group.parameters)} tensors,"
-            f" {short_count(group.elements)} parameters, peak lr {group.peak_lr(config):g},"
+            f" {short_count(group.elements)} parameters, peak lr {peak:g},"
             f" decay {group.weight_decay:g}"
         )
     if len(groups) > GROUPS_SHOWN:

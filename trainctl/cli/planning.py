@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainctl.memory.traced import TracedModel
     from trainctl.planner.assess import Assessment
     from trainctl.planner.suggest import Suggestion
+    from trainctl.runs.layout import RunPaths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,7 @@ def plan(
     composed: Composed,
     *,
     with_files: bool = False,
+    tokenize: bool = False,
     folder: Path | None = None,
     exact: bool = False,
     calibrated: bool = True,
@@ -76,11 +78,13 @@ def plan(
 
     Args:
         composed: The configuration.
+        tokenize: Read the corpus where the length of the run depends on it.
         with_files: Also look for the files that it names, as whoever starts from here must.
         folder: Where the user's own code is looked for; None is the current folder.
         exact: Trace the model for its budget, in a process of its own.
         calibrated: Take what was measured on this machine, for hardware that is here.
     """
+    from trainctl.cli.epochs import count_epoch
     from trainctl.config.files import missing_files
     from trainctl.config.tracing import trace_in_child
     from trainctl.hardware import resolve_hardware
@@ -89,17 +93,21 @@ def plan(
     from trainctl.planner.model_files import check_model_files
     from trainctl.planner.tokenizer_files import check_tokenizer_files
 
+    composed = count_epoch(composed, tokenize=tokenize)
     hardware = resolve_hardware(composed.config.hardware, calibrated=calibrated)
     assessment = assess(composed.config, hardware)
     traced = None
     if exact and assessment.plan is not None:
         traced = TracedModel.from_json(trace_in_child(composed.config, folder))
         assessment = assess(composed.config, hardware, traced)
-    found = [*assessment.findings]
+    found = list(assessment.findings)
     if with_files:
+        from trainctl.launch.refusals import refusals
+
         found += missing_files(composed.config, folder)
         found += check_model_files(composed.config)
         found += check_tokenizer_files(composed.config)
+        found += refusals(composed.config, hardware)
     return Planned(
         composed=composed,
         hardware=hardware,
@@ -120,26 +128,60 @@ def name_sources(composed: Composed, findings: Sequence[Finding]) -> list[Findin
 
 
 def compose_target(
-    target: str | None, overrides: Sequence[str], config_dir: Path | None
+    target: str | None,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    *,
+    attempt: int | None = None,
 ) -> Composed:
-    """Compose a recipe or a run's saved configuration, with overrides on top.
+    """Compose a recipe or the configuration of a run, with overrides on top.
 
     Args:
-        target: Name of a recipe, or path of a run directory; none composes the overrides alone.
+        target: Name of a recipe, path of a run directory, or of one of its `attempts/N`; none
+            composes the overrides alone.
         overrides: As typed.
         config_dir: The user's own folder.
+        attempt: Of the run; None is the one that stands for it (`trainctl.runs.attempts`).
+
+    Raises:
+        TrainctlError: The configuration is wrong, the run has no such attempt (exit code 5), or
+            `attempt` is given without a run.
     """
+    from trainctl.runs.attempts import find_attempt
+
+    found = find_attempt(Path(target)) if target is not None else None
+    if found is not None:
+        run, named = found
+        return _compose_run(run, named if attempt is None else attempt, overrides, config_dir)
+    if attempt is not None:
+        raise TrainctlError("--attempt N is of a run", hint="name its directory: runs/NAME")
     if target is None:
         return compose(overrides, config_dir)
-    from trainctl.runs.directory import is_run, open_run
+    if "/" in target:
+        from trainctl.runs.directory import open_run
 
-    path = Path(target)
-    if is_run(path) or "/" in target:
-        from trainctl.config.compose import recompose
-        from trainctl.config.store import load_config
-
-        return recompose(load_config(open_run(path).config), overrides, config_dir=config_dir)
+        open_run(Path(target))  # raises: it says what the directory is instead
     return compose([f"recipe={target}", *overrides], config_dir)
+
+
+def _compose_run(
+    run: RunPaths, attempt: int | None, overrides: Sequence[str], config_dir: Path | None
+) -> Composed:
+    """The configuration of a run, with a warning of what else one might take for it."""
+    from trainctl.cli.standing import passed_over_findings
+    from trainctl.config.compose import SAVED, recompose
+    from trainctl.runs.attempts import config_of, standing_attempt
+
+    standing = standing_attempt(run)
+    number = standing.number if attempt is None else attempt
+    composed = recompose(
+        config_of(run, attempt),
+        overrides,
+        config_dir=config_dir,
+        source=f"attempt {number} of the run" if number else SAVED,
+    )
+    notes = passed_over_findings(run, standing if attempt is None else None)
+    return replace(composed, findings=(*composed.findings, *notes))
 
 
 def show_suggestions(config: RunConfig, hardware: Hardware) -> None:

@@ -137,17 +137,32 @@ def event_lines(event: Event) -> list[str]:
             size = f"{event['world_size']} processes, {event['num_parameters']:,} parameters"
             text = f"{event['train_tokens']:,} tokens, {event['held_out_tokens']:,} more held out"
             passed_over = [f"checkpoint passed over: {problem}" for problem in event["passed_over"]]
-            return [*passed_over, f"{origin}: {size}, {text}"]
+            begins = ["the average of the weights begins here: the checkpoint has none"]
+            average = begins if event.get("ema_begins") else []
+            told = f"{origin}: {size}, {text}"
+            return [*passed_over, told, *_bad_text_lines(event), *average]
+        case "corpus":
+            return [printable(event["message"])]
         case "evaluation":
             line = f"evaluation at step {event['step']}: held-out loss {number(event['loss']):.4f}"
+            if "ema_loss" in event:
+                line += f", of the average {number(event['ema_loss']):.4f}"
             entropy = event.get("unigram_entropy")
             if entropy is not None:
-                line += f" (byte-unigram entropy of the corpus: {entropy:.4f})"
+                line += f" (unigram entropy of the corpus's tokens: {entropy:.4f})"
             return [line]
         case "checkpoint":
             return [f"checkpoint at step {event['step']}: {event['path']}"]
+        case "weights":
+            return [f"weights at step {event['step']}: {event['path']}"]
         case "intervention":
             return [_intervention_line(event)]
+        case "plateau":
+            return [
+                f"step {event['step']}: in {event['evaluations_since']} evaluations the held-out "
+                f"loss was not below {number(event['best']):.4f}: the learning rate drops to "
+                f"{event['factor']:.3g} of its peak"
+            ]
         case "end" if event["reason"] == "no_improvement":
             by = f"more than {event['min_delta']:g} " if event.get("min_delta") else ""
             return [
@@ -180,6 +195,13 @@ def event_lines(event: Event) -> list[str]:
             return [f"benchmark: all-reduce of all ranks {speed:.3g} GB/s", *slow]
         case "straggler":
             return [f"{'slow: ' if event['slow'] else ''}{account(event)}"]
+        case "stopping":
+            limit = event["within_seconds"]
+            within = "" if limit is None else f", within {limit:g} s"
+            return [
+                f"{event['reason']}: saves after this step and ends{within}; another signal ends "
+                "it at once"
+            ]
         case "waiting":
             missing = ", ".join(event["missing"]) or "their preflight"
             return [f"waiting for nodes: {event['there']} of {event['of']} answer, not {missing}"]
@@ -191,6 +213,19 @@ def event_lines(event: Event) -> list[str]:
     return []
 
 
+def _bad_text_lines(event: Event) -> list[str]:
+    """What `data.on_bad_text` did, and where first; nothing of a corpus that had no bad text."""
+    bad = event.get("bad_text")
+    if not bad:
+        return []
+    did = [
+        f"{bad[name]:,} documents {words}"
+        for name, words in (("replaced", "repaired"), ("skipped", "left out"))
+        if bad[name]
+    ]
+    return [f"bad text: {', '.join(did)}; the first: {printable(bad['examples'][0])}"]
+
+
 def _intervention_line(event: Event) -> str:
     """Such as ``step 7: loss 21.5 above 8.2 on rank 1 (samples 96 to 104): skip_batch``."""
     quantity = "loss" if event["kind"].startswith("loss") else "gradient norm"
@@ -198,6 +233,8 @@ def _intervention_line(event: Event) -> str:
     ranks = ", ".join(map(str, event["ranks"]))
     where = f" on rank {ranks}" if ranks else ""
     back = f" to step {event['to_step']}" if "to_step" in event else ""
+    if "lr_factor" in event:
+        back += f", learning rate x {event['lr_factor']:.3g} from there"
     first, end = event["samples"]
     return (
         f"step {event['step']}: {quantity} {number(event['value']):.6g}{limit}{where} "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,28 +10,24 @@ from trainctl.errors import TrainctlError
 
 if TYPE_CHECKING:
     from trainctl.config.catalog import RecipeInfo
-    from trainctl.hardware import Hardware
 
 VERDICTS = {True: "yes", False: "no", None: "perhaps"}
 
 
 def recipes(config_dir: ConfigDir = None, as_json: Json = False) -> None:
-    """List the recipes, for which hardware each is, and whether it fits this machine."""
+    """List the recipes, for which hardware each is, and whether this machine can launch it."""
     from trainctl.cli.console import print_json
     from trainctl.config.catalog import recipes as find_recipes
-    from trainctl.config.schema import HardwareConfig
-    from trainctl.hardware import resolve_hardware
 
-    here = resolve_hardware(HardwareConfig())
-    rows = [_row(info, config_dir, here) for info in find_recipes(config_dir)]
+    rows = [_row(info, config_dir) for info in find_recipes(config_dir)]
     if as_json:
         print_json(rows)
     else:
         _print_table(rows)
 
 
-def _row(info: RecipeInfo, config_dir: Path | None, here: Hardware) -> dict[str, Any]:
-    fits, reason = _fits(info.name, config_dir, here)
+def _row(info: RecipeInfo, config_dir: Path | None) -> dict[str, Any]:
+    fits, reason = _fits(info.name, config_dir)
     return {
         "name": info.name,
         "what": info.summary,
@@ -44,21 +39,17 @@ def _row(info: RecipeInfo, config_dir: Path | None, here: Hardware) -> dict[str,
     }
 
 
-def _fits(name: str, config_dir: Path | None, here: Hardware) -> tuple[bool | None, str]:
-    """Whether a recipe can be planned on this machine and fits it; none if too close to tell."""
-    from trainctl.cli.planning import compose
-    from trainctl.config.schema import HardwareConfig
-    from trainctl.planner.assess import assess
+def _fits(name: str, config_dir: Path | None) -> tuple[bool | None, str]:
+    """Whether `trainctl launch recipe=NAME` would start here, by the same checks."""
+    from trainctl.cli.planning import compose, plan
+    from trainctl.cli.readiness import can_launch
+    from trainctl.runs.directory import DEFAULT_ROOT
 
     try:
-        config = compose([f"recipe={name}"], config_dir).config
+        planned = plan(compose([f"recipe={name}"], config_dir), with_files=True)
+        return can_launch(planned, DEFAULT_ROOT)
     except TrainctlError as error:
-        return False, error.message
-    assessment = assess(replace(config, hardware=HardwareConfig()), here)
-    errors = [finding for finding in assessment.findings if finding.is_error]
-    if errors or assessment.budget is None:
-        return False, errors[0].message
-    return assessment.budget.fits, ""
+        return False, error.findings[0].message if error.findings else error.message
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:

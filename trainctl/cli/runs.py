@@ -293,7 +293,7 @@ def _ask_to_stop(run: RunPaths, *, now: bool) -> None:
     """Ask the launch of a live run; a job that has not started is taken from its queue."""
     from trainctl.cli.console import say
     from trainctl.launch.schedulers import cancel
-    from trainctl.runs.directory import last_config
+    from trainctl.runs.attempts import config_of
     from trainctl.runs.listing import summarise
     from trainctl.runs.requests import Request, file_request
     from trainctl.runs.status import State, read_status, write_status
@@ -308,7 +308,7 @@ def _ask_to_stop(run: RunPaths, *, now: bool) -> None:
         say(f"{run.root}: job {summary.job.id} is cancelled")
         return
     # A program of the user's reads no requests to save: its launch ends it.
-    ends = now or not last_config(run).trains_itself
+    ends = now or not config_of(run).trains_itself
     file_request(run, Request.end if ends else Request.stop, "trainctl runs stop")
     what = "ends now" if ends else "saves at its next step and ends"
     say(f"{run.root}: asked; it {what}")
@@ -322,11 +322,11 @@ def _wait_for_end(run: RunPaths, *, now: bool) -> None:
             force either (exit code 5).
     """
     from trainctl.cli.console import put
-    from trainctl.runs.directory import last_config
+    from trainctl.runs.attempts import config_of
     from trainctl.runs.listing import summarise
     from trainctl.runs.lock import holder
 
-    patience = last_config(run).launcher.grace_seconds + _KILL_PATIENCE_SECONDS
+    patience = config_of(run).launcher.grace_seconds + _KILL_PATIENCE_SECONDS
     deadline = time.monotonic() + patience
     is_forced = False
     while (current := holder(run)) is not None:

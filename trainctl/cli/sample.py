@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from trainctl.cli.arguments import Best, Device, Json, NamedRun, OnDevice, Step
+from trainctl.cli.arguments import (
+    Best,
+    Device,
+    Json,
+    NamedRun,
+    OnDevice,
+    Step,
+    Weights,
+    WhichWeights,
+)
 
 
 def sample(
@@ -22,6 +31,7 @@ def sample(
     ] = None,
     step: Step = None,
     best: Best = False,
+    weights: WhichWeights = Weights.raw,
     device: OnDevice = Device.auto,
     as_json: Json = False,
 ) -> None:
@@ -42,11 +52,12 @@ def sample(
         drawn = [f"--prompt={text}", f"--tokens={tokens}", f"--temperature={temperature}"]
         if seed is not None:
             drawn.append(f"--seed={seed}")
-        arguments = [paths.root, checkpoint, *drawn, "--device", device.value]
+        where_and_what = ["--device", device.value, "--weights", weights.value]
+        arguments = [paths.root, checkpoint, *drawn, *where_and_what]
         result = run_offline("sample", arguments, meter)
     if as_json:
         asked = {"prompt": text, "temperature": temperature}
-        where = {"run": str(paths.root), "checkpoint": checkpoint.name}
+        where = {"run": str(paths.root), "checkpoint": checkpoint.name, "weights": weights.value}
         print_json({"schema": 1, **where, **asked, **result})
         return
     for line in result["text"].splitlines():

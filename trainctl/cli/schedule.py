@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 ROWS = 18
 """Of a chart in the terminal."""
 
+MOST_TURNS = 8
+"""Drops or restarts that are listed."""
+
 app = typer.Typer(help="Look at the learning rate over the run.", add_completion=False)
 
 
@@ -95,7 +98,7 @@ def _drawing(plan: RunPlan, points: list[Point]) -> str:
 
     from trainctl.reports.schedule import title_of
 
-    peak = plan.config.optimizer.lr
+    peak = plan.peak_lr
     figure = plotext.figure
     figure.clear()
     figure.theme("colorless")
@@ -114,9 +117,10 @@ def _drawing(plan: RunPlan, points: list[Point]) -> str:
 
 def _phases(plan: RunPlan) -> list[str]:
     """Where the curve turns, one line each."""
+    from trainctl.config.schema import ScheduleKind
     from trainctl.plan.schedule import Curve
 
-    curve, total, peak = Curve.of(plan), plan.total_steps, plan.config.optimizer.lr
+    curve, total, peak = Curve.of(plan), plan.total_steps, plan.peak_lr
     if total == 0:
         return ["no step"]
     ends = {
@@ -134,6 +138,20 @@ def _phases(plan: RunPlan) -> list[str]:
         f"  {name:<24} step {step:>9,}  after it {tokens:>17,} tokens  learning rate {rate:.4g}"
         for name, step, tokens, rate in rows
     ]
+    turns = curve.turns[:MOST_TURNS]
+    lines += [
+        f"  {'turn':<24} step {step + 1:>9,}  before it {plan.batches.tokens_before(step):>16,}"
+        f" tokens  learning rate {peak * curve.factor(step):.4g}"
+        for step in turns
+    ]
+    if len(curve.turns) > len(turns):
+        lines.append(f"  and {len(curve.turns) - len(turns):,} turns more")
+    if plan.config.schedule.kind is ScheduleKind.plateau:
+        schedule = plan.config.schedule
+        lines.append(
+            f"  x {schedule.step_factor:g} after every {schedule.plateau_patience} evaluations"
+            f" without a lower held-out loss, not below {peak * curve.floor:.4g}"
+        )
     return lines + [
         f"  batch of {phase.batch.global_batch_size:,} sequences from step {phase.first_step + 1:,}"
         for phase in plan.ramp

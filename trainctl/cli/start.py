@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from trainctl.cli.console import go_on_without_reader, print_json, put, say
-from trainctl.cli.extend import compare_schedules
+from trainctl.cli.extend import compare_with_checkpoint
 from trainctl.cli.findings import findings_to_json, show_error, show_findings
-from trainctl.cli.planning import Planned, name_sources, plan, show_suggestions
+from trainctl.cli.planning import Planned, plan, show_suggestions
+from trainctl.cli.readiness import checkpoint_bytes, machine_findings
 from trainctl.errors import ExitCode, TrainctlError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def start_run(
 
     if not dry_run:
         go_on_without_reader()
-    planned = plan(composed, with_files=True)
+    planned = plan(composed, with_files=True, tokenize=True)
     made = _accept(planned, force=force, as_json=as_json)
     if dry_run:
         from trainctl.runs.layout import RunPaths
@@ -55,7 +56,7 @@ def start_run(
         return
     _check_machine(planned, made, run_dir or DEFAULT_ROOT)
     run = create_run(made.config, run_dir=run_dir, argv=sys.argv)
-    size = _checkpoint_bytes(planned)
+    size = checkpoint_bytes(planned)
     _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
@@ -66,73 +67,98 @@ def resume_run(
     dry_run: bool,
     force: bool,
     as_json: bool,
-    may_restart: bool,
     step: int | None = None,
+    attempt: int | None = None,
+    from_start: bool = False,
     detach: bool = False,
 ) -> None:
     """Continue a run as a new attempt, from its newest complete checkpoint or an earlier one.
 
+    A run that has never saved anything is started again, as it was.
+
     Args:
         root: The run's directory.
-        configure: Gives the attempt's configuration from the last attempt's.
+        configure: Gives the attempt's configuration from that of the run.
         dry_run: Only show.
         force: Start although the budget does not fit.
         as_json: Records on stdout as JSON lines, nothing else.
-        may_restart: Start from the beginning if there is no checkpoint yet.
         step: Of the checkpoint to go on from; those after it are left behind.
+        attempt: Whose configuration it is; None is the one that stands for the run.
+        from_start: Begin anew, leaving all checkpoints behind.
         detach: Only start it.
 
     Raises:
         TrainctlError: Not a run, in use, no checkpoint, or the plan is refused.
         typer.Exit: The run did not end well; carries its exit code.
     """
+    from trainctl.cli.intact import check_goes_on
+    from trainctl.cli.standing import passed_over_findings
     from trainctl.config.diff import diff
     from trainctl.launch import program
-    from trainctl.plan.mup import check_multipliers
-    from trainctl.runs.checkpoints import read_manifest
-    from trainctl.runs.directory import last_config, open_run
+    from trainctl.runs.attempts import config_of, standing_attempt
+    from trainctl.runs.directory import open_run
     from trainctl.runs.lock import hold
 
     run = open_run(root)
     if not dry_run:
         go_on_without_reader()
     with hold(run):
-        before = last_config(run)
-        composed = configure(before)
+        standing = standing_attempt(run)
+        show_findings(passed_over_findings(run, standing if attempt is None else None))
+        before = config_of(run, attempt)
+        checkpoint = None if from_start or not before.trains_itself else _checkpoint(run, step)
+        composed = configure(before if checkpoint is None else next_launch(before))
         # What a script or function of the user's saves, and goes on from, is its own affair.
-        is_ours = composed.config.trains_itself
-        checkpoint = _checkpoint(run, step) if is_ours else None
-        if checkpoint is None and is_ours and not may_restart:
-            raise TrainctlError(
-                f"{run.root} has no complete checkpoint to resume from",
-                hint=f"trainctl launch --resume auto --run-dir {root} starts it from the beginning",
-                exit_code=ExitCode.run_state,
-            )
+        if not composed.config.trains_itself:
+            checkpoint = None
+        elif checkpoint is None and not from_start:
+            _require_nothing_saved(run)
         folder = program.folder(composed.config, run)
-        planned = plan(composed, with_files=True, folder=folder)
-        _show_changes(diff(before, planned.composed.config))
+        planned = plan(composed, with_files=True, tokenize=True, folder=folder)
+        _show_changes(diff(before, planned.composed.config), run, attempt or standing.number)
         if checkpoint is not None and _is_done(run, checkpoint, planned):
             return
         if checkpoint is not None and planned.assessment.plan is not None:
-            compare_schedules(run, checkpoint, planned.assessment.plan)
+            check_goes_on(planned.composed.config, checkpoint.path)
+            compare_with_checkpoint(run, checkpoint, planned.assessment.plan)
         made = _accept(planned, force=force, as_json=as_json)
-        if checkpoint is not None:
-            check_multipliers(
-                made.config.model, checkpoint.path.name, read_manifest(checkpoint.path)
-            )
-        say(_resuming(run, made, checkpoint))
+        say(_resuming(run, made, checkpoint, from_start=from_start))
         if dry_run:
             _show_start(planned, made, run, as_json=as_json)
             return
         _check_machine(planned, made, run.root)
-        if checkpoint is not None and step is not None:
-            _leave_behind(run, step)
-        size = _checkpoint_bytes(planned)
+        if from_start or (checkpoint is not None and step is not None):
+            _leave_behind(run, step or 0)
+        size = checkpoint_bytes(planned)
         _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
+def _require_nothing_saved(run: RunPaths) -> None:
+    """Refuse to begin anew where checkpoints were saved, and none of them can be gone on from.
+
+    Raises:
+        TrainctlError: Exit code 5.
+    """
+    from trainctl.runs.checkpoints import examine
+    from trainctl.runs.records import read_events
+
+    problems = [look.problem for look in examine(run) if look.problem]
+    saved = [int(event["step"]) for event in read_events(run.events, "checkpoint")]
+    if problems:
+        what = f"no checkpoint of {run.root} is complete: {'; '.join(problems)}"
+    elif saved:
+        what = f"{run.root} saved a checkpoint at step {saved[-1]:,}, and none is there any more"
+    else:
+        return
+    raise TrainctlError(
+        what,
+        hint=f"bring it back, or begin anew: trainctl resume {run.root} --from-start",
+        exit_code=ExitCode.run_state,
+    )
+
+
 def _leave_behind(run: RunPaths, step: int) -> None:
-    """Let the checkpoint of a step be the newest one."""
+    """Let the checkpoint of a step be the newest one; none for step 0."""
     from trainctl.runs.checkpoints import leave_behind
     from trainctl.runs.directory import last_attempt
 
@@ -140,11 +166,13 @@ def _leave_behind(run: RunPaths, step: int) -> None:
         say(f"left behind: {path}")
 
 
-def _resuming(run: RunPaths, made: RunPlan, checkpoint: CheckpointInfo | None) -> str:
+def _resuming(
+    run: RunPaths, made: RunPlan, checkpoint: CheckpointInfo | None, *, from_start: bool
+) -> str:
     if not made.config.trains_itself:
         return f"starting {_program_name(made.config)} of {run.root} again"
-    where = checkpoint.path.name if checkpoint else "the beginning: there is no checkpoint yet"
-    return f"resuming {run.root} from {where}"
+    where = "the beginning" if from_start else "the beginning: there is no checkpoint yet"
+    return f"resuming {run.root} from {checkpoint.path.name if checkpoint else where}"
 
 
 def _program_name(config: RunConfig) -> str:
@@ -209,10 +237,7 @@ def _accept(planned: Planned, *, force: bool, as_json: bool) -> RunPlan:
 
 def _check_machine(planned: Planned, made: RunPlan, folder: Path) -> None:
     """Refuse to start where the machines are not what the plan needs, or no run could be kept."""
-    from trainctl.launch.choose import launcher
-
-    found = launcher(made.config).check(made, folder, _checkpoint_bytes(planned))
-    findings = name_sources(planned.composed, found)
+    findings = machine_findings(planned, made, folder)
     if any(finding.is_error for finding in findings):
         raise TrainctlError.from_findings(findings)
     show_findings(findings)
@@ -228,6 +253,7 @@ def _run_attempt(
     from trainctl.launch.order import Launch
     from trainctl.runs.directory import new_attempt
     from trainctl.runs.lock import hold
+    from trainctl.runs.status import State
 
     every = made.config.logging.every_steps
     with hold(run) as lock:
@@ -253,13 +279,16 @@ def _run_attempt(
                 )
             )
     _show_stragglers(run)
-    if outcome.exit_code:
-        _show_failure(run, outcome)
-        raise typer.Exit(outcome.exit_code)
-    if outcome.message:
+    if outcome.state is State.failed:
+        _show_failure(outcome)
+    elif outcome.message:
         say(outcome.message)
-    if not as_json:
+    if not as_json and not outcome.exit_code:
         put(f"run directory: {run.root}")
+    if outcome.state in (State.failed, State.stopped):
+        _say_where_it_goes_on(run, made)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
 
 
 def _show_stragglers(run: RunPaths) -> None:
@@ -292,18 +321,23 @@ def _detach(
     say(f"detached: `trainctl runs attach {run.root}` shows it, `trainctl runs stop` ends it")
 
 
-def _show_failure(run: RunPaths, outcome: Outcome) -> None:
-    """How the attempt ended, the end of the log that tells more, and how to go on."""
-    from trainctl.runs.checkpoints import newest_checkpoint
-
+def _show_failure(outcome: Outcome) -> None:
+    """How the attempt ended, and the end of the log that tells more."""
     if outcome.log_tail:
         say(f"the end of {outcome.log}:")
         for line in outcome.log_tail:
             say(f"  {line}")
     show_error(outcome.message, outcome.hint)
-    checkpoint, _ = newest_checkpoint(run)
-    if checkpoint is not None:
-        say(f"trainctl resume {run.root} continues from step {checkpoint.step:,}")
+
+
+def _say_where_it_goes_on(run: RunPaths, made: RunPlan) -> None:
+    """The last line of a launch that did not come to its end."""
+    from trainctl.runs.going_on import GoingOn
+
+    if made.config.trains_itself:
+        say(GoingOn.of(run).sentence(run))
+    else:
+        say(f"trainctl resume {run.root} starts {_program_name(made.config)} again")
 
 
 def _show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool) -> None:
@@ -312,6 +346,7 @@ def _show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool
     from trainctl.config.codec import to_plain
     from trainctl.launch.choose import launcher
     from trainctl.launch.order import Start, cores
+    from trainctl.runs.command import command_record
     from trainctl.runs.directory import last_attempt
 
     attempt = run.attempt(last_attempt(run) + 1)
@@ -329,18 +364,11 @@ def _show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool
             "plan": to_plain(made),
             "budget": planned.assessment.budget.to_json(),
             "findings": findings_to_json(planned.findings),
-            "command": to_plain(rendered.command),
+            "command": command_record(rendered.command),
             "commands": [list(argv) for argv in rendered.commands],
             "files": dict(rendered.files),
         }
     )
-
-
-def _checkpoint_bytes(planned: Planned) -> int | None:
-    """Size of a checkpoint of trainctl's own, for which there must be space; None if unknown."""
-    budget = planned.assessment.budget
-    is_ours = planned.composed.config.trains_itself
-    return budget.checkpoint_bytes if budget is not None and is_ours else None
 
 
 def _checkpoint(run: RunPaths, step: int | None) -> CheckpointInfo | None:
@@ -350,23 +378,25 @@ def _checkpoint(run: RunPaths, step: int | None) -> CheckpointInfo | None:
     if step is not None:
         from trainctl.cli.intact import select
 
-        ((_, path),) = select(run, [step])
-        for info, problem in examine(run):
-            if info is not None and info.path == path:
-                return info
-            if problem.startswith(path.name):
-                raise TrainctlError(problem, exit_code=ExitCode.run_state)
+        ((_, path), *_) = select(run, [step])
+        look = next((look for look in examine(run) if look.step == step), None)
+        if look is not None and look.info is not None:
+            return look.info
+        problem = look.problem if look else f"{path.name} has the weights alone: no run goes on"
+        raise TrainctlError(problem, exit_code=ExitCode.run_state)
     checkpoint, passed_over = newest_checkpoint(run)
     for problem in passed_over:
         say(f"warning: checkpoint passed over: {problem}", style="warning")
     return checkpoint
 
 
-def _show_changes(changes: Sequence[Change]) -> None:
-    from trainctl.config.codec import to_plain
+def _show_changes(changes: Sequence[Change], run: RunPaths, attempt: int) -> None:
+    """What the next attempt has otherwise than the one that it goes on from."""
+    from trainctl.cli.standing import changes_text
+    from trainctl.runs.directory import last_attempt
 
+    since = "the last attempt" if attempt == last_attempt(run) else f"attempt {attempt}"
     if not changes:
-        say("configuration: unchanged since the last attempt")
+        say(f"configuration: unchanged since {since}")
     for change in changes:
-        left, right = to_plain(change.left), to_plain(change.right)
-        say(f"changed since the last attempt: {change.key}: {left} -> {right}")
+        say(f"changed since {since}: {changes_text([change])}")

@@ -88,7 +88,7 @@ def _plan(point: SweepPoint, config_dir: Path | None, *, force: bool) -> RunPlan
     from trainctl.launch.choose import launcher
 
     try:
-        planned = plan(compose(point.overrides, config_dir), with_files=True)
+        planned = plan(compose(point.overrides, config_dir), with_files=True, tokenize=True)
         made = planned.assessment.plan
         errors = planned.errors_but_fit if force else planned.errors
         if made is None or errors:

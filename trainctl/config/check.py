@@ -8,6 +8,7 @@ from typing import Any
 
 from trainctl.config.keys import ValueProblem, accept, leaf_of, leaves, range_problem, sections
 from trainctl.config.schema import GROUPS, RunConfig, walk
+from trainctl.config.secrets import ENVIRONMENT
 from trainctl.config.suggest import DEEPSPEED_KEYS, OTHER_NAMES, did_you_mean, nearest_keys
 from trainctl.errors import Finding
 
@@ -60,6 +61,8 @@ def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
     if leaf is None:
         return [], [unknown_key(setting)]
     if has_reference(setting.value):
+        if leaf.is_text_mapping and isinstance(setting.value, dict):
+            return _each(setting)
         return [setting], []
     prefix = tuple(leaf.key.split("."))
     tree, text = setting.value, setting.text
@@ -74,6 +77,18 @@ def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
     if not leaf.is_mapping:
         return [replace(setting, value=value)], []
     return [replace(setting, path=path, value=item) for path, item in _flat(value, prefix)], []
+
+
+def _each(setting: Setting) -> tuple[list[Setting], list[Finding]]:
+    """Of a mapping with references in it: one setting for each of its keys."""
+    settings: list[Setting] = []
+    findings: list[Finding] = []
+    for name, item in setting.value.items():
+        one = replace(setting, path=(*setting.path, str(name)), value=item, text=None)
+        checked, problems = check_setting(one)
+        settings += checked
+        findings += problems
+    return settings, findings
 
 
 def unknown_key(setting: Setting) -> Finding:
@@ -133,10 +148,12 @@ def _refused(setting: Setting) -> Iterator[Finding]:
 
 
 def _wrong_value(setting: Setting, problem: ValueProblem) -> Finding:
+    is_variable = f"{setting.key}.".startswith(f"{ENVIRONMENT}.")
     return Finding(
         rule=OUT_OF_RANGE if problem.out_of_range else WRONG_VALUE,
         key=setting.key,
-        message=problem.message,
+        # A value that was meant for a variable may be a secret.
+        message="this is no mapping of names to texts" if is_variable else problem.message,
         hint=problem.hint,
         source=setting.source,
     )

@@ -18,6 +18,7 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.extends import check_extends
 from trainctl.config.hf import APPLIED, FILLED, NO_MODEL, fill_from_directory, warnings
 from trainctl.config.layers import Layer, Stack
+from trainctl.config.literals import literal_secrets
 from trainctl.config.overrides import Choice, Overrides, read_overrides
 from trainctl.config.schema import GROUPS, ModelFamily, RunConfig
 from trainctl.config.suggest import first_line
@@ -103,16 +104,26 @@ def examine(overrides: Sequence[str], *, config_dir: Path | None = None) -> Comp
 
 
 def recompose(
-    saved: RunConfig, overrides: Sequence[str], *, config_dir: Path | None = None
+    saved: RunConfig,
+    overrides: Sequence[str],
+    *,
+    config_dir: Path | None = None,
+    source: str = SAVED,
 ) -> Composed:
     """Change a saved configuration by overrides, as a resume does.
 
     An option chosen for a group replaces that section; a recipe cannot be chosen again.
 
+    Args:
+        saved: The configuration.
+        overrides: As typed.
+        config_dir: The user's own folder.
+        source: Where it was saved, as it is shown.
+
     Raises:
         TrainctlError: With every problem found.
     """
-    stack = Stack(to_plain(saved), SAVED)
+    stack = Stack(to_plain(saved), source)
     folders = search_folders(config_dir) if overrides else []
     asked = read_overrides(overrides, folders)
     findings = list(asked.findings)
@@ -145,9 +156,13 @@ def _finish(
         raise TrainctlError.from_findings(findings)
     if fill_model:
         findings += _fill_model(stack, {setting.key for setting in asked.settings})
+    config = from_plain(RunConfig, stack.plain)
+    findings += [
+        finding.set_by(_last_source(stack, finding.key)) for finding in literal_secrets(config)
+    ]
     findings = list(dict.fromkeys(findings))  # a file that two others extend is read twice
     return Composed(
-        config=from_plain(RunConfig, stack.plain),
+        config=config,
         layers={key: tuple(layers) for key, layers in stack.layers.items()},
         findings=tuple(findings),
         overrides=tuple(overrides),
@@ -301,7 +316,10 @@ def _was_set(stack: Stack, key: str) -> bool:
 
 
 def _last_source(stack: Stack, key: str) -> str:
-    return stack.layers[key][-1].source if key in stack.layers else ""
+    """What set a key; of a key inside a mapping that was set as a whole, what set that."""
+    while key and key not in stack.layers:
+        key = key.rpartition(".")[0]
+    return stack.layers[key][-1].source if key else ""
 
 
 def _differs(key: str, own: Any, read: Any, stack: Stack, source: str) -> Finding:

@@ -1,20 +1,19 @@
-"""Files and folders that a configuration names: whether they are there. For launches from here."""
+"""Files and folders that a configuration names: whether they are there, and of text what is in
+them. For launches from here."""
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainctl.config.schema import DataKind, RunConfig, TokenizerKind
+from trainctl.config.schema import RunConfig, TokenizerKind
+from trainctl.config.text.check import MISSING, check_text
 from trainctl.config.user_code import check_user_code
 from trainctl.errors import Finding
 
-MISSING = "TC115"
-
 
 def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding]:
-    """A finding for each glob without a match, path without a file, and missing code.
+    """A finding for each path without a file, missing code, and what is wrong with the corpus.
 
     Args:
         config: The configuration.
@@ -23,29 +22,13 @@ def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding
     findings = check_user_code(config, folder)
     if not config.trains_itself:
         return findings  # the corpus and the tokenizer are for trainctl's trainer
-    findings += [
-        Finding(
-            rule=MISSING,
-            key=key,
-            message=f"no file matches {pattern!r}",
-            hint="globs are relative to the current folder; ** crosses folders",
-        )
-        for key, pattern in _globs(config)
-        if next(glob.iglob(str(Path(pattern).expanduser()), recursive=True), None) is None  # noqa: PTH207
-    ]
+    findings += check_text(config)
     findings += [
         Finding(rule=MISSING, key=key, message=f"{path} does not exist")
         for key, path in _paths(config)
         if not Path(path).expanduser().exists()
     ]
     return findings
-
-
-def _globs(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.data.kind is DataKind.files and config.data.factory is None:
-        for key in ("paths", "held_out_paths"):
-            for pattern in getattr(config.data, key):
-                yield f"data.{key}", pattern
 
 
 def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from trainctl.config.check import WRONG_VALUE, Setting, check_setting, has_reference
 from trainctl.config.keys import leaves
+from trainctl.config.secrets import ENVIRONMENT, is_kept, is_secret_name
 from trainctl.config.suggest import first_line
 from trainctl.config.yaml_files import read_scalar
 from trainctl.errors import Finding
@@ -68,10 +70,12 @@ class Stack:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
+        _keep_secrets()
         findings: list[Finding] = []
+        known = self._without_secrets()
         for setting in list(self.references.values()):
             try:
-                value = OmegaConf.create({**self.plain, VALUE: setting.value})[VALUE]
+                value = OmegaConf.create({**known, VALUE: setting.value})[VALUE]
                 if OmegaConf.is_config(value):
                     value = OmegaConf.to_container(value, resolve=True)
             except (OmegaConfBaseException, RecursionError, ValueError) as error:
@@ -86,6 +90,12 @@ class Stack:
                 self.layers.setdefault(each.key, []).append(Layer(each.source, each.value))
         return findings
 
+    def _without_secrets(self) -> dict[str, Any]:
+        """The configuration without the variables that only a launch resolves."""
+        launcher = self.plain["launcher"]
+        variables = {k: v for k, v in launcher["environment"].items() if not has_reference(v)}
+        return {**self.plain, "launcher": {**launcher, "environment": variables}}
+
     def _place(self, setting: Setting) -> None:
         node = self.plain
         for name in setting.path[:-1]:
@@ -96,17 +106,35 @@ class Stack:
         if setting.value == {} and isinstance(node.get(name), dict):
             return  # an empty mapping adds nothing to one that is there
         node[name] = deepcopy(setting.value)
-        if has_reference(setting.value):
+        is_variable = setting.key.startswith(f"{ENVIRONMENT}.") and is_kept(setting.value)
+        if has_reference(setting.value) and not is_variable:
             self.references[setting.key] = setting
         else:
             self.references.pop(setting.key, None)
 
 
+@cache
+def _keep_secrets() -> None:
+    """Have `${oc.env:NAME}` refuse what looks like a secret: elsewhere its value is written."""
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    def variable(name: str, *default: Any) -> Any:
+        if is_secret_name(name):
+            raise ValueError(f"{name} looks like a secret, and this key is written with the run")
+        return oc.env(name, *default)
+
+    OmegaConf.register_new_resolver("oc.env", variable, replace=True)
+
+
 def _unresolved(setting: Setting, why: str) -> Finding:
+    # What stands there may be a secret, as the default of a variable.
+    is_variable = setting.key.startswith(ENVIRONMENT)
+    shown = "the reference" if is_variable else repr(setting.value)
     return Finding(
         rule=WRONG_VALUE,
         key=setting.key,
-        message=f"{setting.value!r} cannot be resolved: {why}",
+        message=f"{shown} cannot be resolved: {why}",
         hint="refer to a key by its full name, as ${training.steps}, or to ${oc.env:NAME}",
         source=setting.source,
     )

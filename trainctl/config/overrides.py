@@ -21,6 +21,7 @@ from trainctl.config.catalog import (
 from trainctl.config.check import REFUSED, Setting, check_setting
 from trainctl.config.keys import leaves
 from trainctl.config.schema import GROUPS
+from trainctl.config.secrets import redact_setting
 from trainctl.errors import Finding, Severity
 
 ALIAS, SYNTAX, GIVEN_TWICE = "TC100", "TC110", "TC111"
@@ -63,8 +64,9 @@ def read_overrides(texts: Sequence[str], folders: list[Folder]) -> Overrides:
 
     parser = OverridesParser.create()
     given: dict[str, str] = {}
-    for text in texts:
-        parsed = _parse(parser, text, folders)
+    for written in texts:
+        text = redact_setting(written)
+        parsed = _parse(parser, written, text, folders)
         if isinstance(parsed, Finding):
             result.findings.append(parsed)
             continue
@@ -72,12 +74,19 @@ def read_overrides(texts: Sequence[str], folders: list[Folder]) -> Overrides:
         if name in given:
             result.findings.append(_given_twice(name, given[name], text))
         given[name] = text
-        _read(parsed, text, folders, result)
+        _read(parsed, written, text, folders, result)
     return result
 
 
-def _parse(parser: Any, text: str, folders: list[Folder]) -> Any:
-    """Hydra's parsed override, or the finding that says why it is refused."""
+def _parse(parser: Any, override: str, text: str, folders: list[Folder]) -> Any:
+    """Hydra's parsed override, or the finding that says why it is refused.
+
+    Args:
+        parser: Hydra's.
+        override: As typed.
+        text: The same as it may be shown.
+        folders: Where recipes are.
+    """
     from hydra.errors import HydraException
 
     key, equals, value = text.partition("=")
@@ -91,7 +100,7 @@ def _parse(parser: Any, text: str, folders: list[Folder]) -> Any:
             hint = f"write {text}=VALUE"
         return _syntax(text, f"{text!r} is not an override", hint)
     try:
-        parsed = parser.parse_override(text)
+        parsed = parser.parse_override(override)
     except (HydraException, ValueError, RecursionError):
         quoted = value.replace("\\", "\\\\").replace('"', '\\"')
         hint = f"""quote the value: '{key}="{quoted}"'""" if key.strip() else "write KEY=VALUE"
@@ -114,9 +123,9 @@ def _parse(parser: Any, text: str, folders: list[Folder]) -> Any:
     return parsed
 
 
-def _read(parsed: Any, text: str, folders: list[Folder], result: Overrides) -> None:
+def _read(parsed: Any, override: str, text: str, folders: list[Folder], result: Overrides) -> None:
     name, value = str(parsed.key_or_group), parsed.value()
-    written = text.partition("=")[2].strip()
+    written = override.partition("=")[2].strip()
     if name == "recipe":
         recipe = value if isinstance(value, str) else written
         if recipe in recipe_names(folders):

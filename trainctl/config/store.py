@@ -7,8 +7,10 @@ from pathlib import Path
 import yaml
 
 from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.reading import read_bytes
 from trainctl.config.schema import RunConfig
 from trainctl.config.suggest import first_line
+from trainctl.config.yaml_files import compose_bounded
 from trainctl.errors import ExitCode, TrainctlError
 
 
@@ -27,7 +29,9 @@ def load_config(path: Path) -> RunConfig:
         TrainctlError: The file is missing, unreadable, or no configuration (run state).
     """
     try:
-        data = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        text = read_bytes(path).decode()
+        compose_bounded(text)
+        data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         return from_plain(RunConfig, data)
     except OSError as error:
         raise _unusable(path, f"cannot be read: {error.strerror}") from None

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainctl.config.layers import Layer
+from trainctl.config.literals import literal_secrets
 from trainctl.config.schema import RunConfig, ScheduleKind
 from trainctl.config.suggest import did_you_mean, nearest
-from trainctl.errors import Finding, Severity
+from trainctl.errors import Finding, Severity, TrainctlError
 
 if TYPE_CHECKING:
     from trainctl.config.compose import Composed
@@ -33,6 +34,7 @@ TRAINERS_OWN = (
     "data",
     "gradients",
     "launcher.heartbeat_seconds",
+    "launcher.interrupt_grace_seconds",
     "launcher.slow_phase_seconds",
     "launcher.stop_grace_seconds",
     "launcher.straggler_factor",
@@ -68,10 +70,16 @@ def with_words(composed: Composed, words: list[str] | None) -> Composed:
     Args:
         composed: The configuration.
         words: What followed `--` on the command line; None where there was no `--`.
+
+    Raises:
+        TrainctlError: There is a secret among them as it is (exit code 2).
     """
     config, layers = composed.config, dict(composed.layers)
     if words is not None:
         config = replace(config, script_arguments=words)
+        found = [item.set_by(WORDS) for item in literal_secrets(config)]
+        if found:
+            raise TrainctlError.from_findings([*composed.findings, *found])
         before = layers.get("script_arguments", ())
         layers["script_arguments"] = (*before, Layer(WORDS, words))
     if config.script is not None:

@@ -11,10 +11,19 @@ from typing import Any
 import yaml
 
 from trainctl.config.check import Setting
+from trainctl.config.reading import read_bytes
 from trainctl.config.suggest import first_line
 from trainctl.errors import Finding
 
 UNREADABLE = "TC105"
+MOST_BYTES = 4 << 20
+MOST_NODES = 20_000
+"""Of an option or a recipe; the largest that is shipped has some hundreds of values."""
+MOST_SETTINGS = 1000
+"""Keys that a file sets; there are some hundreds."""
+MOST_DEPTH = 500
+_SCALAR_LENGTH = 64
+"""Of a number or switch, at most; what is longer is a text."""
 EXPONENT = re.compile(r"^[-+]?(?:\d[\d_]*(?:\.[\d_]*)?|\.[\d_]+)[eE][-+]?\d+$")
 
 
@@ -40,8 +49,8 @@ class Document:
 def leading_comment(path: Path) -> list[str]:
     """Lines of the comment that a file starts with; empty when it has none or cannot be read."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeError):
+        lines = read_bytes(path, most_bytes=MOST_BYTES).decode().splitlines()
+    except (OSError, ValueError):
         return []
     comment = []
     for line in lines:
@@ -60,10 +69,10 @@ def read_document(path: Path, shown: str) -> Document:
     """
     text = ""
     try:
-        text = path.read_text(encoding="utf-8")
-        loader = _loader_class()(text)
+        text = read_bytes(path, most_bytes=MOST_BYTES).decode()
+        node = compose_bounded(text)
+        loader = _loader_class()("")
         try:
-            node = loader.get_single_node()
             return _read(loader, node, shown)
         finally:
             loader.dispose()
@@ -83,8 +92,48 @@ def read_document(path: Path, shown: str) -> Document:
         return _unreadable(shown, f"is not a usable mapping: {first_line(error)}")
 
 
+def compose_bounded(text: str) -> yaml.Node | None:
+    """The tree of a YAML text, unless it is out of all bounds.
+
+    A few lines of aliases (`*name`) unfold to billions of values, and a value that is nested ten
+    thousand times ends the process where libyaml's binding descends into it.
+
+    Raises:
+        yaml.YAMLError: It is no YAML.
+        ValueError: It is nested too deeply, with every alias written out there are more than
+            `MOST_NODES` values, or one holds itself.
+    """
+    loader = _loader_class()
+    if len(text) > MOST_DEPTH:  # a level takes a character at least
+        depth = 0
+        for event in yaml.parse(text, Loader=loader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_DEPTH:
+                raise ValueError("it is nested too deeply")
+    node: yaml.Node | None = yaml.compose(text, Loader=loader)
+    sizes: dict[int, int] = {}
+
+    def size(inner: yaml.Node) -> int:
+        known = sizes.get(id(inner))
+        if known is None:
+            sizes[id(inner)] = MOST_NODES + 1  # for one that holds itself
+            parts = inner.value if isinstance(inner, yaml.CollectionNode) else ()
+            known = 1 + sum(
+                size(each) for part in parts for each in (part if type(part) is tuple else (part,))
+            )
+            sizes[id(inner)] = known
+        return known
+
+    if node is not None and size(node) > MOST_NODES:
+        raise ValueError(f"it holds more than {MOST_NODES:,} values, its aliases written out")
+    return node
+
+
 def read_scalar(text: str) -> Any:
     """The number or switch that a text stands for in YAML; the text itself otherwise."""
+    if len(text) > _SCALAR_LENGTH:
+        return text
     try:
         value = yaml.load(text, Loader=_loader_class())
     except (yaml.YAMLError, ValueError):
@@ -136,6 +185,8 @@ def _read_settings(
         for inner_name, inner in node.value:
             _read_settings(loader, inner_name, inner, shown, path, settings, findings)
         return
+    if len(settings) == MOST_SETTINGS:
+        raise ValueError(f"it sets more than {MOST_SETTINGS:,} keys")
     value = loader.construct_object(node, deep=True)
     text = node.value if isinstance(node, yaml.ScalarNode) else None
     settings.append(Setting(path, value, source, text))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 from trainctl.config.schema import Accelerator, DataType, RunConfig
+from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding
 from trainctl.hardware.detect import Device, all_devices, visible_devices
 from trainctl.hardware.facts import Hardware
@@ -71,7 +72,7 @@ def visible_ones_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | 
     variables = ["CUDA_VISIBLE_DEVICES"]
     if hardware.accelerator is Accelerator.rocm:
         variables.insert(0, "HIP_VISIBLE_DEVICES")
-    own = config.launcher.environment
+    own = resolve_variables(config.launcher.environment, os.environ)
     for variable in variables:
         set_by = "launcher.environment" if variable in own else ""
         value = own.get(variable, os.environ.get(variable))

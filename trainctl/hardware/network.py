@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import psutil
 
 from trainctl.config.schema import RunConfig
+from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding
 from trainctl.hardware.facts import Hardware
 from trainctl.hardware.finding import doubt, problem
@@ -20,7 +21,7 @@ VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 def interfaces_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Named interfaces are here and up; between nodes, this host's name is no loopback address."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    own = config.launcher.environment
+    own = resolve_variables(config.launcher.environment, os.environ)
     named = False
     for variable in VARIABLES:
         value = own.get(variable, os.environ.get(variable))

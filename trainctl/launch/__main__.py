@@ -22,6 +22,7 @@ from trainctl.launch.order import Launch
 from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
+from trainctl.runs.going_on import GoingOn
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import adopt, hold, holder
 from trainctl.runs.processes import die_with_parent
@@ -77,6 +78,8 @@ def _launch(run: RunPaths, number: int) -> tuple[int, RunPlan]:
         print(f"  {line}")
     if outcome.message:
         print(outcome.message, flush=True)
+    if plan.config.trains_itself and outcome.state in (State.failed, State.stopped):
+        print(GoingOn.of(run).sentence(run), flush=True)
     return outcome.exit_code, plan
 
 
@@ -93,6 +96,13 @@ def _held(run: RunPaths, descriptor: int | None) -> AbstractContextManager[int]:
     if descriptor is not None:
         return adopt(run, descriptor)
     deadline = time.monotonic() + _PATIENCE_SECONDS
+    who = holder(run)
+    if who is not None:
+        print(
+            f"waiting for process {who.pid} on {who.host}, which holds {run.root}, for "
+            f"{_PATIENCE_SECONDS:.0f} s at most",
+            flush=True,
+        )
     while holder(run) is not None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return hold(run)

@@ -16,11 +16,14 @@ import os
 import re
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainctl.config.schema import Accelerator, KubernetesApi
+from trainctl.config.schema import Accelerator, KubernetesApi, RunConfig
+from trainctl.config.secrets import REDACTED
 from trainctl.errors import Finding, TrainctlError
+from trainctl.hardware import Hardware
 from trainctl.launch import program
 from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
@@ -54,16 +57,7 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
     """What the manifest lacks: an image, a volume for the run; and names that are none."""
     launcher = plan.config.launcher
-    findings = []
-    if launcher.kubernetes_image is None:
-        findings.append(
-            Finding(
-                rule=NO_IMAGE,
-                key="launcher.kubernetes_image",
-                message="launcher=kubernetes needs an image that has trainctl",
-                hint="launcher.kubernetes_image=REGISTRY/NAME:TAG",
-            )
-        )
+    findings = check_config(plan.config, plan.hardware)
     path = PurePosixPath(folder.absolute())
     if not any(path.is_relative_to(mount) for mount in launcher.kubernetes_claims.values()):
         findings.append(
@@ -74,9 +68,26 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
                 hint=f"launcher.kubernetes_claims={{CLAIM: {path}}}, mounted at the same path here",
             )
         )
+    return findings
+
+
+def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
+    """The same, as far as the configuration tells: all but where the run is."""
+    launcher = config.launcher
+    findings = []
+    if launcher.kubernetes_image is None:
+        findings.append(
+            Finding(
+                rule=NO_IMAGE,
+                key="launcher.kubernetes_image",
+                message="launcher=kubernetes needs an image that has trainctl",
+                hint="launcher.kubernetes_image=REGISTRY/NAME:TAG",
+            )
+        )
     names = {
         "kubernetes_namespace": launcher.kubernetes_namespace,
         "kubernetes_queue": launcher.kubernetes_queue,
+        "kubernetes_secret": launcher.kubernetes_secret,
         "kubernetes_service_account": launcher.kubernetes_service_account,
     }
     labels = [*names.items(), *(("kubernetes_claims", name) for name in launcher.kubernetes_claims)]
@@ -97,6 +108,9 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
 def render(start: Start) -> Rendered:
     """The manifest and the command that applies it. Pure."""
     plan, run, attempt = start.plan, start.run, start.attempt
+    # Only the pods know what the configuration refers to.
+    unknown = dict.fromkeys(program.references(plan.config), REDACTED)
+    start = replace(start, environment={**start.environment, **unknown})
     kinds = {KubernetesApi.jobset: _job_set, KubernetesApi.trainjob: _train_job}
     manifest = kinds[plan.config.launcher.kubernetes_api](plan, run, attempt, job_name(run))
     text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
@@ -169,12 +183,18 @@ def _pod_argv(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> list[str]:
     return [python, "-m", "trainctl.launch.pod", folder, "--attempt", number]
 
 
-def _variables() -> list[dict[str, Any]]:
+def _variables(plan: RunPlan) -> list[dict[str, Any]]:
+    """Of each pod; what the configuration refers to comes from a Secret, and is in no manifest."""
     label = f"metadata.labels['{_RESTART_LABEL}']"
     index = f"metadata.annotations['{_INDEX_ANNOTATION}']"
     return [
         {"name": RESTART_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": label}}},
         {"name": "TRAINCTL_NODE", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+        *(
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
+            for name in program.references(plan.config)
+            if (secret := plan.config.launcher.kubernetes_secret) is not None
+        ),
     ]
 
 
@@ -220,7 +240,7 @@ def _job_set(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -> 
         "name": "node",
         "image": launcher.kubernetes_image,
         "command": _pod_argv(plan, run, attempt),
-        "env": _variables(),
+        "env": _variables(plan),
         "ports": [{"containerPort": launcher.port or _PORT}],
         "resources": _resources(plan),
         "volumeMounts": mounts,
@@ -269,7 +289,7 @@ def _train_job(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -
                 "image": plan.config.launcher.kubernetes_image,
                 "command": _pod_argv(plan, run, attempt),
                 "numNodes": plan.hardware.nodes,
-                "env": _variables(),
+                "env": _variables(plan),
                 "resourcesPerNode": _resources(plan),
             },
             "runtimePatches": [

@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from trainctl.config.schema import Accelerator
+from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.hardware import Hardware
 from trainctl.hardware.health import preflight
 from trainctl.launch import program
 from trainctl.launch.agents import OneProcess
@@ -57,9 +59,29 @@ def render(start: Start) -> Rendered:
     return Rendered(command=command, commands=(node.argv,))
 
 
+def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
+    """What can be said without looking at a machine: nothing here."""
+    return []
+
+
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
-    """What this machine lacks; space is looked for later, where the run's directory is."""
-    return preflight(plan.config, plan.hardware)
+    """What this machine lacks, space for a checkpoint among it."""
+    return [*preflight(plan.config, plan.hardware), *_no_space(folder, checkpoint_bytes)]
+
+
+def _no_space(folder: Path, checkpoint_bytes: int | None) -> Iterator[Finding]:
+    """Of the disk that the folder is on, or will be: `run_launch` looks again."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        require_space(there, checkpoint_bytes or 0)
+    except TrainctlError as error:
+        yield Finding(
+            rule="TC196",
+            key="",
+            message=error.message,
+            hint=error.hint,
+            exit_code=error.exit_code,
+        )
 
 
 def run_launch(launch: Launch) -> Outcome:

@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from trainctl.config.hosts import HOST_NAME_HINT, is_host_name
-from trainctl.config.schema import MpiFlavor
+from trainctl.config.schema import MpiFlavor, RunConfig
 from trainctl.errors import ExitCode, Finding
+from trainctl.hardware import Hardware
 from trainctl.launch import program
 from trainctl.launch.agents import OneProcess
 from trainctl.launch.local import require_space
@@ -34,7 +35,7 @@ NO_PROGRAM, FEW_HOSTS = "TC162", "TC163"
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
     """Whether mpirun is here, and its hostfile names enough hosts."""
-    launcher, nodes = plan.config.launcher, plan.hardware.nodes
+    launcher = plan.config.launcher
     findings = []
     if shutil.which(launcher.mpi_program) is None:
         findings.append(
@@ -46,14 +47,18 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
                 exit_code=ExitCode.environment,
             )
         )
+    return [*findings, *check_config(plan.config, plan.hardware)]
+
+
+def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
+    """Whether the hostfile names enough hosts, and nothing else."""
+    launcher, nodes = config.launcher, hardware.nodes
+    findings: list[Finding] = []
     if launcher.mpi_hostfile is not None:
         path = Path(launcher.mpi_hostfile)
         if not path.is_file():
             message = f"there is no file {path}"
-            return [
-                *findings,
-                Finding(rule=FEW_HOSTS, key="launcher.mpi_hostfile", message=message),
-            ]
+            return [Finding(rule=FEW_HOSTS, key="launcher.mpi_hostfile", message=message)]
         names = _named(path.read_text(encoding="utf-8", errors="replace"))
         findings += [
             Finding(

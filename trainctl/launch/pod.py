@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from trainctl.config.secrets import REDACTED, resolve_variables
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch import kubernetes
 from trainctl.launch.agents import OneProcess
@@ -47,11 +48,12 @@ def main() -> int:
         if os.environ.get(NODE_VARIABLE, "0") == "0":
             return _launch(run, attempt)
         node = _await_node(run, attempt)
+        environment = _environment(attempt, node) if node is not None else {}
     except TrainctlError as error:
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return int(error.exit_code)
     if node is not None:
-        os.execvpe(node.argv[0], node.argv, {**os.environ, **node.environment})
+        os.execvpe(node.argv[0], node.argv, environment)
     return 0
 
 
@@ -87,6 +89,13 @@ def _launch(run: RunPaths, attempt: AttemptPaths) -> int:
     if outcome.message:
         print(outcome.message)
     return outcome.exit_code
+
+
+def _environment(attempt: AttemptPaths, node: NodeCommand) -> dict[str, str]:
+    """Of an agent: what the first pod has written, and, where it has not, this pod's own."""
+    written = {name: value for name, value in node.environment.items() if value != REDACTED}
+    own = read_plan(attempt.plan).config.launcher.environment
+    return {**os.environ, **written, **resolve_variables(own, os.environ)}
 
 
 def _await_node(run: RunPaths, attempt: AttemptPaths) -> NodeCommand | None:

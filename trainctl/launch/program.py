@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainctl.config.schema import Accelerator, RunConfig
+from trainctl.config.secrets import is_kept, is_plain_variable, names_in, secret_words
 from trainctl.config.user_code import functions, has_own_config
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.types import RunPlan
@@ -52,7 +53,25 @@ def of_ranks(start: Start, *, python: str = sys.executable) -> dict[str, Any]:
         "prepare": start.rank_command is None and config.trains_itself,
         "is_users": not config.trains_itself,
         "folder": None if start.folder is None else str(start.folder),
+        "hidden": hidden_variables(config),
     }
+
+
+def hidden_variables(config: RunConfig) -> tuple[str, ...]:
+    """Variables that the user has set for ranks, and whose values are not to be written."""
+    launcher = config.launcher
+    names = {*launcher.environment, *references(config)}
+    return tuple(
+        sorted(name for name in names if not is_plain_variable(name, launcher.plain_environment))
+    )
+
+
+def references(config: RunConfig) -> list[str]:
+    """Variables that a start needs the values of, as the configuration refers to them."""
+    words = config.script_arguments
+    texts = [word for word, used in zip(words, secret_words(words), strict=True) if used]
+    texts += config.launcher.environment.values()
+    return sorted({name for text in texts if is_kept(text) for name in names_in(text)})
 
 
 def environment(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str]:

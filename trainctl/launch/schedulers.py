@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.config.schema import LauncherKind
+from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.runs.job import Job
 
 _SECONDS = 60
@@ -28,6 +31,20 @@ def cancel(job: Job) -> None:
         namespace, kind, name = job.id.split("/")
         inside = ("--namespace", namespace) if namespace else ()
         run_tool(("kubectl", *inside, "delete", "--ignore-not-found", kind, name))
+
+
+def missing_tool(kind: LauncherKind) -> Iterator[Finding]:
+    """The program without which a launcher can hand over nothing, where it is not here."""
+    slurm = "srun" if "SLURM_JOB_ID" in os.environ else "sbatch"
+    tool = {LauncherKind.slurm: slurm, LauncherKind.kubernetes: "kubectl"}.get(kind)
+    if tool is not None and shutil.which(tool) is None:
+        yield Finding(
+            rule="TC197",
+            key="launcher.kind",
+            message=f"{tool} is not installed on this machine",
+            hint=f"repeat this where {tool} is",
+            exit_code=ExitCode.environment,
+        )
 
 
 def run_tool(command: Sequence[str], *, text: str | None = None) -> str:

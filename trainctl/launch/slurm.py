@@ -22,7 +22,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.hardware import Hardware
 from trainctl.launch import program
 from trainctl.launch.agents import OneProcess
 from trainctl.launch.local import require_space
@@ -51,7 +53,12 @@ _PORTS = range(20_000, 30_000)
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
     """What cannot be put into a job script, or is not what sbatch takes."""
-    launcher = plan.config.launcher
+    return [*check_config(plan.config, plan.hardware), *check_path(folder.absolute())]
+
+
+def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
+    """The same, as far as the configuration tells."""
+    launcher = config.launcher
     words = {
         "slurm_partition": launcher.slurm_partition,
         "slurm_account": launcher.slurm_account,
@@ -67,7 +74,6 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return [
         *check_words(named),
         *check_options("launcher.slurm_options", launcher.slurm_options),
-        *check_path(folder.absolute()),
     ]
 
 

@@ -7,7 +7,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from trainctl.config.hosts import chosen_hosts
+from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding, TrainctlError
+from trainctl.hardware import Hardware
 from trainctl.launch import program
 from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
@@ -28,6 +31,8 @@ from trainctl.runs.lock import hold
 from trainctl.runs.processes import RunTag, sweep
 from trainctl.runs.records import EventWriter
 
+WRONG_HOSTS = "TC169"
+
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
     """What is wrong with the hosts: all are asked at once, within `launcher.preflight_seconds`.
@@ -39,6 +44,33 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     code_folder = program.folder(plan.config, run) if run.record.is_file() else None
     findings = look(plan, hosts_of(plan), folder, checkpoint_bytes, code_folder).findings
     return [*findings, *not_forwarded(plan, os.environ)]
+
+
+def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
+    """What is wrong with the hosts by their names, and with the file that has them."""
+    launcher = config.launcher
+    findings = [
+        Finding(
+            rule=WRONG_HOSTS,
+            key="launcher.hosts",
+            message=f"{name} is there twice: each node is another host",
+            hint="name each host once; hardware.devices_per_node says how many devices it has",
+        )
+        for name in sorted({name for name in launcher.hosts if launcher.hosts.count(name) > 1})
+    ]
+    if (
+        launcher.hostfile is not None
+        or launcher.include is not None
+        or launcher.exclude is not None
+    ):
+        try:
+            chosen_hosts(launcher, hardware.nodes, hardware.devices_per_node)
+        except TrainctlError as error:
+            key = "launcher.hosts" if launcher.hostfile is None else "launcher.hostfile"
+            findings.append(
+                Finding(rule=WRONG_HOSTS, key=key, message=error.message, hint=error.hint)
+            )
+    return findings
 
 
 def render(start: Start, *, site: Site | None = None) -> Rendered:

@@ -19,6 +19,7 @@ from typing import IO, Any, Self
 from trainctl.config.codec import to_plain
 from trainctl.config.hosts import Host
 from trainctl.config.schema import LauncherConfig
+from trainctl.config.secrets import resolve_variables
 from trainctl.launch.remote import allow_many_files, ssh
 from trainctl.plan.types import RunPlan
 from trainctl.runs.provenance import select
@@ -109,7 +110,8 @@ def _fact_questions(
     files: Sequence[str],
 ) -> dict[int, dict[str, Any]]:
     launcher = plan.config.launcher
-    environment = select(os.environ, launcher.forward_environment) | launcher.environment
+    environment = select(os.environ, launcher.forward_environment)
+    environment |= resolve_variables(launcher.environment, os.environ)
     return {
         node: {
             "facts": {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding, Severity
 from trainctl.launch import program
+from trainctl.plan import deterministic
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.provenance import select
@@ -65,17 +67,24 @@ def rank_variables(
         shell: The user's environment; of it `launcher.forward_environment` is taken.
         threads: Of a rank on the CPU, unless the user says otherwise.
         network: What the launcher knows about the interfaces to use.
+
+    Raises:
+        TrainctlError: `launcher.environment` refers to a variable that is not set (exit code 4).
     """
     launcher = plan.config.launcher
+    is_deterministic = plan.config.training.deterministic and plan.config.trains_itself
     variables = {
         "OMP_NUM_THREADS": str(threads),
         # What a rank wrote before it was killed must be in its log, and a crash leave a stack.
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         **program.environment(plan, attempt),
+        **(deterministic.VARIABLES if is_deterministic else {}),
         **(network or {}),
     }
     variables |= select(shell, launcher.forward_environment)
     if launcher.omp_num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(launcher.omp_num_threads)
-    return variables | launcher.environment
+    # For the words of a program's command line, which are resolved where it is started.
+    variables |= {name: shell[name] for name in program.references(plan.config) if name in shell}
+    return variables | resolve_variables(launcher.environment, shell)

@@ -15,6 +15,7 @@ class Components:
         gradients: Accumulated gradients, and the one being computed.
         master_weights: The copy that the optimizer updates.
         optimizer_states: Its moments.
+        weight_average: Moving average of the master weights, in fp32.
         activations: Kept for the backward pass, recomputed, or gradients of activations.
         logits: Logits and the loss's copies of them.
         communication_buffers: Buckets of gradients on their way.
@@ -28,6 +29,7 @@ class Components:
     gradients: int = 0
     master_weights: int = 0
     optimizer_states: int = 0
+    weight_average: int = 0
     activations: int = 0
     logits: int = 0
     communication_buffers: int = 0

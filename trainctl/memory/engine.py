@@ -113,6 +113,11 @@ class Engine:
         3 means to skip it, but compares a device with a string); without ZeRO fp32 needs none."""
         return self.stage > 0 or self.weight_bytes < self.master_bytes
 
+    @property
+    def average_bytes(self) -> int:
+        """Bytes of the weights' moving average for each element that is optimized here."""
+        return 0 if self.config.training.ema_decay is None else 4
+
     def moments(self, stage: Stage) -> int:
         """Bytes of the optimizer's states of this stage's parameters, unpartitioned."""
         return sum(self._moment_bytes(piece) * piece.total // 256 for piece in stage.pieces)

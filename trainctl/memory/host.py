@@ -95,6 +95,7 @@ def _offloaded_optimizer(engine: Engine, stage: Stage) -> dict[str, int]:
     return {
         "master_weights": master,
         "optimizer_states": int(engine.share(engine.moments(stage)) * offloaded),
+        "weight_average": engine.average_bytes * sum(shares),
         "master_gradients": sum(_pinned(engine, engine.master_bytes * share) for share in shares),
     } | staging
 
@@ -119,7 +120,8 @@ def _checkpoint_copy(plan: RunPlan, engine: Engine) -> dict[str, int]:
     nvme = engine.offload.optimizer is OffloadDevice.nvme
     if not plan.config.checkpoint.asynchronous or nvme:
         return {}
-    share = checkpoint_bytes(plan, engine) // plan.mesh.world_size
+    whole = checkpoint_bytes(plan, engine) + weights_only_bytes(plan, engine)
+    share = whole // plan.mesh.world_size
     on_host = engine.offloads_optimizer or engine.on_cpu
     return {"checkpoint_copy": share if on_host else _pinned(engine, share)}
 
@@ -154,12 +156,12 @@ def nvme_bytes(plan: RunPlan, engine: Engine, stage: Stage) -> int:
 
 
 def checkpoint_bytes(plan: RunPlan, engine: Engine) -> int:
-    """One checkpoint: every parameter's master weights and moments once, and the manifest."""
+    """One checkpoint: each parameter's master weights, moments and average, and the manifest."""
     count = count_parameters(plan.config.model)
     whole = stages(plan.config.model)
     master = engine.master_bytes if engine.has_master else engine.weight_bytes
     return (
-        master * count.total
+        (master + engine.average_bytes) * count.total
         + sum(engine.moments(stage) for stage in whole)
         + CHECKPOINT_MANIFEST_BYTES * count.tensors
     )
@@ -173,3 +175,23 @@ def checkpoints_kept_bytes(plan: RunPlan, one: int) -> int:
     settings = plan.config.checkpoint
     best, stable = settings.best_of is not None, Curve.of(plan).stable_end is not None
     return one * (settings.keep + 1 + best + stable)
+
+
+def weights_only_bytes(plan: RunPlan, engine: Engine) -> int:
+    """One checkpoint of the weights alone, in the format that they are computed in; 0 if none is
+    saved."""
+    if plan.config.checkpoint.weights_only_every_steps is None:
+        return 0
+    count = count_parameters(plan.config.model)
+    return engine.weight_bytes * count.total + CHECKPOINT_MANIFEST_BYTES * count.tensors
+
+
+def weights_only_kept_bytes(plan: RunPlan, one: int) -> int:
+    """All of them on disk at once: those of the whole run, or those kept and the one being
+    written."""
+    settings = plan.config.checkpoint
+    every, keep = settings.weights_only_every_steps, settings.weights_only_keep
+    if every is None:
+        return 0
+    made = plan.total_steps // every
+    return one * (made if keep is None else min(made, keep + 1))

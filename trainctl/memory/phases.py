@@ -84,6 +84,7 @@ def resident(engine: Engine, stage: Stage, runtime: int) -> Components:
         parameters=_weights(engine, elements),
         master_weights=engine.master_bytes * own if engine.has_master else 0,
         optimizer_states=int(moments * on_device),
+        weight_average=engine.average_bytes * own,
         runtime=runtime,
     )
     if engine.uses_bf16_optimizer:

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from trainctl.config.schema import (
+    AdaptiveClipping,
     CompileKind,
     DataType,
     KernelsConfig,
+    LrScaling,
     OffloadConfig,
     OffloadDevice,
     OptimizerKind,
@@ -22,6 +24,7 @@ from trainctl.config.schema import (
 )
 from trainctl.hardware import Hardware
 from trainctl.plan import mup
+from trainctl.plan.learning_rate import lr_scale
 from trainctl.plan.optimizers import Maker, is_fused, maker
 from trainctl.plan.precision import formats
 from trainctl.plan.types import Batch, Derived, Mesh
@@ -40,6 +43,9 @@ BATCH_KEYS = (
     "gradient_accumulation_steps",
 )
 """The batch triple; its product counts data-parallel ranks only."""
+
+ADAPTIVE_LOSS_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+"""How an adaptive loss scale moves: the same names in `precision` and in DeepSpeed's `fp16`."""
 
 MATRIX_MODULES = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
 """Where the matrices are; the second is gpt2's."""
@@ -66,7 +72,7 @@ def derived_settings(
     """Every key of the JSON that trainctl sets, without the user's `deepspeed` section."""
     return (
         *_batch(mesh, batch),
-        *_optimizer(config, hardware),
+        *_optimizer(config, hardware, lr_scale(config.optimizer, batch)),
         _clipping(config),
         *_precision(config, mesh),
         *_zero(config, hardware),
@@ -106,7 +112,7 @@ def _batch(mesh: Mesh, batch: Batch) -> Iterator[Derived]:
     yield _set(passes, accumulation, "training.gradient_accumulation_steps")
 
 
-def _optimizer(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
+def _optimizer(config: RunConfig, hardware: Hardware, lr_scale: float) -> Iterator[Derived]:
     kind = config.optimizer.kind
     name = {
         OptimizerKind.adamw: "AdamW",
@@ -119,7 +125,7 @@ def _optimizer(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
     }.get(kind)
     if name is not None and not _is_own(config, hardware):
         yield _set("optimizer.type", name, f"optimizer.kind={kind.value}")
-        yield from _optimizer_params(config, hardware)
+        yield from _optimizer_params(config, hardware, lr_scale)
 
 
 def _is_own(config: RunConfig, hardware: Hardware) -> bool:
@@ -132,16 +138,21 @@ def _clipping(config: RunConfig) -> Derived:
     if config.trains_itself and config.zero_stage.stage == 0 and is_fp32:
         why = "the trainer clips: without ZeRO DeepSpeed's norm is inexact, and each stage's own"
         return _set("gradient_clipping", 0.0, why)
+    adaptive = config.gradients.adaptive_clipping
+    if config.trains_itself and adaptive is not AdaptiveClipping.none:
+        why = f"gradients.adaptive_clipping={adaptive.value}: the trainer sets it at each update"
+        return _set("gradient_clipping", 0.0, why)
     limit = config.optimizer.gradient_clipping
     return _set("gradient_clipping", limit, "optimizer.gradient_clipping")
 
 
-def _optimizer_params(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
+def _optimizer_params(config: RunConfig, hardware: Hardware, lr_scale: float) -> Iterator[Derived]:
     optimizer, zenflow, epsilon = config.optimizer, config.offload.zenflow, mup.epsilon(config)
     offloaded = config.offload.optimizer is not OffloadDevice.none
     kind, params = optimizer.kind, "optimizer.params"
     schedule = "the peak; the trainer sets the schedule's value at each step"
-    yield _set(f"{params}.lr", optimizer.lr, f"optimizer.lr: {schedule}")
+    scaled = "" if optimizer.lr_scaling is LrScaling.none else " x optimizer.lr_scaling"
+    yield _set(f"{params}.lr", optimizer.lr * lr_scale, f"optimizer.lr{scaled}: {schedule}")
     groups = "the trainer's groups without decay override it"
     yield _set(
         f"{params}.weight_decay", optimizer.weight_decay, f"optimizer.weight_decay: {groups}"
@@ -157,7 +168,7 @@ def _optimizer_params(config: RunConfig, hardware: Hardware) -> Iterator[Derived
     if kind is OptimizerKind.muon:
         matrix_lr = optimizer.lr if optimizer.matrix_lr is None else optimizer.matrix_lr
         why = "optimizer.lr" if optimizer.matrix_lr is None else "optimizer.matrix_lr"
-        yield _set(f"{params}.muon_lr", matrix_lr, why)
+        yield _set(f"{params}.muon_lr", matrix_lr * lr_scale, f"{why}{scaled}")
     if kind is OptimizerKind.adam:
         why = "optimizer.kind=adam: the decay is part of the gradient"
         yield _set(f"{params}.adam_w_mode", False, why)
@@ -194,13 +205,9 @@ def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
     yield _set("fp16.enabled", used.weights is DataType.fp16, compute)
     if used.weights is DataType.fp16:
         yield _set("fp16.loss_scale", precision.loss_scale, "precision.loss_scale; 0 adapts it")
-        key = "initial_scale_power"
-        yield _set(f"fp16.{key}", precision.initial_scale_power, f"precision.{key}")
-        key = "loss_scale_window"
-        yield _set(f"fp16.{key}", precision.loss_scale_window, f"precision.{key}")
-        for name, value in (("hysteresis", 2), ("consecutive_hysteresis", False)):
-            yield _set(f"fp16.{name}", value, "DeepSpeed's default")
-        yield _set("fp16.min_loss_scale", 1, "DeepSpeed's default")
+        for name in ADAPTIVE_LOSS_SCALE:
+            yield _set(f"fp16.{name}", getattr(precision, name), f"precision.{name}")
+        yield _set("fp16.consecutive_hysteresis", False, "DeepSpeed's default")
         if precision.master_weights is DataType.fp16:
             why = "precision.master_weights=fp16"
             yield _set("fp16.fp16_master_weights_and_grads", True, why)

@@ -35,7 +35,7 @@ def change_of_rate(before: RunPlan, now: RunPlan, step: int) -> Change | None:
     """
 
     def rate(plan: RunPlan, update: int) -> float:
-        return plan.config.optimizer.lr * Curve.of(plan).factor(update)
+        return plan.peak_lr * Curve.of(plan).factor(update)
 
     planned, last, new = rate(before, step), rate(before, max(0, step - 1)), rate(now, step)
     if any(abs(old - new) <= SAME * max(old, new) for old in (planned, last)):

@@ -12,12 +12,15 @@ from trainctl.plan.derive import (
     derive_batch,
     derive_mesh,
     derive_ramp,
+    derive_shape,
     derive_stable_steps,
     derive_stages,
     derive_stop_step,
     derive_total_steps,
     derive_warmup_steps,
 )
+from trainctl.plan.learning_rate import lr_scale
+from trainctl.plan.learning_rate import reasons as learning_rate_reasons
 from trainctl.plan.mup import reasons as mup_reasons
 from trainctl.plan.optimizers import reasons as optimizer_reasons
 from trainctl.plan.own_json import check_own_json
@@ -88,6 +91,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
         warmup_steps=warmup_steps,
         stage_blocks=stage_blocks,
         ramp=batches.phases if len(batches.phases) > 1 else (),
+        lr_scale=lr_scale(config.optimizer, batch),
         deepspeed=deepspeed,
         derived=(
             *mesh_reasons,
@@ -96,11 +100,13 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
             *total_reasons,
             *stop_reasons,
             *warmup_reasons,
+            *derive_shape(config.schedule, total_steps, warmup_steps, batches),
             *derive_stable_steps(config.schedule, total_steps, warmup_steps, batches),
             *wrapped_blocks(config),
             *stage_reasons,
             *_format_reasons(config),
             *optimizer_reasons(config, hardware),
+            *learning_rate_reasons(config, batch),
             *mup_reasons(config),
             *settings,
         ),

@@ -39,9 +39,14 @@ class Curve:
     - wsd: 1, then f + (1 - f) g(q) from the last stable update S to the last one, with
       q = (x(s) - x(S)) / (E - x(S)); g is 1 - q, its cosine, or 1 - sqrt(q)  (arXiv:2405.18392)
     - step: max(f, step_factor^floor((x(s) - W) / interval))
+    - milestones: max(f, step_factor^n), n of the milestones being at or before update s
     - inverse_sqrt: max(f, sqrt(W / x(s + 1))); the warmup ends at 1 (arXiv:1706.03762, eq. 3)
     - one_cycle: from f up to 1 over the warmup, then back to f, linear    (arXiv:1708.07120)
     - cyclic: a triangle from f up to 1 and back, again and again           (arXiv:1506.01186)
+    - cosine_restarts: f + (1 - f) (1 + cos(pi t / T)) / 2, t the way since the last restart; the
+      first cycle has the length T of the interval, each later one restart_factor times that of
+      the one before; it begins at 1, and the next one where t is T        (arXiv:1608.03983, eq. 5)
+    - plateau: max(f, step_factor^n) after n drops, which follow the held-out loss, not the step
 
     The shapes that decay to the floor reach it exactly at update T - 1. Where no update is left to
     decay over, the peak is kept. Updates beyond the end keep the last value.
@@ -91,22 +96,27 @@ class Curve:
         """x(s): what the curve is a function of, before update number `step`."""
         return _position(self.config, self.batches, step)
 
-    def factor(self, step: int) -> float:
-        """Of update number `step`, from 0; in [floor_ratio, 1] after the warmup."""
+    def factor(self, step: int, *, drops: int = 0) -> float:
+        """Of update number `step`, from 0; in [floor, 1] after the warmup.
+
+        Args:
+            step: The update's number.
+            drops: Of `plateau`, so far.
+        """
         if step >= self.warmup_steps:
-            return self._shape(step)
+            return self._shape(step, drops)
         risen = self.position(step + 1) / self.position(self.warmup_steps)
         match self.config.kind:
             case ScheduleKind.one_cycle:
-                return _between(self.config.floor_ratio, risen)
+                return _between(self.floor, risen)
             case ScheduleKind.inverse_sqrt:
                 return risen
             case _:
-                return self._shape(self.warmup_steps) * risen
+                return self._shape(self.warmup_steps, drops) * risen
 
-    def _shape(self, step: int) -> float:
+    def _shape(self, step: int, drops: int) -> float:
         """The factor after the warmup."""
-        config, low = self.config, self.config.floor_ratio
+        config, low = self.config, self.floor
         position, warmup = self.position(step), self.position(self.warmup_steps)
         end = self.position(max(0, self.total_steps - 1))
         progress = _progress(position, warmup, end)
@@ -126,6 +136,14 @@ class Curve:
                 return _between(low, _decay(config.decay_shape, _progress(position, start, end)))
             case ScheduleKind.step:
                 return max(low, config.step_factor ** ((position - warmup) // self._interval))
+            case ScheduleKind.milestones:
+                passed = sum(milestone <= step for milestone in self.milestones)
+                return max(low, config.step_factor**passed)
+            case ScheduleKind.plateau:
+                return max(low, config.step_factor**drops)
+            case ScheduleKind.cosine_restarts:
+                since, length = self._cycle(position - warmup)
+                return _between(low, (1 + cos(pi * since / length)) / 2)
             case ScheduleKind.inverse_sqrt:
                 return max(low, sqrt(max(warmup, self.position(1)) / self.position(step + 1)))
             case ScheduleKind.cyclic:
@@ -133,11 +151,96 @@ class Curve:
                 return _between(low, 1 - abs(2 * phase - 1))
 
     @property
+    def floor(self) -> float:
+        """f: what the curve ends at, or never falls below."""
+        return floor_ratio(self.config)[0]
+
+    @property
+    def milestones(self) -> tuple[int, ...]:
+        """Numbers of the updates that `milestones` drops at; empty for the other kinds."""
+        return milestone_steps(self.config, self.total_steps, self.batches)
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Numbers of the updates before which the curve jumps, as far as its formula says."""
+        return self.milestones + self.restarts
+
+    @property
+    def restarts(self) -> tuple[int, ...]:
+        """Numbers of the updates that begin a cycle of `cosine_restarts`, without the first."""
+        if self.config.kind is not ScheduleKind.cosine_restarts:
+            return ()
+        warmup, last = self.position(self.warmup_steps), self.position(self.total_steps - 1)
+        starts, begin, length = [], warmup + self._interval, self._interval
+        while begin <= last:
+            starts.append(bisect_left(range(self.total_steps), begin, key=self.position))
+            length *= self.config.restart_factor
+            begin += length
+        return tuple(dict.fromkeys(starts))
+
+    def _cycle(self, way: int) -> tuple[int, int]:
+        """How far into its cycle a position after the warmup is, and the cycle's length."""
+        length, factor = self._interval, self.config.restart_factor
+        if factor == 1:
+            return way % length, length
+        while way >= length:
+            way, length = way - length, length * factor
+        return way, length
+
+    @property
     def _interval(self) -> int:
-        """Of `step` and `cyclic`, in positions; the rules see to it that there is one."""
+        """Of what repeats, in positions; the rules see to it that there is one."""
         config = self.config
         every = config.step_every if config.unit is ScheduleUnit.steps else config.step_every_tokens
         return every or 1
+
+
+PERIODIC = (ScheduleKind.step, ScheduleKind.cyclic, ScheduleKind.cosine_restarts)
+"""Kinds that need an interval."""
+
+OWN_FLOORS: dict[ScheduleKind, tuple[float, str]] = {
+    ScheduleKind.constant: (1.0, "it is the peak"),
+    ScheduleKind.linear: (0.0, "down to zero, arXiv:2502.15938"),
+    ScheduleKind.cosine: (0.1, "to a tenth, as in the GPT-3 and Llama papers"),
+    ScheduleKind.wsd: (0.0, "down to zero, arXiv:2405.18392"),
+    ScheduleKind.polynomial: (0.1, "to a tenth"),
+    ScheduleKind.exponential: (0.1, "to a tenth: it never reaches zero"),
+    ScheduleKind.step: (0.0, "no floor, so every drop is whole"),
+    ScheduleKind.milestones: (0.0, "no floor, so every drop is whole"),
+    ScheduleKind.inverse_sqrt: (0.0, "no floor, arXiv:1706.03762"),
+    ScheduleKind.one_cycle: (0.01, "from a hundredth and back"),
+    ScheduleKind.cyclic: (0.1, "from a tenth and back"),
+    ScheduleKind.cosine_restarts: (0.0, "down to zero before each restart, arXiv:1608.03983"),
+    ScheduleKind.plateau: (0.0, "no floor, so every drop is whole"),
+}
+"""What a kind's `floor_ratio` is where nobody asks for another, and why."""
+
+
+def floor_ratio(schedule: ScheduleConfig) -> tuple[float, str]:
+    """The floor over the peak, and why."""
+    if schedule.floor_ratio is not None and schedule.kind is not ScheduleKind.constant:
+        return schedule.floor_ratio, "schedule.floor_ratio"
+    floor, why = OWN_FLOORS[schedule.kind]
+    return floor, f"schedule.kind={schedule.kind.value}, {why}"
+
+
+def milestone_steps(
+    schedule: ScheduleConfig, total_steps: int, batches: Batches
+) -> tuple[int, ...]:
+    """Numbers of the updates, from 0, at which `milestones` drops; empty for the other kinds.
+
+    One in tokens is the first update that comes after so many.
+    """
+    if schedule.kind is not ScheduleKind.milestones:
+        return ()
+    if schedule.milestones and schedule.unit is ScheduleUnit.tokens:
+        return tuple(batches.steps_for(tokens) for tokens in schedule.milestones)
+    if schedule.milestones:
+        return tuple(schedule.milestones)
+    position = partial(_position, schedule, batches)
+    return tuple(
+        _steps_of_share(share, total_steps, position) for share in schedule.milestone_fractions
+    )
 
 
 def warmup_length(schedule: ScheduleConfig, total_steps: int, batches: Batches) -> tuple[int, str]:

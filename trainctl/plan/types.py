@@ -66,6 +66,7 @@ class RunPlan:
             `training.stop_after_steps` is set.
         warmup_steps: Optimizer steps of the linear warmup.
         stage_blocks: Number of blocks of each pipeline stage.
+        lr_scale: What `optimizer.lr_scaling` makes of the learning rates.
         deepspeed: The JSON for DeepSpeed, complete, without "auto".
         derived: Every derived value with its reason.
         not_yet: What this plan asks for that cannot be trained with yet, in words;
@@ -84,7 +85,13 @@ class RunPlan:
     ramp: tuple[BatchPhase, ...] = ()
     derived: tuple[Derived, ...] = ()
     not_yet: tuple[str, ...] = ()
+    lr_scale: float = 1.0
     schema: int = field(default=PLAN_SCHEMA)
+
+    @property
+    def peak_lr(self) -> float:
+        """The base learning rate where the schedule is at its peak."""
+        return self.config.optimizer.lr * self.lr_scale
 
     @property
     def batches(self) -> Batches:

@@ -18,7 +18,7 @@ from trainctl.plan.deepspeed import flatten
 from trainctl.plan.deepspeed_rules import Case, Surroundings
 from trainctl.plan.resolve import resolve
 from trainctl.plan.rules.escape import OWNED_KEYS
-from trainctl.planner.import_values import Wanted, wanted_values
+from trainctl.planner.import_values import RECOMPUTE, Wanted, wanted_values
 
 OURS = {
     "steps_per_print": "trainctl reports itself",
@@ -96,14 +96,15 @@ def differences(
 ) -> list[str]:
     """Keys whose value in force differs, of all that either JSON has; `OURS` apart.
 
-    What the trainer does itself, by keys of its own, is not compared: the schedule, and the
-    optimizer's parameters one by one.
+    What the trainer does itself, by keys of its own, is not compared: the schedule, the
+    optimizer's parameters one by one, and what is recomputed.
     """
     before = Case(original, Surroundings(world_size=world_size, fills_auto=True))
     ranks = int(before.counted_ranks or 1) // before.tensor_size
     after = Case(rendered, Surroundings(world_size=world_size, data_parallel_size=ranks))
     names = {*before.values, *after.values} - {"scheduler.type", "optimizer.type"} - {*OURS}
     names -= {*BATCH}
+    names = {name for name in names if not name.startswith(f"{RECOMPUTE}.")}
     if after.stage == 0 and after.get("gradient_clipping") == 0:
         names -= {"gradient_clipping"}  # in fp32 without ZeRO the trainer clips
     names = {name for name in names if not before.schema.keys[name].is_section}

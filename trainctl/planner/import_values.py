@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainctl.plan.deepspeed import ADAPTIVE_LOSS_SCALE
 from trainctl.plan.deepspeed_rules import Case
+from trainctl.plan.deepspeed_rules.case import AUTO, FILLED_BY_OTHERS
+from trainctl.plan.deepspeed_rules.keys import autos
 from trainctl.plan.deepspeed_rules.values import is_number
 
 ZERO = "zero_optimization"
@@ -45,6 +48,13 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 TORCH_WEIGHT_DECAY = 0.01
 """Default of torch.optim.AdamW, which `torch_adam` chooses; FusedAdam's is 0."""
 
+SCHEDULE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"warmup_num_steps": 1000},
+    "WarmupDecayLR": {"warmup_num_steps": 1000, "warmup_max_lr": 1e-3},
+    "WarmupCosineLR": {"warmup_num_steps": 1000},
+}
+"""By DeepSpeed's name: what holds where nothing is said (runtime/lr_schedules.py)."""
+
 PARAMETERS = {
     "lr": "lr",
     "weight_decay": "weight_decay",
@@ -53,6 +63,45 @@ PARAMETERS = {
     "muon_lr": "matrix_lr",
 }
 NOT_PARAMETERS = ("torch_adam", "adam_w_mode", "betas")
+
+RECOMPUTE = "activation_checkpointing"
+"""The same name in DeepSpeed's JSON and among the groups."""
+
+NOT_RECOMPUTED_SO = {
+    "partition_activations": "there are no tensor ranks to partition over",
+    "contiguous_memory_optimization": "trainctl keeps the inputs of blocks where they are",
+    "number_checkpoints": "trainctl recomputes by blocks: activation_checkpointing.every_kth_block",
+    "synchronize_checkpoint_boundary": "it is of DeepSpeed's own recomputation",
+    "profile": "it is of DeepSpeed's own recomputation",
+}
+"""Keys of that section that trainctl's recomputation does without, and why."""
+
+LEFT_OPEN = {
+    "train_batch_size": "training.global_batch_size",
+    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
+    "gradient_accumulation_steps": "training.gradient_accumulation_steps",
+    "gradient_clipping": "optimizer.gradient_clipping",
+    "optimizer.params.lr": "optimizer.lr",
+    "optimizer.params.betas": "optimizer.beta1 and optimizer.beta2",
+    "optimizer.params.eps": "optimizer.epsilon",
+    "optimizer.params.weight_decay": "optimizer.weight_decay",
+    "scheduler.params.warmup_max_lr": "optimizer.lr",
+    "scheduler.params.warmup_num_steps": "schedule.warmup_steps",
+    "scheduler.params.total_num_steps": "training.steps",
+    "fp16.enabled": "the group precision",
+    "bf16.enabled": "the group precision",
+    "zero_optimization.stage": "the group zero_stage",
+    "zero_optimization.reduce_bucket_size": "zero_stage.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size": "zero_stage.prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold": (
+        "zero_stage.param_persistence_threshold"
+    ),
+    "zero_optimization.offload_optimizer.device": "the group offload",
+    "zero_optimization.offload_optimizer.nvme_path": "offload.nvme_path",
+    "zero_optimization.offload_param.device": "the group offload",
+    "zero_optimization.offload_param.nvme_path": "offload.nvme_path",
+}
+"""What says here what transformers or accelerate would have filled in."""
 
 MASTERS = {
     "bf16.bf16_master_weights_and_grads": "bf16",
@@ -91,6 +140,8 @@ def wanted_values(case: Case) -> Wanted:
     _zero(case, wanted)
     _offload(case, wanted)
     _precision(case, wanted)
+    _recomputation(case, wanted)
+    _left_open(case, wanted)
     if case.tensor_size > 1:
         wanted.take("tensor_parallel.autotp_size", "parallelism.tensor", case.tensor_size)
     sequence = case.get("sequence_parallel_size")
@@ -99,6 +150,15 @@ def wanted_values(case: Case) -> Wanted:
     if case.given("log_level"):
         wanted.take("log_level", "logging.deepspeed_level", str(case.get("log_level")).lower())
     return wanted
+
+
+def _left_open(case: Case, wanted: Wanted) -> None:
+    """What is "auto" was set by nobody: it is named, and trainctl's own value holds."""
+    for name in autos(case):
+        if name in FILLED_BY_OTHERS:
+            instead = LEFT_OPEN.get(name)
+            reason = f"nobody set it{f'; {instead} says it here' if instead else ''}"
+            wanted.left_out.append((name, AUTO, reason))
 
 
 def _batch(case: Case, wanted: Wanted) -> None:
@@ -138,7 +198,15 @@ def _optimizer(case: Case, wanted: Wanted) -> None:
     if params.get("torch_adam") and "weight_decay" in values:
         values["weight_decay"] = TORCH_WEIGHT_DECAY
     values |= {key: value for key, value in params.items() if value is not None}
-    _parameters(values, wanted)
+    _parameters(_without_autos(case, "optimizer", values), wanted)
+
+
+def _without_autos(case: Case, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters, defaults of DeepSpeed's among them, without those left to others."""
+    left_open = set(autos(case))
+    return {
+        name: value for name, value in values.items() if f"{section}.params.{name}" not in left_open
+    }
 
 
 def _parameters(values: Mapping[str, Any], wanted: Wanted) -> None:
@@ -165,7 +233,9 @@ def _schedule(case: Case, wanted: Wanted) -> None:
         wanted.left_out.append(("scheduler.type", name, reason))
         return
     wanted.choices["schedule"] = kinds[name]
-    wanted.settings["schedule.warmup_steps"] = int(params.get("warmup_num_steps", 1000))
+    params = _without_autos(case, "scheduler", SCHEDULE_DEFAULTS[name] | dict(params))
+    if "warmup_num_steps" in params:
+        wanted.settings["schedule.warmup_steps"] = int(params["warmup_num_steps"])
     if "total_num_steps" in params:
         wanted.settings["training.steps"] = int(params["total_num_steps"])
     if name == "WarmupDecayLR":
@@ -175,7 +245,7 @@ def _schedule(case: Case, wanted: Wanted) -> None:
     if params.get("warmup_type", "log") == "log":
         reason = "trainctl warms up linearly"
         wanted.left_out.append(("scheduler.params.warmup_type", "log", reason))
-    peak = params.get("warmup_max_lr", 1e-3 if name == "WarmupDecayLR" else None)
+    peak = params.get("warmup_max_lr")
     if is_number(peak):
         wanted.settings["optimizer.lr"] = float(peak)
     for key in ("warmup_min_lr", "warmup_min_ratio"):
@@ -185,7 +255,9 @@ def _schedule(case: Case, wanted: Wanted) -> None:
 
 
 def _zero(case: Case, wanted: Wanted) -> None:
-    stage = case.stage or 0
+    stage = case.stage
+    if stage is None:
+        return  # transformers or accelerate decide it
     wanted.choices["zero_stage"] = str(stage)
     wanted.taken |= {f"{ZERO}.stage", "allgather_size"}
     if isinstance(case.json.get(ZERO), bool):
@@ -203,6 +275,9 @@ def _zero(case: Case, wanted: Wanted) -> None:
 
 def _offload(case: Case, wanted: Wanted) -> None:
     stage = case.stage or 0
+    devices = (f"{ZERO}.offload_{which}.device" for which in ("optimizer", "param"))
+    if any(case.has(key) and case.get(key) is None for key in devices):
+        return  # transformers or accelerate decide it
     states = case.offload_device if stage else "none"
     parameters = case.parameter_device if stage == 3 else "none"
     options = {
@@ -219,7 +294,7 @@ def _offload(case: Case, wanted: Wanted) -> None:
         wanted.take(f"{block}.pin_memory", "offload.pin_memory", case.get(f"{block}.pin_memory"))
         if stage == 3:
             wanted.take(f"{block}.ratio", "offload.ratio", float(case.get(f"{block}.ratio")))
-        if states == "nvme":
+        if states == "nvme" and case.given(f"{block}.nvme_path"):
             wanted.take(f"{block}.nvme_path", "offload.nvme_path", case.get(f"{block}.nvme_path"))
         if case.get(f"{block}.super_offload"):
             wanted.take(f"{block}.super_offload", "offload.super_offload", True)
@@ -232,8 +307,11 @@ def _offload(case: Case, wanted: Wanted) -> None:
             key = f"{block}.pin_memory"
             wanted.take(key, "offload.pin_memory", case.get(key))
         for name in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"):
-            if parameters == "nvme" and (states == "none" or name != "nvme_path"):
-                wanted.take(f"{block}.{name}", f"offload.{name}", case.get(f"{block}.{name}"))
+            key = f"{block}.{name}"
+            is_path = name == "nvme_path"
+            is_said = case.given(key) and states == "none" if is_path else True
+            if parameters == "nvme" and is_said:
+                wanted.take(key, f"offload.{name}", case.get(key))
 
 
 def _zenflow(case: Case, wanted: Wanted) -> None:
@@ -255,6 +333,24 @@ def _zenflow(case: Case, wanted: Wanted) -> None:
         wanted.take(key, f"offload.zenflow_{ours}", value)
 
 
+def _recomputation(case: Case, wanted: Wanted) -> None:
+    """DeepSpeed's section recomputes only in a model that calls it: whoever wrote one has such."""
+    if not case.json.get(RECOMPUTE):
+        return
+    to_host = bool(case.get(f"{RECOMPUTE}.cpu_checkpointing"))
+    wanted.choices["activation_checkpointing"] = "offloaded" if to_host else "full"
+    wanted.taken.add(RECOMPUTE)
+    for name, reason in NOT_RECOMPUTED_SO.items():
+        key = f"{RECOMPUTE}.{name}"
+        value = case.get(key)
+        if not value:
+            continue
+        if name == "partition_activations" and case.tensor_size > 1:
+            wanted.settings[f"{RECOMPUTE}.partition_across_tensor_ranks"] = True
+        else:
+            wanted.left_out.append((key, value, reason))
+
+
 def _precision(case: Case, wanted: Wanted) -> None:
     weights = case.weights
     if weights is None:
@@ -273,10 +369,9 @@ def _precision(case: Case, wanted: Wanted) -> None:
     if case.get("bf16.bf16_optimizer_states"):
         wanted.take("bf16.bf16_optimizer_states", "precision.optimizer_states", "bf16")
     if weights == "fp16":
-        for name in ("loss_scale", "initial_scale_power", "loss_scale_window"):
-            value = case.get(f"fp16.{name}")
-            is_float = name == "loss_scale"
-            wanted.take(f"fp16.{name}", f"precision.{name}", float(value) if is_float else value)
+        wanted.take("fp16.loss_scale", "precision.loss_scale", float(case.get("fp16.loss_scale")))
+        for name in ADAPTIVE_LOSS_SCALE:
+            wanted.take(f"fp16.{name}", f"precision.{name}", case.get(f"fp16.{name}"))
     if case.given("data_types.grad_accum_dtype"):
         dtype = str(case.get("data_types.grad_accum_dtype")).removeprefix("torch.")
         format_ = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}.get(dtype, dtype)

@@ -22,7 +22,7 @@ class Point:
     Attributes:
         step: Its number, from 1.
         tokens: Seen before it.
-        learning_rate: Peak of `optimizer.lr` times the schedule; groups may scale it further.
+        learning_rate: The peak times the schedule; groups may scale it further.
         global_batch_size: Sequences in it.
     """
 
@@ -37,13 +37,14 @@ def points_of(plan: RunPlan, most: int = MOST_POINTS) -> list[Point]:
     curve, total = Curve.of(plan), plan.total_steps
     steps = set(range(0, total, -(-total // most))) if total else set()
     corners = [phase.first_step + side for phase in plan.ramp for side in (-1, 0)]
+    corners += [turn + side for turn in curve.turns for side in (-1, 0)]
     corners += [plan.warmup_steps - 1, plan.warmup_steps, curve.stable_steps - 1, total - 1]
     steps |= {step for step in corners if 0 <= step < total}
     return [
         Point(
             step=step + 1,
             tokens=plan.batches.tokens_before(step),
-            learning_rate=plan.config.optimizer.lr * curve.factor(step),
+            learning_rate=plan.peak_lr * curve.factor(step),
             global_batch_size=plan.batches.at(step).global_batch_size,
         )
         for step in sorted(steps)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.reading import read_json
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.provenance import redact
@@ -47,6 +47,7 @@ class AttemptCommand:
         port: Rendezvous port; None takes a free one.
         address: Of the first node, where the rendezvous is; None on a single node, and where an
             agent learns it when it is started.
+        hidden: Names of variables whose values are not written.
     """
 
     nodes: tuple[NodeCommand, ...]
@@ -57,14 +58,15 @@ class AttemptCommand:
     folder: str | None = None
     port: int | None = None
     address: str | None = None
+    hidden: tuple[str, ...] = ()
     schema: int = COMMAND_SCHEMA
 
 
 def command_record(command: AttemptCommand) -> dict[str, Any]:
-    """The command as it may be shown: without values of variables that name a secret."""
+    """The command as it may be shown: without values of variables that may be secrets."""
     record: dict[str, Any] = to_plain(command)
     for node in record["nodes"]:
-        node["environment"] = redact(node["environment"])
+        node["environment"] = redact(node["environment"], command.hidden)
     return record
 
 
@@ -75,4 +77,4 @@ def write_command(attempt: AttemptPaths, command: AttemptCommand) -> None:
 
 def read_command(attempt: AttemptPaths) -> AttemptCommand:
     """The command of an attempt."""
-    return from_plain(AttemptCommand, json.loads(attempt.command.read_text(encoding="utf-8")))
+    return from_plain(AttemptCommand, read_json(attempt.command))

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from trainctl.config.reading import read_json
+
 _LINE_BYTES = 128
 """A beat overwrites the one before it, so all have the same length."""
 
@@ -81,7 +83,7 @@ class Heartbeat:
 def read_beat(path: Path) -> Beat | None:
     """The last beat; None before the first, or in the middle of one."""
     try:
-        record = json.loads(path.read_bytes())
+        record = read_json(path)
         return Beat(float(record["monotonic"]), Phase(record["phase"]), int(record["step"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None

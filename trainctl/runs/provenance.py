@@ -10,13 +10,12 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-REDACTED = "redacted"
+from trainctl.config.secrets import REDACTED, is_secret_name, redact_words
 
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
 _RECORDED_VARIABLES = (
@@ -44,10 +43,15 @@ _PATCH_BYTES = 20_000_000
 _UNTRACKED_NAMES = 200
 
 
-def redact(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables, with values of secret names and credentials inside URLs taken out."""
+def redact(environment: Mapping[str, str], hidden: Collection[str] = ()) -> dict[str, str]:
+    """The variables, with values of secret names and credentials inside URLs taken out.
+
+    Args:
+        environment: The variables.
+        hidden: Further names whose values are taken out.
+    """
     return {
-        name: REDACTED if _SECRET_NAME.search(name) else redact_text(value)
+        name: REDACTED if name in hidden or is_secret_name(name) else redact_text(value)
         for name, value in environment.items()
     }
 
@@ -58,14 +62,8 @@ def redact_text(text: str) -> str:
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
-    """A command line without the values of secret names (`key=value`) and credentials of URLs."""
-    shown = []
-    for argument in argv:
-        name, equals, _ = argument.partition("=")
-        # Only a variable is a secret: `tokenizer=byte` and `data.text_key=text` are not.
-        is_secret = equals and re.search(r"(^|\.)environment\.", name) and _SECRET_NAME.search(name)
-        shown.append(f"{name}={REDACTED}" if is_secret else redact_text(argument))
-    return shown
+    """A command line without the values of secret names and credentials of URLs."""
+    return [redact_text(word) for word in redact_words(argv)]
 
 
 def select(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 
+from trainctl.config.secrets import resolve_words
 from trainctl.runs.command import read_command
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE, RunTag, die_with_parent
@@ -37,7 +38,10 @@ def main() -> None:
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     os.close(log)
-    command = read_command(attempt).rank_command
+    started = read_command(attempt)
+    command = started.rank_command
+    if started.is_users:
+        command = tuple(resolve_words(command, os.environ))
     if PROCESSORS_VARIABLE in os.environ:
         shares = json.loads(os.environ[PROCESSORS_VARIABLE])
         os.sched_setaffinity(0, shares[int(os.environ["LOCAL_RANK"])])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.reading import read_json
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
@@ -102,7 +102,7 @@ def read_sweep(folder: Path) -> Sweep:
         TrainctlError: There is none (exit code 5).
     """
     try:
-        return from_plain(Sweep, json.loads((folder / RECORD).read_text(encoding="utf-8")))
+        return from_plain(Sweep, read_json(folder / RECORD))
     except (OSError, ValueError, TypeError) as error:
         raise TrainctlError(
             f"{folder} is no sweep: {error}",

@@ -1,18 +1,21 @@
-"""Limits of the gradient norm that follow the norms of before.
+"""What the gradient norm is clipped at: a number, or a limit that follows the norms of before.
 
 ``percentile`` is AutoClip (arXiv:2007.14469): the limit of a step is a percentile of all norms so
 far, its own included. ``mean`` is a multiple of the mean of those before it. Both look back over
-the last `gradients.adaptive_window` updates that were made.
+the last `gradients.adaptive_window` updates that were made. Either takes the place of
+`optimizer.gradient_clipping`, which holds only where there is no norm yet to go by: for the first
+update of ``mean``.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
-from trainctl.config.schema import AdaptiveClipping, GradientsConfig
+from trainctl.config.schema import AdaptiveClipping, GradientsConfig, RunConfig
 
 
 class NormHistory:
@@ -20,14 +23,31 @@ class NormHistory:
 
     Args:
         config: How.
+        fixed: `optimizer.gradient_clipping`; 0 for none.
     """
 
-    def __init__(self, config: GradientsConfig) -> None:
-        self._config = config
+    def __init__(self, config: GradientsConfig, fixed: float = 0.0) -> None:
+        self._config, self._fixed = config, fixed or None
         self._norms: deque[float] = deque(maxlen=config.adaptive_window)
 
-    def limit(self, norm: float) -> float | None:
-        """Of a step with a gradient of that norm, which must be finite; None if it has none."""
+    @classmethod
+    def of(cls, config: RunConfig) -> NormHistory:
+        """That of a run, empty."""
+        return cls(config.gradients, config.optimizer.gradient_clipping)
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the limit is another one at each update."""
+        return self._config.adaptive_clipping is not AdaptiveClipping.none
+
+    def limit(self, norm: float | None) -> float | None:
+        """Of a step with a gradient of that norm; None if nothing is clipped.
+
+        Args:
+            norm: None, or not finite, where there is none to follow.
+        """
+        if norm is None or not math.isfinite(norm):
+            return self._fixed
         match self._config.adaptive_clipping:
             case AdaptiveClipping.percentile:
                 norms = [*self._norms, norm][-self._config.adaptive_window :]
@@ -35,11 +55,11 @@ class NormHistory:
             case AdaptiveClipping.mean if self._norms:
                 return self._config.adaptive_factor * float(np.mean(self._norms))
             case _:
-                return None
+                return self._fixed
 
     def add(self, norm: float) -> None:
         """Note that an update was made."""
-        if self._config.adaptive_clipping is not AdaptiveClipping.none:
+        if self.is_adaptive:
             self._norms.append(norm)
 
     def state(self) -> list[float]:

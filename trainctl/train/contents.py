@@ -6,16 +6,18 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.config.schema import DataConfig
+from trainctl.config.schema import DataConfig, OnBadText
+from trainctl.config.text.documents import Reader, sides
+from trainctl.config.text.files import TextFiles, split_files
 from trainctl.errors import TrainctlError
 from trainctl.plan.types import RunPlan
-from trainctl.train.corpus import Corpus, split_files
+from trainctl.train.corpus import Corpus
 from trainctl.train.order import sample_indices
 from trainctl.train.tokenizer import Tokenizer
 
@@ -163,34 +165,41 @@ class _Sources:
     """The files of the training split, and which document is in which; as they are now."""
 
     def __init__(self, config: DataConfig) -> None:
+        self._config = config
+        self._places: list[tuple[Path, int | None]] | None = None
         try:
-            self._files, _ = split_files(config)
+            self._files = split_files(config)
         except TrainctlError:  # they have gone; the tokens have not
-            self._files = []
-        self._is_jsonl = any(file.suffix == ".jsonl" for file in self._files)
-        self._ends: list[int] | None = None
+            self._files = TextFiles([], [])
 
     def find(self, document: int) -> tuple[str | None, int | None]:
         """File and line of a document."""
-        if not self._is_jsonl:  # each file is one
-            known = document < len(self._files)
-            return (str(self._files[document]), None) if known else (None, None)
-        if self._ends is None:
-            self._ends = list(accumulate(len(_lines(file)) for file in self._files))
-        number = bisect_right(self._ends, document)
-        if number == len(self._files):
+        if self._places is None:
+            self._places = self._all_places()
+        if document >= len(self._places):
             return None, None
-        file = self._files[number]
-        if file.suffix != ".jsonl":
-            return str(file), None
-        begin = self._ends[number - 1] if number else 0
-        return str(file), _lines(file)[document - begin]
+        file, line = self._places[document]
+        return str(file), line
+
+    def _all_places(self) -> list[tuple[Path, int | None]]:
+        """The place of every document."""
+        if self._files.by_document or self._config.on_bad_text is OnBadText.skip:
+            return self._places_read()
+        return [(file, line) for file in self._files.train for line in _lines(file)]
+
+    def _places_read(self) -> list[tuple[Path, int | None]]:
+        """The same where not every line is a document that was trained on: read as then."""
+        try:
+            found = sides(self._config, self._files, Reader(self._config))
+            return [(document.file, document.line) for side, document in found if side == "train"]
+        except TrainctlError:  # not as it was
+            return []
 
 
-def _lines(file: Path) -> list[int]:
+def _lines(file: Path) -> list[int | None]:
     """Numbers of the lines of a JSONL file that are documents; of any other file, of one."""
     if file.suffix != ".jsonl":
-        return [1]
+        return [None]
     try:
         with file.open("rb") as lines:
             return [number for number, line in enumerate(lines, 1) if line.strip()]

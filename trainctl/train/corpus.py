@@ -1,88 +1,31 @@
 """The tokenized corpus: built once before the ranks start, then memory-mapped. No torch.
 
 A corpus is a folder of the cache with `train.bin` and `held_out.bin` (token ids, little endian, all
-documents one after the other) and `corpus.json`. Which file is held out is a function of its name
-alone, so that adding a file moves no other.
+documents one after the other) and `corpus.json`, which has their sizes and checksums: they are
+compared before every start, and what is damaged is made again.
 """
 
 from __future__ import annotations
 
-import fcntl
-import glob
-import hashlib
-import json
 import os
-import shutil
-import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from trainctl.config.schema import DataConfig, DataKind
+from trainctl.config.schema import DataConfig
+from trainctl.config.text.documents import Reader, sides
+from trainctl.config.text.files import TextFiles, digest_of, split_files
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.atomic import write_json
+from trainctl.train.corpus_file import FORMAT, Corpus, Split, read_corpus
+from trainctl.train.corpus_folder import locked, migrate, write_corpus
 from trainctl.train.tokenizer import Tokenizer
 from trainctl.train.user_code import in_words, load
 
+__all__ = ["Corpus", "Split", "build_corpus", "build_users_corpus", "cache_folder"]
+
 CACHE_VARIABLE = "TRAINCTL_CACHE_DIR"
-_FORMAT = 1
-# Folders of the standard library that are not its own source: tests, installed packages, caches.
-_STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """One side of the corpus.
-
-    Attributes:
-        file: Name of the token file in the corpus folder.
-        tokens: Its length in tokens.
-        documents: Documents in it, each followed by the end-of-document id if there is one.
-    """
-
-    file: str
-    tokens: int
-    documents: int
-
-
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """What `corpus.json` says.
-
-    Attributes:
-        folder: Folder of the token files.
-        dtype: numpy name of the ids' type.
-        end_of_document: Id that closes a document, or None.
-        train: The text to train on.
-        held_out: The text of the held-out files; 0 tokens if nothing could be held out.
-        unigram_entropy: Entropy of the train split's tokens in nats: the loss of a model that knows
-            how often each token occurs and nothing else.
-        digest: SHA-256 over both token files: the same on resume, or it is another corpus.
-    """
-
-    folder: str
-    dtype: str
-    end_of_document: int | None
-    train: Split
-    held_out: Split
-    unigram_entropy: float
-    digest: str
-
-    def tokens(self, split: Split) -> npt.NDArray[np.integer]:
-        """The split's ids, shape (tokens,), memory-mapped."""
-        if split.tokens == 0:
-            return np.empty(0, dtype=self.dtype)
-        return np.memmap(Path(self.folder) / split.file, dtype=self.dtype, mode="r")
-
-    @classmethod
-    def load(cls, path: Path) -> Corpus:
-        data = json.loads(path.read_text())
-        return cls(
-            **{**data, "train": Split(**data["train"]), "held_out": Split(**data["held_out"])}
-        )
+Progress = Callable[[int], None]
+Tell = Callable[[str], None]
 
 
 def cache_folder() -> Path:
@@ -92,8 +35,15 @@ def cache_folder() -> Path:
     return Path(explicit) if explicit else base / "trainctl"
 
 
+def _unheard(message: str) -> None:
+    """Nobody listens."""
+
+
 def build_corpus(
-    config: DataConfig, tokenizer: Tokenizer, progress: Callable[[int], None] | None = None
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    progress: Progress | None = None,
+    tell: Tell = _unheard,
 ) -> Corpus:
     """The corpus of a config, from the cache if the same files were tokenized before.
 
@@ -101,31 +51,58 @@ def build_corpus(
         config: Which files, and which of them are held out.
         tokenizer: Its fingerprint is part of the cache's key.
         progress: Called with the number of documents done, as tokenizing goes on.
+        tell: Called with a sentence, where the cache is not as it should be.
 
     Raises:
-        TrainctlError: No file matches, or one cannot be read.
+        TrainctlError: No file matches, one cannot be read or has bad text; or the cache cannot be
+            written (exit code 4).
     """
-    train, held_out = split_files(config)
-    folder = cache_folder() / f"corpus-{_key(config, tokenizer, train, held_out)}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another launch may be tokenizing the same
-        if not (folder / "corpus.json").is_file():
-            texts = {"held_out": _texts(held_out, config), "train": _texts(train, config)}
-            _write(folder, tokenizer, texts, progress)
-    return Corpus.load(folder / "corpus.json")
+    folder, earlier, files = _cached_at(config, tokenizer)
+
+    def write() -> None:
+        if (earlier / "corpus.json").is_file():
+            tell(
+                f"{earlier} has this text in an older format: tokenizing it again; nothing of "
+                "this version needs the folder"
+            )
+        reader = Reader(config)
+        texts = ((side, document.text) for side, document in sides(config, files, reader))
+        write_corpus(folder, tokenizer, texts, reader.bad, progress)
+
+    return _from_cache(folder, write, tell)
+
+
+def cached_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus | None:
+    """The corpus of a config, if the same files were tokenized before; no text is read.
+
+    Raises:
+        TrainctlError: No file matches.
+    """
+    folder, _, _ = _cached_at(config, tokenizer)
+    file = folder / "corpus.json"
+    return Corpus.load(file) if file.is_file() else None
+
+
+def _cached_at(config: DataConfig, tokenizer: Tokenizer) -> tuple[Path, Path, TextFiles]:
+    """Where the cache has the corpus of a config, where it had it in format 1, and its files."""
+    files = split_files(config)
+    parts = _parts(config, tokenizer, files)
+    cache = cache_folder()
+    folder = cache / f"corpus-{_key([str(FORMAT), *parts])}"
+    return folder, cache / f"corpus-{_key(_of_format_1(parts))}", files
 
 
 def build_users_corpus(
     config: DataConfig,
     tokenizer: Tokenizer,
     folder: Path,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
+    tell: Tell = _unheard,
 ) -> Corpus:
     """The corpus of a config with `data.factory`, in a folder of the run's.
 
     Nothing tells whether a function would give the same again, so what it gave once is kept with
-    the run: a resume trains on that.
+    the run: a resume trains on that. Only where that is damaged is the function asked again.
 
     Args:
         config: Names the function. It is called as ``function(config, split)``, with ``train`` and
@@ -133,28 +110,55 @@ def build_users_corpus(
         tokenizer: Of the run.
         folder: Made if it is not there yet.
         progress: As for `build_corpus`.
+        tell: As for `build_corpus`.
 
     Raises:
-        TrainctlError: The function cannot be imported, fails, or gives anything but texts.
+        TrainctlError: The function cannot be imported, fails, or gives anything but texts; or, by
+            `data.on_bad_text`, a text that cannot be encoded.
     """
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of another node
-        if not (folder / "corpus.json").is_file():
-            texts = {split: _users_texts(config, split) for split in ("held_out", "train")}
-            _write(folder, tokenizer, texts, progress)
-    corpus = Corpus.load(folder / "corpus.json")
-    return replace(corpus, folder=str(folder))  # the run's directory may have been moved
+
+    def write() -> None:
+        reader = Reader(config)
+        texts = (
+            (side, text)
+            for side in ("held_out", "train")
+            for text in _users_texts(config, side, reader)
+        )
+        write_corpus(folder, tokenizer, texts, reader.bad, progress)
+
+    with locked(folder, tell):
+        migrate(folder, tell)
+    return _from_cache(folder, write, tell)
 
 
-def _users_texts(config: DataConfig, split: str) -> Iterator[str]:
+def _from_cache(folder: Path, write: Callable[[], None], tell: Tell) -> Corpus:
+    """The corpus of a folder, written where there is none or it is damaged."""
+    corpus, _ = read_corpus(folder)
+    if corpus is not None:
+        return corpus
+    with locked(folder, tell):  # another launch may be tokenizing the same
+        corpus, problem = read_corpus(folder)
+        if corpus is None:
+            if problem:
+                tell(f"{folder} is damaged ({problem}): tokenizing the text again")
+            write()
+            corpus = Corpus.load(folder / "corpus.json")
+    return corpus
+
+
+def _users_texts(config: DataConfig, split: str, reader: Reader) -> Iterator[str]:
     assert config.factory is not None
     named = f"data.factory={config.factory}"
     function = load("data.factory", config.factory)
     try:
-        for text in function(config, split):
+        for number, text in enumerate(function(config, split)):
             if not isinstance(text, str):
                 raise TypeError(f"expected texts, got {type(text).__name__}")
-            yield text
+            clean = reader.clean(text, f"{named}, document {number:,} of {split}")
+            if clean is not None:
+                yield clean
+    except TrainctlError:
+        raise
     except Exception as error:
         raise TrainctlError(
             f"{named} failed on the {split} split: {in_words(error)}",
@@ -163,138 +167,22 @@ def _users_texts(config: DataConfig, split: str) -> Iterator[str]:
         ) from error
 
 
-def split_files(config: DataConfig) -> tuple[list[Path], list[Path]]:
-    """The files to train on and the held-out files, each sorted by path."""
-    files = _stdlib_files() if config.kind is DataKind.stdlib else _glob(config.paths, "data.paths")
-    if config.held_out_paths:
-        held_out = _glob(config.held_out_paths, "data.held_out_paths")
-        return [file for file in files if file not in set(held_out)], held_out
-    root = Path(os.path.commonpath([file.parent for file in files]))
-    by_hash = sorted(files, key=lambda file: _hash(str(file.relative_to(root))))
-    count = min(round(len(files) * config.held_out_fraction), len(files) - 1)
-    if config.held_out_fraction > 0 and len(files) > 1:
-        count = max(count, 1)
-    return sorted(by_hash[count:]), sorted(by_hash[:count])
-
-
-def _stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    found = (
-        file
-        for file in root.rglob("*.py")
-        if not _STDLIB_SKIPPED & set(file.parts[len(root.parts) :])
-    )
-    return sorted(found)
-
-
-def _glob(patterns: list[str], key: str) -> list[Path]:
-    files: set[Path] = set()
-    for pattern in patterns:
-        matches = glob.iglob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207
-        found = {Path(match).resolve() for match in matches if Path(match).is_file()}
-        if not found:
-            raise TrainctlError(
-                f"{key}: no file matches {pattern!r}",
-                hint="globs are relative to the folder of the launch; ** crosses folders",
-            )
-        files |= found
-    if not files:
-        raise TrainctlError(f"{key} is empty", hint=f"{key}=['corpus/**/*.txt']")
-    return sorted(files)
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", errors="surrogateescape")).hexdigest()
-
-
-def _key(config: DataConfig, tokenizer: Tokenizer, train: list[Path], held_out: list[Path]) -> str:
-    parts = [str(_FORMAT), tokenizer.fingerprint, config.text_key, str(config.max_bytes)]
-    for name, files in (("train", train), ("held_out", held_out)):
+def _parts(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) -> list[str]:
+    """All that the tokens depend on."""
+    parts = [tokenizer.fingerprint, config.text_key, str(config.max_bytes)]
+    for name, of_side in (("train", files.train), ("held_out", files.held_out)):
         parts.append(name)
-        for file in files:
+        for file in of_side:
             status = file.stat()
             parts.append(f"{file}\0{status.st_size}\0{status.st_mtime_ns}")
-    return _hash("\n".join(parts))[:24]
+    divided = str(config.held_out_fraction) if files.by_document else ""
+    return [*parts, config.on_bad_text.value, divided]
 
 
-def _write(
-    folder: Path,
-    tokenizer: Tokenizer,
-    texts: dict[str, Iterator[str]],
-    progress: Callable[[int], None] | None,
-) -> None:
-    temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-    digest = hashlib.sha256()
-    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    splits: dict[str, Split] = {}
-    done = 0
-    for name, documents_of_split in texts.items():
-        tokens = documents = 0
-        with (temporary / f"{name}.bin").open("wb") as out:
-            for text in documents_of_split:
-                ids = tokenizer.encode(text)
-                if tokenizer.end_of_document is not None:
-                    ids = np.append(ids, tokenizer.end_of_document)
-                raw = ids.astype(dtype).tobytes()
-                out.write(raw)
-                digest.update(raw)
-                if name == "train":
-                    counts += np.bincount(ids, minlength=len(counts))
-                tokens, documents, done = tokens + len(ids), documents + 1, done + 1
-                if progress is not None:
-                    progress(done)
-        splits[name] = Split(f"{name}.bin", tokens, documents)
-    shares = counts[counts > 0] / max(1, counts.sum())
-    corpus = Corpus(
-        folder=str(folder),
-        dtype=dtype,
-        end_of_document=tokenizer.end_of_document,
-        train=splits["train"],
-        held_out=splits["held_out"],
-        unigram_entropy=float(-(shares * np.log(shares)).sum()),
-        digest=digest.hexdigest(),
-    )
-    write_json(temporary / "corpus.json", asdict(corpus))
-    temporary.rename(folder)
+def _of_format_1(parts: list[str]) -> list[str]:
+    """What the key of the same text was made of before."""
+    return ["1", *parts[:-2]]
 
 
-def _texts(files: list[Path], config: DataConfig) -> Iterator[str]:
-    """The documents of the files in order, up to `data.max_bytes`."""
-    room = config.max_bytes
-    for file in files:
-        for text in _documents(file, config.text_key):
-            if room is None:
-                yield text
-                continue
-            raw = text.encode("utf-8", errors="surrogateescape")[:room]
-            room -= len(raw)
-            yield raw.decode("utf-8", errors="ignore")
-            if room == 0:
-                return
-
-
-def _documents(file: Path, text_key: str) -> Iterator[str]:
-    """The documents of a file: each line's text of JSONL, else the whole file."""
-    try:
-        if file.suffix != ".jsonl":
-            yield file.read_text(encoding="utf-8", errors="surrogateescape")
-            return
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                record = json.loads(line)
-                text = record.get(text_key) if isinstance(record, dict) else None
-                if not isinstance(text, str):
-                    raise TrainctlError(
-                        f"{file}:{number}: no text under {text_key!r}",
-                        hint="set data.text_key to the key of the text",
-                    )
-                yield text
-    except OSError as error:
-        raise TrainctlError(f"cannot read {file}: {error.strerror}") from None
-    except ValueError as error:
-        raise TrainctlError(f"{file}: not JSONL: {error}") from None
+def _key(parts: list[str]) -> str:
+    return digest_of("\n".join(parts))[:24]

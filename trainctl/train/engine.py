@@ -73,7 +73,7 @@ class Engine:
         if plan.config.gradients.centralize:
             centralize(model, pieces, self._vocabulary)
         module = self._module(model)
-        groups = parameter_groups(pieces, plan.config)
+        groups = parameter_groups(pieces, plan.config, lr_scale=plan.lr_scale)
         own = own_optimizer(plan, groups)
         self.deepspeed, *_ = deepspeed.initialize(
             model=module,
@@ -297,7 +297,9 @@ def group_key(piece: Piece, config: RunConfig) -> GroupKey:
     return group_of(config, piece.name, piece.shape, embedding=embedding, head=head)
 
 
-def parameter_groups(pieces: Pieces, config: RunConfig) -> list[dict[str, Any]]:
+def parameter_groups(
+    pieces: Pieces, config: RunConfig, *, lr_scale: float = 1.0
+) -> list[dict[str, Any]]:
     """The optimizer's groups of what a rank has, by the plan's rule; empty ones are left out."""
     members: dict[GroupKey, list[nn.Parameter]] = {}
     for parameter, piece in pieces.items():
@@ -309,7 +311,7 @@ def parameter_groups(pieces: Pieces, config: RunConfig) -> list[dict[str, Any]]:
             "uses_muon": key.uses_muon,
             "weight_decay": key.weight_decay,
             "lr": 0.0,
-            "peak_lr": key.peak_lr(config),
+            "peak_lr": key.peak_lr(config) * lr_scale,
         }
         for key in in_order(members)
     ]

@@ -23,12 +23,12 @@ from transformers.modeling_utils import PreTrainedModel
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerConfig, TokenizerKind
 from trainctl.config.special_tokens import BYTE_END_OF_DOCUMENT, tokenizer_facts
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.mup import check_multipliers
 from trainctl.runs.atomic import sync_directory, write_json
 from trainctl.runs.processes import is_alive
 from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.model import portable, skeleton
 from trainctl.train.mup import folded
+from trainctl.train.state import MASTER
 from trainctl.train.tensor_file import write_stream
 from trainctl.train.tokenizer import load_tokenizer
 
@@ -78,6 +78,7 @@ def export(
     out: Path,
     *,
     dtype: torch.dtype,
+    weights: str = MASTER,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
@@ -90,18 +91,19 @@ def export(
         checkpoint: A committed checkpoint of it.
         out: The folder; missing or empty.
         dtype: Of the written weights.
+        weights: `MASTER`, or `AVERAGE` for their moving average.
         shard_bytes: Largest file of weights.
         progress: Called with the bytes of weights written and their number.
 
     Raises:
         TrainctlError: No space (4), the folder is not empty (2), or the checkpoint is not one of
-            this model (5). Nothing is left.
+            this model, or has no such weights (5). Nothing is left.
     """
     model = skeleton(portable(config.model), dtype)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
-    source = Checkpoint(checkpoint)
-    check_multipliers(config.model, checkpoint.name, source.manifest)
+    source = Checkpoint(checkpoint, weights=weights)
+    source.check(config.model, {name: list(shape) for name, shape in shapes.items()})
     with _new_folder(out, total) as folder:
         shards = _split(shapes, dtype.itemsize, shard_bytes)
         done = 0

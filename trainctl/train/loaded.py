@@ -13,7 +13,6 @@ from transformers.utils import is_flash_attn_2_available
 
 from trainctl.config.schema import AttentionKind
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.mup import check_multipliers
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.train.build import materialise
@@ -22,6 +21,7 @@ from trainctl.train.data import MicroBatch
 from trainctl.train.evaluation import inference
 from trainctl.train.loss import summed_cross_entropy
 from trainctl.train.model import TORCH_TYPES, has_flash_attention, portable, skeleton
+from trainctl.train.state import MASTER
 from trainctl.train.weights import WeightSource
 
 _ROOM = 1.25
@@ -58,7 +58,12 @@ class LoadedModel:
 
 
 def load(
-    plan: RunPlan, checkpoint: Path, device: str, progress: Callable[[str, int, int], None]
+    plan: RunPlan,
+    checkpoint: Path,
+    device: str,
+    progress: Callable[[str, int, int], None],
+    *,
+    weights: str = MASTER,
 ) -> LoadedModel:
     """The model of a plan with the weights of a checkpoint, in the format of the training.
 
@@ -67,10 +72,11 @@ def load(
         checkpoint: A committed checkpoint of it.
         device: cpu, cuda, or auto: an accelerator that has room for it, else the CPU.
         progress: Called with "loading", the elements read and their number.
+        weights: `MASTER`, or `AVERAGE` for their moving average.
 
     Raises:
-        TrainctlError: The checkpoint is not of this model (5), or the device is not here or too
-            small (4).
+        TrainctlError: The checkpoint is not of this model or has no such weights (5), or the device
+            is not here or too small (4).
     """
     shape, dtype = plan.config.model, TORCH_TYPES[formats(plan.config.precision).weights]
     model = skeleton(portable(shape), dtype)
@@ -79,8 +85,8 @@ def load(
     is_flash = shape.attention is AttentionKind.flash_attention_2
     if is_flash and place.type == "cuda" and is_flash_attn_2_available():
         model = skeleton(shape, dtype)
-    saved = Checkpoint(checkpoint)
-    check_multipliers(shape, checkpoint.name, saved.manifest)
+    saved = Checkpoint(checkpoint, weights=weights)
+    saved.check(shape, {name: list(value.shape) for name, value in model.named_parameters()})
     source = _Watched(saved, lambda done: progress("loading", done, elements))
     try:
         materialise(model, source, place)

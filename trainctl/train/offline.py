@@ -28,6 +28,7 @@ Progress = Callable[[str, int, int], None]
 
 DEVICES = ("auto", "cpu", "cuda")
 TYPES = ("fp32", "bf16", "fp16")
+WEIGHTS = ("raw", "ema")
 
 
 def main() -> int:
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("run", type=Path)
     common.add_argument("checkpoint", type=Path)
+    common.add_argument("--weights", choices=WEIGHTS, default="raw")
     parser = argparse.ArgumentParser(prog="python -m trainctl.train.offline")
     tasks = parser.add_subparsers(dest="task", required=True)
     evaluate = tasks.add_parser("evaluate", parents=[common])
@@ -96,11 +98,12 @@ def _do_while_it_is_there(arguments: argparse.Namespace, progress: Progress) -> 
 
 def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     # Only now the slow imports.
-    from trainctl.runs.directory import last_attempt, read_plan, read_record
+    from trainctl.runs.attempts import standing_attempt
+    from trainctl.runs.directory import read_plan, read_record
     from trainctl.runs.layout import RunPaths
 
     run = RunPaths(arguments.run.resolve())
-    plan = read_plan(run.attempt(last_attempt(run)).plan)
+    plan = read_plan(run.attempt(standing_attempt(run).number).plan)
     if plan.config.model.factory is not None:
         sys.path.insert(0, str(read_record(run)["folder"]))  # as on the ranks
     match arguments.task:
@@ -110,6 +113,13 @@ def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             return _sample(plan, arguments, progress)
         case _:
             return _export(plan, arguments, progress)
+
+
+def _weights(arguments: argparse.Namespace) -> str:
+    """The state of a checkpoint that is asked for."""
+    from trainctl.train.state import AVERAGE, MASTER
+
+    return AVERAGE if arguments.weights == "ema" else MASTER
 
 
 def _evaluate(
@@ -134,7 +144,8 @@ def _evaluate(
             hint="data.held_out_paths or data.held_out_fraction, in a new run",
             exit_code=ExitCode.run_state,
         )
-    model = load(plan, arguments.checkpoint, arguments.device, progress)
+    weights = _weights(arguments)
+    model = load(plan, arguments.checkpoint, arguments.device, progress, weights=weights)
     with model.inference():
         loss = evaluate(
             model.score,
@@ -159,7 +170,8 @@ def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
     training = plan.config.training
     seed = training.seed if arguments.seed is None else arguments.seed
     tokenizer = load_tokenizer(plan.config.tokenizer)
-    model = load(plan, arguments.checkpoint, arguments.device, progress)
+    weights = _weights(arguments)
+    model = load(plan, arguments.checkpoint, arguments.device, progress, weights=weights)
     with model.inference():
         text = sample_text(
             model.next_scores,
@@ -186,6 +198,7 @@ def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
         arguments.checkpoint,
         arguments.out.resolve(),
         dtype=names[dtype],
+        weights=_weights(arguments),
         progress=lambda done, total: progress("exporting", done, total),
     )
     return {

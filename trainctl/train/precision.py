@@ -86,7 +86,8 @@ class LossScale:
     def restore(self, state: dict[str, float]) -> None:
         """Go on from a saved state; a scale that is fixed, or was when it was saved, does not."""
         if isinstance(self._scaler, DynamicLossScaler) and state:
-            self._scaler.cur_scale = state["cur_scale"]
+            # A launch with another precision.min_loss_scale may have raised the floor.
+            self._scaler.cur_scale = max(state["cur_scale"], float(self._scaler.min_scale))
             for name in _COUNTERS[1:]:
                 setattr(self._scaler, name, int(state[name]))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict, replace
 
+from trainctl.config.schema import TrainingConfig
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.types import RunPlan
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
@@ -15,8 +17,18 @@ from trainctl.train.corpus import Corpus, build_corpus, build_users_corpus
 from trainctl.train.tokenizer import load_tokenizer
 
 
-def prepare(plan: RunPlan, run: RunPaths) -> None:
+def say(message: str) -> None:
+    """On stderr, which is the agent's log."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def prepare(plan: RunPlan, run: RunPaths, tell: Callable[[str], None] = say) -> None:
     """Tokenize the plan's corpus into the cache and say in `corpus.json` where it is.
+
+    Args:
+        plan: Of the attempt.
+        run: Its run.
+        tell: Called with a sentence where the cache is not as it should be.
 
     Raises:
         TrainctlError: Files are missing, the text is shorter than one sample, the tokenizer has
@@ -31,9 +43,9 @@ def prepare(plan: RunPlan, run: RunPaths) -> None:
             hint=f"model.vocab_size={-(-tokenizer.vocab_size // 64) * 64}",
         )
     if config.data.factory is None:
-        corpus = build_corpus(config.data, tokenizer, _Progress())
+        corpus = build_corpus(config.data, tokenizer, Progress(), tell)
     else:
-        corpus = build_users_corpus(config.data, tokenizer, run.users_corpus, _Progress())
+        corpus = build_users_corpus(config.data, tokenizer, run.users_corpus, Progress(), tell)
     length = config.training.sequence_length
     if corpus.train.tokens <= length:
         raise TrainctlError(
@@ -41,13 +53,42 @@ def prepare(plan: RunPlan, run: RunPaths) -> None:
             f"training.sequence_length={length}",
             hint="add text to data.paths, or shorten the sequence",
         )
-    if run.corpus.is_file() and Corpus.load(run.corpus).digest != corpus.digest:
+    _check_epoch(config.training, corpus)
+    write_json(run.corpus, asdict(_as_before(corpus, run)))
+
+
+def _as_before(corpus: Corpus, run: RunPaths) -> Corpus:
+    """The corpus, if it is the one that the run started with.
+
+    Raises:
+        TrainctlError: It is another one (exit code 5).
+    """
+    if not run.corpus.is_file():
+        return corpus
+    before = Corpus.load(run.corpus)
+    if not corpus.continues(before):
+        hint = "restore the files, or start a new run from this run's weights"
+        if before.format < corpus.format and corpus.held_out.tokens > before.held_out.tokens == 0:
+            hint = (
+                "data.held_out_fraction=0: when it started, nothing of a single file was held out"
+            )
         raise TrainctlError(
             "the corpus is not the one that this run started with",
-            hint="restore the files, or start a new run from this run's weights",
+            hint=hint,
             exit_code=ExitCode.run_state,
         )
-    write_json(run.corpus, asdict(corpus))
+    former = before.digest if before.format < corpus.format else before.former_digest
+    return replace(corpus, former_digest=former)
+
+
+def _check_epoch(training: TrainingConfig, corpus: Corpus) -> None:
+    """The steps of the plan are passes over this text, and not over one of another length."""
+    if is_counted_in_epochs(training) and training.epoch_tokens != corpus.train.tokens:
+        raise TrainctlError(
+            f"training.epoch_tokens={training.epoch_tokens} says how long training.epochs is, but "
+            f"the corpus has {corpus.train.tokens} tokens to train on",
+            hint=f"training.epoch_tokens={corpus.train.tokens}, or leave it out: it is counted",
+        )
 
 
 def corpus_of(plan: RunPlan, run: RunPaths) -> Corpus:
@@ -66,10 +107,10 @@ def corpus_of(plan: RunPlan, run: RunPaths) -> Corpus:
             exit_code=ExitCode.run_state,
         )
     corpus = Corpus.load(run.corpus)
-    if (Path(corpus.folder) / corpus.held_out.file).is_file():
+    if not corpus.problem():
         return corpus
-    again = build_corpus(plan.config.data, load_tokenizer(plan.config.tokenizer))
-    if again.digest != corpus.digest:
+    again = build_corpus(plan.config.data, load_tokenizer(plan.config.tokenizer), tell=say)
+    if not again.continues(corpus):
         raise TrainctlError(
             "the text of this run is not there any more, neither in the cache nor in its files",
             hint="restore the files",
@@ -78,7 +119,7 @@ def corpus_of(plan: RunPlan, run: RunPaths) -> Corpus:
     return again
 
 
-class _Progress:
+class Progress:
     """A plain line on stderr every few seconds of tokenizing."""
 
     def __init__(self) -> None:

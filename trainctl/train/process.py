@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from trainctl.errors import TrainctlError
 from trainctl.plan.types import RunPlan
+from trainctl.runs.processes import STORE_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,13 @@ def start_process(plan: RunPlan) -> Process:
     accelerator = get_accelerator()
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator.set_device(local_rank)
+    if plan.config.training.deterministic:
+        compute_deterministically()
     timeout = timedelta(seconds=plan.config.launcher.communication_timeout_seconds)
     deepspeed.init_distributed(
-        dist_backend="gloo" if accelerator.device_name() == "cpu" else "nccl", timeout=timeout
+        dist_backend="gloo" if accelerator.device_name() == "cpu" else "nccl",
+        timeout=timeout,
+        **(_meeting_in_a_file() if STORE_VARIABLE in os.environ else {}),
     )
     return Process(
         rank=dist.get_rank(),
@@ -86,6 +93,45 @@ def start_process(plan: RunPlan) -> Process:
         device=torch.device(accelerator.device_name(local_rank)),
         control=dist.new_group(backend="gloo", timeout=timeout),
         timeout=timeout,
+    )
+
+
+def _meeting_in_a_file() -> dict[str, Any]:
+    """Arguments of `init_distributed` for ranks that meet in a file (`agent.rendezvous`).
+
+    By a scheme of our own: torch's `file://` takes no path with a `?` or `#` in it.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def meet(*_: Any, **__: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        yield dist.FileStore(os.environ[STORE_VARIABLE], world_size), rank, world_size
+
+    dist.register_rendezvous_handler("trainctl", meet)
+    return {"init_method": "trainctl://", "rank": rank, "world_size": world_size}
+
+
+def compute_deterministically() -> None:
+    """Let torch take only algorithms that give the same bits each time, or raise where it has none.
+
+    What has to be in the environment before CUDA starts, launchers set (`plan.deterministic`).
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # times algorithms, and takes what was fastest today
+    # Else torch fills each buffer that nothing has been written to yet: time, and no other numbers.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def not_deterministic(error: RuntimeError) -> TrainctlError | None:
+    """What to say of an operation that torch has no deterministic algorithm for.
+
+    None if the error is about something else, or nobody asked for such algorithms.
+    """
+    message = str(error)
+    if "use_deterministic_algorithms" not in message:
+        return None
+    return TrainctlError(
+        f"training.deterministic=true: {message.partition(', but you set')[0]}",
+        hint="other kernels (kernels.*, model.attention), or training.deterministic=false",
     )
 
 

@@ -8,7 +8,7 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
-from trainctl.train.process import start_process, stop_process
+from trainctl.train.process import not_deterministic, start_process, stop_process
 from trainctl.train.session import assemble
 from trainctl.train.trainer import Trainer
 
@@ -22,9 +22,15 @@ def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat)
     # DeepSpeed calls collectives by names that newer torch warns of, at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     process = start_process(plan)
-    session = assemble(plan, run, process)
-    events = EventWriter(run.events, attempt) if process.is_first else None
-    Trainer(session, events, heartbeat, attempt=attempt).train()
+    try:
+        session = assemble(plan, run, process)
+        events = EventWriter(run.events, attempt) if process.is_first else None
+        Trainer(session, events, heartbeat, attempt=attempt).train()
+    except RuntimeError as error:
+        explained = not_deterministic(error)
+        if explained is None:
+            raise
+        raise explained from error
     heartbeat.beat(Phase.end)
     # In this order: DeepSpeed's threads use the groups, and dying with them alive aborts.
     process.barrier()

@@ -22,13 +22,13 @@ def load_into_running(engine: Engine, state: OptimizerState, checkpoint: Checkpo
     """
     checkpoint.load_into(state)
     checkpoint.close()
-    _publish(engine, state)
+    publish(engine, state)
     if engine.loss_scale is not None:
         engine.loss_scale.restore(checkpoint.manifest.get("loss_scale", {}))
 
 
-def _publish(engine: Engine, state: OptimizerState) -> None:
-    """Let the model's parameters follow the master weights, as an update does."""
+def publish(engine: Engine, state: OptimizerState) -> None:
+    """Let the model's parameters follow the master weights, as an update does; on all ranks."""
     wrapper = engine.deepspeed.optimizer
     if engine.stage == 3:
         wrapper._partition_all_parameters()

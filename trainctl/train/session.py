@@ -14,11 +14,11 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.mup import check_multipliers
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.train import build
+from trainctl.train.average import WeightAverage
 from trainctl.train.checkpoint import Checkpoint, CheckpointWeights, Progress
 from trainctl.train.clipping import NormHistory
 from trainctl.train.corpus import Corpus
@@ -26,6 +26,7 @@ from trainctl.train.data import PackedDataset, TrainingData
 from trainctl.train.engine import Engine
 from trainctl.train.gradients import Gradients
 from trainctl.train.kernels import apply_kernels
+from trainctl.train.learning_rate import LearningRate
 from trainctl.train.mesh import ProcessMesh, join_mesh
 from trainctl.train.model import TORCH_TYPES, skeleton
 from trainctl.train.patience import Patience
@@ -54,8 +55,10 @@ class Session:
         shapes: Of every parameter, by canonical name.
         wrapped_blocks: Decoder blocks whose activations are recomputed.
         gradients: Of each step, before its update.
+        average: Of the weights, if the run keeps one.
         guard: Judges each step before its update.
-        norms: Of the last updates, that adaptive clipping follows.
+        norms: Of the last updates, and what the gradient is clipped at.
+        learning_rate: The schedule's, and what evaluations and rewinds make of it.
         replay: Steps that an earlier attempt has done already, to compare with.
         resumed_from: The checkpoint that this attempt goes on from, if any.
         passed_over: What is wrong with the newer ones.
@@ -74,8 +77,10 @@ class Session:
     progress: Progress
     patience: Patience
     gradients: Gradients
+    average: WeightAverage | None
     guard: Guard
     norms: NormHistory
+    learning_rate: LearningRate
     shapes: dict[str, list[int]]
     wrapped_blocks: int
     replay: Replay
@@ -85,6 +90,13 @@ class Session:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def average_begins(self) -> bool:
+        """Whether the run keeps an average that the checkpoint it goes on from does not have."""
+        if self.average is None or self.resumed_from is None:
+            return False
+        return self.average.steps == 0 and self.progress.step > 0
 
     def restore(self, manifest: Mapping[str, Any], *, rewound: bool = False) -> None:
         """Go on from what a checkpoint says of the run, besides weights, states and position.
@@ -99,6 +111,9 @@ class Session:
         )
         self.guard.restore(manifest.get("stability", {}), rewound=rewound)
         self.norms.restore(manifest.get("norms", []))
+        if self.average is not None:
+            self.average.restore(manifest.get("ema", {}))
+        self.learning_rate.restore(manifest.get("learning_rate", {}), rewound=rewound)
 
 
 def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
@@ -108,17 +123,17 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     deepspeed.utils.logger.setLevel(logging.getLevelName(config.logging.deepspeed_level.upper()))
     corpus = Corpus.load(run.corpus)
     checkpoint = _newest(run, process, corpus)
-    if checkpoint is not None:
-        check_multipliers(config.model, checkpoint.path.name, checkpoint.manifest)
     progress = checkpoint.progress if checkpoint else Progress()
     mesh = join_mesh(plan.mesh, process.rank, process.timeout)
     model = skeleton(config.model, TORCH_TYPES[formats(config.precision).weights])
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    if checkpoint is not None:
+        checkpoint.check(config.model, shapes)
     tensor_group = mesh.tensor.group if mesh.tensor.size > 1 else None
     wrapped = wrap_blocks(model, config.activation_checkpointing, tensor_group)
     convert_to_fp8(model, config.precision)
     pieces = place(model, plan, mesh)
-    source = checkpoint or _initial_weights(plan, process)
+    source = checkpoint or _initial_weights(plan, process, shapes)
     if config.zero_stage.stage == 3:
         pieces = build.materialise_partitioned(
             model, source, process.device, plan.deepspeed, pieces, mesh
@@ -128,7 +143,9 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     apply_kernels(model, config.kernels)
     engine = _engine_kind(plan)(plan, process, mesh, model, pieces)
     state = OptimizerState(engine)
+    average = _average(plan, engine, state)
     if checkpoint is not None:
+        checkpoint.check_states(set().union(*process.gather(state.all_names())))
         checkpoint.load_into(state)
         engine.resume_at(progress.step)
         if engine.loss_scale is not None:
@@ -147,8 +164,10 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         progress=progress,
         patience=Patience(config.training.stop_patience, min_delta=config.training.stop_min_delta),
         gradients=Gradients(engine, state, process, config),
+        average=average,
         guard=Guard(config.stability, norm_may_overflow=engine.loss_scale is not None),
-        norms=NormHistory(config.gradients),
+        norms=NormHistory.of(config),
+        learning_rate=LearningRate(plan),
         shapes=shapes,
         wrapped_blocks=wrapped,
         replay=Replay.of(run, plan, process, progress.step),
@@ -184,10 +203,18 @@ def _engine_kind(plan: RunPlan) -> type[Engine]:
     return ZenFlowEngine if plan.config.offload.zenflow else Engine
 
 
+def _average(plan: RunPlan, engine: Engine, state: OptimizerState) -> WeightAverage | None:
+    training = plan.config.training
+    if training.ema_decay is None:
+        return None
+    every = training.ema_every_steps
+    return WeightAverage(engine, state, decay=training.ema_decay, every_steps=every)
+
+
 def _newest(run: RunPaths, process: Process, corpus: Corpus) -> Checkpoint | None:
     """The checkpoint to go on from."""
     checkpoint = newest_intact(run, process)
-    if checkpoint is not None and checkpoint.manifest["corpus_digest"] != corpus.digest:
+    if checkpoint is not None and not corpus.is_that_of(checkpoint.manifest["corpus_digest"]):
         raise TrainctlError(
             f"{checkpoint.path.name} was trained on another corpus",
             hint="restore the files, or start a new run",
@@ -196,15 +223,16 @@ def _newest(run: RunPaths, process: Process, corpus: Corpus) -> Checkpoint | Non
     return checkpoint
 
 
-def _initial_weights(plan: RunPlan, process: Process) -> WeightSource:
+def _initial_weights(
+    plan: RunPlan, process: Process, shapes: Mapping[str, list[int]]
+) -> WeightSource:
     model = plan.config.model
     if model.initial_weights is not None:
         folder = Path(model.initial_weights).expanduser()
         checkpoint = weights_of(folder, process)
         if checkpoint is None:
             return SafetensorsWeights(folder)
-        check_multipliers(model, str(checkpoint.path), checkpoint.manifest)
-        return CheckpointWeights(checkpoint)
+        return CheckpointWeights(checkpoint, model, shapes)
     return SeedWeights.of(model, plan.config.training.seed)
 
 

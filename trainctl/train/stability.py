@@ -22,15 +22,17 @@ class Kind(StrEnum):
     norm_not_finite = "norm_not_finite"
     loss_spike = "loss_spike"
     norm_spike = "norm_spike"
+    loss_limit = "loss_limit"
+    norm_limit = "norm_limit"
 
     @property
-    def is_spike(self) -> bool:
-        return self in (Kind.loss_spike, Kind.norm_spike)
+    def is_finite(self) -> bool:
+        return self not in (Kind.loss_not_finite, Kind.norm_not_finite)
 
     @property
     def quantity(self) -> str:
         """In words."""
-        return "loss" if self in (Kind.loss_not_finite, Kind.loss_spike) else "gradient norm"
+        return "loss" if self.value.startswith("loss") else "gradient norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +100,23 @@ class Guard:
             return Trouble(Kind.loss_not_finite, loss, None)
         if norm is not None and not math.isfinite(norm):
             return None if self._norm_may_overflow else Trouble(Kind.norm_not_finite, norm, None)
-        limit = self._limit(self._loss, self._config.spike_factor)
-        if loss > limit:
-            return Trouble(Kind.loss_spike, loss, limit)
-        limit = self._limit(self._norm, self._config.norm_spike_factor)
-        if norm is not None and norm > limit:
-            return Trouble(Kind.norm_spike, norm, limit)
+        config = self._config
+        spikes = (
+            (Kind.loss_limit, loss, config.loss_limit),
+            (Kind.loss_spike, loss, self._limit(self._loss, config.spike_factor)),
+            (Kind.norm_limit, norm, config.norm_limit),
+            (Kind.norm_spike, norm, self._limit(self._norm, config.norm_spike_factor)),
+        )
+        for kind, value, limit in spikes:
+            if value is not None and limit is not None and value > limit:
+                return Trouble(kind, value, limit)
         return None
 
     def policy(self, trouble: Trouble) -> OnBadLoss:
         """What to do about it, now: to stop once there were too many in a row."""
         policy = self._config.on_bad_loss
         if policy is OnBadLoss.warn:
-            return policy if trouble.kind.is_spike else OnBadLoss.stop
+            return policy if trouble.kind.is_finite else OnBadLoss.stop
         return policy if self._in_a_row < self._config.max_interventions else OnBadLoss.stop
 
     def intervene(self, step: int) -> None:
@@ -149,7 +155,7 @@ class Guard:
             self._in_a_row = int(state.get("in_a_row", 0))
             self._bad_step = int(state.get("bad_step", 0))
 
-    def _limit(self, mean: RunningMean, factor: float | None) -> float:
+    def _limit(self, mean: RunningMean, factor: float | None) -> float | None:
         if factor is None or mean.count < self._config.spike_after_steps:
-            return math.inf
+            return None
         return factor * mean.mean

@@ -28,6 +28,8 @@ from trainctl.train.shards import Piece, Shard
 
 MASTER = "master"
 """Name of the master weights among the states."""
+AVERAGE = "average"
+"""Name of the moving average of the master weights, where the run keeps one."""
 CODES = ".codes"
 """End of the names of states that are bytes."""
 
@@ -108,9 +110,14 @@ class OptimizerState:
                 )
                 for index, (p, _) in enumerate(pairs)
             ]
+        self._averages: list[torch.Tensor] = []
         self.is_swapped = any(self._is_on_nvme(index) for index in range(len(self.tensors)))
         if isinstance(self.optimizer, PartitionedOptimizer):
             self.optimizer.bind(self._parts(), engine.mesh.replicas if engine.stage > 0 else None)
+
+    def keep_average(self) -> None:
+        """Keep an average of the master weights from now on: of each tensor, one more state."""
+        self._averages = [tensor.detach().to(torch.float32, copy=True) for tensor in self.tensors]
 
     def settle(self) -> None:
         """Bring the master weights up to date, before they are saved."""
@@ -132,7 +139,7 @@ class OptimizerState:
     def state_names(self, index: int) -> list[str]:
         """Names of the states of one of the tensors that are as large as it, such as exp_avg.
 
-        They are the same whoever makes the update. Empty before the first step.
+        They are the same whoever makes the update. Before the first step at most the average.
         """
         if self._is_elsewhere:
             raise TrainctlError(
@@ -141,12 +148,18 @@ class OptimizerState:
                 hint="offload.super_offload=false",
             )
         states = self._updater(index).state.get(self.tensors[index], {})
-        return [name for name in self.wanted_names(index) if name in states]
+        kept = [AVERAGE] if self._averages else []
+        return [name for name in self.wanted_names(index) if name in states] + kept
 
     def wanted_names(self, index: int) -> tuple[str, ...]:
         """Those that it has once there was a step."""
         uses_muon = bool(self._group(index).get("uses_muon", False))
         return state_names(self._engine.config.optimizer, uses_muon=uses_muon)
+
+    def all_names(self) -> set[str]:
+        """Names of all states that this rank has once there was a step, of whatever size."""
+        names = {name for index in range(len(self.tensors)) for name in self.wanted_names(index)}
+        return names.union(*(self.sides(fragment) for fragment in self.fragments))
 
     def sides(self, fragment: Fragment) -> dict[str, Side]:
         """States of a fragment that are not as large as it; writing to them changes them."""
@@ -198,6 +211,8 @@ class OptimizerState:
     def tensor(self, index: int, state: str) -> torch.Tensor:
         """An optimizer's tensor or one of its states, flat; writing to it changes the engine's."""
         master = self.tensors[index]
+        if state == AVERAGE:
+            return self._averages[index].view(-1)
         value = master if state == MASTER else self._updater(index).state[master][state]
         return value.detach().view(-1)
 

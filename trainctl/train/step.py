@@ -14,7 +14,8 @@ from typing import Any
 from trainctl.config.schema import OnBadLoss
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.batches import Batch
-from trainctl.plan.schedule import Curve
+from trainctl.train.ahead import BatchesAhead
+from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.data import MicroBatch
 from trainctl.train.gradient_changes import elementwise
 from trainctl.train.gradients import Norms
@@ -39,7 +40,7 @@ class Step:
         factor: Of the peak learning rates.
         batch: Its size.
         first_sample: Counter of its first sample.
-        clip_at: What the norm was clipped at, if that followed from the norms before.
+        clip_at: What the norm was clipped at, if that follows from the norms of before.
         z_loss: Beside the loss; None without one.
         intervention: The policy by which no update was made; None if there was one.
     """
@@ -70,6 +71,7 @@ class Stepper:
 
     Args:
         session: The assembled rank.
+        batches: Of its data.
         record: Writes a record; on ranks other than the first it does nothing.
         wait_for_save: Returns when no checkpoint is being written.
     """
@@ -77,11 +79,12 @@ class Stepper:
     def __init__(
         self,
         session: Session,
+        batches: BatchesAhead,
         record: Callable[..., None],
         wait_for_save: Callable[[], None],
     ) -> None:
         self._session, self._record, self._wait_for_save = session, record, wait_for_save
-        self._curve = Curve.of(session.plan)
+        self._data = batches
         self._batches = session.plan.batches
 
     def make(self) -> Step:
@@ -103,8 +106,8 @@ class Stepper:
         batch = self._batches.at(progress.step)
         engine.set_batch(batch)
         with engine.times.host_part("data"):
-            batches = session.training.step(progress.samples, batch.gradient_accumulation_steps)
-        engine.set_learning_rate(self._curve.factor(progress.step))
+            batches = self._data.take(progress.step, progress.samples)
+        engine.set_learning_rate(session.learning_rate.factor(progress.step))
         loss, _ = engine.accumulate(batches)
         norms = session.gradients.norms() if session.gradients.are_visible else None
         trouble = session.guard.judge(loss, norms.total if norms else None)
@@ -129,9 +132,8 @@ class Stepper:
         session = self._session
         config, engine = session.plan.config, session.engine
         norm = norms.total if norms is not None else None
-        limit = None
+        limit = session.norms.limit(norm)
         if norms is not None and norms.is_finite:  # fp16 may overflow: then no update is made
-            limit = session.norms.limit(norms.total)
             change = elementwise(
                 config.gradients,
                 seed=config.training.seed,
@@ -141,10 +143,14 @@ class Stepper:
             if change is not None:
                 session.gradients.change(change)
                 norm = session.gradients.norms().total
-        limits = [value for value in (config.optimizer.gradient_clipping, limit) if value]
-        engine.update(norm=norm, clip_at=min(limits, default=None))
-        step = self._count(loss, norms, batch, clip_at=limit)
+        engine.update(norm=norm, clip_at=limit)
+        is_known = norms is not None and norms.is_finite
+        noted = limit if session.norms.is_adaptive and is_known else None
+        step = self._count(loss, norms, batch, clip_at=noted)
         if not engine.was_skipped:
+            if session.average is not None:
+                with engine.times.part("optimizer"):
+                    session.average.follow()
             session.guard.accept(session.progress.step, loss, norms.total if norms else None)
             if norms is not None:
                 session.norms.add(norms.total)
@@ -164,7 +170,7 @@ class Stepper:
             loss=loss,
             grad_norm=norms.total if norms is not None else engine.norm_of_update,
             group_norms=norms.groups if norms is not None else {},
-            factor=self._curve.factor(progress.step),
+            factor=self._session.learning_rate.factor(progress.step),
             batch=batch,
             first_sample=progress.samples,
             clip_at=clip_at,
@@ -192,6 +198,8 @@ class Stepper:
             checkpoint = newest_intact(session.run, session.process)
             if checkpoint is None:
                 policy, problem = OnBadLoss.stop, ", and there is no checkpoint to go back to yet"
+            else:
+                session.learning_rate.cut_after_rewind()
         self._record(
             "intervention",
             step=number,
@@ -203,7 +211,7 @@ class Stepper:
             ranks=ranks,
             suspects=suspects[:LISTED_SAMPLES],
             in_a_row=guard.interventions,
-            **({} if checkpoint is None else {"to_step": checkpoint.progress.step}),
+            **({} if checkpoint is None else self._back_to(checkpoint)),
         )
         if policy is OnBadLoss.stop:
             raise self._stopped(trouble, number, first, end, ranks, problem)
@@ -214,11 +222,18 @@ class Stepper:
         if policy is OnBadLoss.skip_batch:
             progress.samples = end
         if checkpoint is not None:
+            checkpoint.check(session.plan.config.model, session.shapes)
             load_into_running(session.engine, session.state, checkpoint)
             session.restore(checkpoint.manifest, rewound=True)
             progress.step, progress.tokens = checkpoint.progress.step, checkpoint.progress.tokens
             progress.samples = end  # with the poison goes what led up to it (docs/stability.md)
         return policy
+
+    def _back_to(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Of a rewind, for the record."""
+        left = self._session.learning_rate.cut
+        cut = {} if left == 1.0 else {"lr_factor": left}
+        return {"to_step": checkpoint.progress.step, **cut}
 
     def _seen_by(
         self, trouble: Trouble, batch: Batch, batches: Sequence[MicroBatch]

@@ -1,11 +1,12 @@
 """Where the time of a step goes, without slowing it down.
 
-Two clocks. What the loop does itself (making batches, saving, evaluating) is timed by the host's.
-What it only starts on a device (forward, backward, optimizer) is timed by the device: an event
-before and one after, in the order of its work. Events are read once the device has passed them,
-never waited for; so the end of a step's update may be counted with the next step, and nothing is
-lost or counted twice. On a CPU both clocks are the host's, and a third one tells how much of a part
-the rank was busy with itself: a rank that waits for its peers in a collective sleeps.
+Two clocks. What the loop does itself (saving, evaluating), or waits for on the host (batches), is
+timed by the host's. What it only starts on a device (forward, backward, optimizer) is timed by the
+device: an event before and one after, in the order of its work. Events are read once the device has
+passed them, never waited for; so the end of a step's update may be counted with the next step, and
+nothing is lost or counted twice. On a CPU both clocks are the host's, and a third one tells how
+much of a part the rank was busy with itself: a rank that waits for its peers in a collective
+sleeps.
 """
 
 from __future__ import annotations

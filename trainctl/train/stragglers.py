@@ -3,7 +3,7 @@
 All ranks end a step together, so the length of a step names nobody. What tells is the time that a
 rank needs for its own work, without what it waits for others:
 
-- `data`: the host's clock; there is nothing to wait for in it.
+- `data`: the host's clock; what is waited for in it is the rank's own thread that makes batches.
 - `forward`, where no collective is part of it (ZeRO below 3, no tensor or sequence parallelism):
   the clock of the device.
 - On a CPU `forward` elsewhere, `backward` and `optimizer`: the time that the main thread was busy,

@@ -7,13 +7,18 @@ import time
 from dataclasses import asdict
 
 from trainctl.errors import TrainctlError
+from trainctl.plan.average import METRIC
+from trainctl.plan.identity import description
 from trainctl.plan.mup import multipliers
+from trainctl.plan.precision import formats
 from trainctl.plan.schedule import Curve
 from trainctl.runs import checkpoints
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, pending_requests, withdraw_request
+from trainctl.train.ahead import BatchesAhead
 from trainctl.train.evaluation import evaluate, inference, sample_text
+from trainctl.train.model import TORCH_TYPES
 from trainctl.train.phase_memory import PhaseMemory
 from trainctl.train.profiler import Profiler
 from trainctl.train.saver import Saver
@@ -65,20 +70,38 @@ class Trainer:
         )
         self._saved_at = time.monotonic()
         self._metrics: dict[str, float] = {}
+        config = session.plan.config
         self._saver = Saver(
-            session.run, session.process, session.state, session.plan.config.checkpoint
+            session.run,
+            session.process,
+            session.state,
+            config.checkpoint,
+            TORCH_TYPES[formats(config.precision).weights],
         )
-        self._stepper = Stepper(session, self._record, self._before_rewind)
+        self._origin = {
+            "run": checkpoints.own_id(session.run) or "",
+            "model": description(config.model, session.shapes),
+            "multipliers": multipliers(config.model),
+        }
+        self._batches = BatchesAhead(
+            session.training,
+            session.plan.batches.at,
+            stop_step=session.plan.stop_step,
+            device=session.process.device,
+        )
+        self._stepper = Stepper(session, self._batches, self._record, self._before_rewind)
         self._best = self._best_so_far()
 
     def train(self) -> None:
         """Run the loop: step, evaluate, save, until the plan's stopping step or a request."""
-        with self._profiler:
+        with self._profiler, self._batches:
             self._train()
 
     def _train(self) -> None:
         session = self._session
         plan, progress, training = session.plan, session.progress, session.plan.config.training
+        if session.process.is_first:
+            checkpoints.leave_weights_behind(session.run, progress.step, attempt=self._attempt)
         self._record_start()
         steady = progress.step + STEADY_AFTER_STEPS
         self._recorded_at = time.monotonic()
@@ -100,7 +123,7 @@ class Trainer:
                 "step",
                 step=progress.step,
                 loss=step.loss,
-                learning_rate=plan.config.optimizer.lr * step.factor,
+                learning_rate=plan.peak_lr * step.factor,
                 learning_rates=session.engine.learning_rates(),
                 grad_norm=step.grad_norm,
                 **step.extras(),
@@ -122,6 +145,9 @@ class Trainer:
             save_is_due, stop = self._decide(last)
             if save_is_due:
                 self._save()
+            weights = plan.config.checkpoint.weights_only_every_steps
+            if weights is not None and progress.step % weights == 0:
+                self._save(weights_only=True)
         self._beat(Phase.end)
         self._record_memory(at_end=True)
         no_improvement = session.patience.is_exhausted
@@ -140,6 +166,28 @@ class Trainer:
 
     def _evaluate(self) -> None:
         session = self._session
+        loss = self._held_out_loss()
+        if loss is not None:
+            self._metrics = {"loss": loss}
+            if session.average is not None:
+                with session.average.in_place():
+                    of_average = self._held_out_loss()
+                assert of_average is not None
+                self._metrics[METRIC] = of_average
+            session.patience.see(loss, session.progress.step)
+            self._record(
+                "evaluation",
+                step=session.progress.step,
+                **self._metrics,
+                unigram_entropy=session.corpus.unigram_entropy,
+            )
+            dropped = session.learning_rate.see(loss, session.progress.step)
+            if dropped is not None:
+                self._record("plateau", step=session.progress.step, loss=loss, **dropped)
+
+    def _held_out_loss(self) -> float | None:
+        """With the weights that the model has now."""
+        session = self._session
         with self._times.host_part("evaluation"), inference(session.engine.deepspeed):
             loss = evaluate(
                 session.engine.score,
@@ -152,15 +200,7 @@ class Trainer:
                 progress=lambda *_: self._beat(Phase.evaluate),
             )
         self._beat(Phase.step)
-        if loss is not None:
-            self._metrics = {"loss": loss}
-            session.patience.see(loss, session.progress.step)
-            self._record(
-                "evaluation",
-                step=session.progress.step,
-                loss=loss,
-                unigram_entropy=session.corpus.unigram_entropy,
-            )
+        return loss
 
     def _decide(self, last: bool) -> tuple[bool, bool]:
         """Whether to save and whether to stop now: the same on all ranks, by one all-reduce.
@@ -196,7 +236,7 @@ class Trainer:
             withdraw_request(session.run, request)
         return save > 0, stop > 0
 
-    def _save(self) -> None:
+    def _save(self, *, weights_only: bool = False) -> None:
         session = self._session
         config, progress = session.plan.config, session.progress
         self._beat(Phase.save)
@@ -206,11 +246,13 @@ class Trainer:
                 {
                     "step": progress.step,
                     "attempt": self._attempt,
+                    "weights_only": weights_only,
                     "kept_for": "stable_phase" if progress.step == self._stable_end else "",
                     "patience": session.patience.state(),
                     "samples": progress.samples,
                     "tokens": progress.tokens,
-                    "metrics": self._metrics,
+                    # JSON has no number for a loss that is none.
+                    "metrics": {k: v for k, v in self._metrics.items() if math.isfinite(v)},
                     "layout": {
                         "zero_stage": config.zero_stage.stage,
                         **asdict(session.plan.mesh),
@@ -218,13 +260,17 @@ class Trainer:
                     "loss_scale": scale.state() if scale is not None else {},
                     "stability": session.guard.state(),
                     "norms": session.norms.state(),
+                    "ema": session.average.saved() if session.average is not None else {},
+                    "learning_rate": session.learning_rate.state(),
                     "corpus_digest": session.corpus.digest,
                     "shapes": session.shapes,
-                    "multipliers": multipliers(config.model),
+                    **self._origin,
                 }
             )
-        self._saved_at = time.monotonic()
-        self._best = min(self._best, self._metrics.get(config.checkpoint.best_of or "", math.inf))
+        if not weights_only:
+            self._saved_at = time.monotonic()
+            metric = self._metrics.get(config.checkpoint.best_of or "", math.inf)
+            self._best = min(self._best, metric)
         self._record_saved()
         self._beat(Phase.step)
 
@@ -242,7 +288,7 @@ class Trainer:
         """A record of each checkpoint committed since the last call."""
         for saved in self._saver.take_saved():
             self._record(
-                "checkpoint",
+                "weights" if saved.weights_only else "checkpoint",
                 step=saved.step,
                 path=str(saved.path.relative_to(self._session.run.root)),
                 seconds=saved.seconds,
@@ -285,7 +331,9 @@ class Trainer:
             held_out_tokens=session.corpus.held_out.tokens,
             unigram_entropy=session.corpus.unigram_entropy,
             resumed_from=resumed_from.name if resumed_from else None,
+            ema_begins=session.average_begins,
             passed_over=session.passed_over,
+            **({"bad_text": session.corpus.bad_text} if session.corpus.bad_text else {}),
         )
 
     def _precision_record(self, step: Step) -> dict[str, object]:

@@ -98,7 +98,13 @@ class LauncherConfig:
     port: int | None = option(
         None, "Rendezvous port; none takes a free one.", minimum=1, maximum=65535
     )
-    environment: dict[str, str] = option({}, "Variables set for every rank.")
+    environment: dict[str, str] = option(
+        {},
+        "Variables set for every rank; `${oc.env:NAME}` is resolved at the start, never written.",
+    )
+    plain_environment: list[str] = option(
+        [], "Names (globs) of variables that are no secrets: their values may be written."
+    )
     forward_environment: list[str] = option(
         [
             "CUDA_VISIBLE_DEVICES",
@@ -124,6 +130,13 @@ class LauncherConfig:
     stop_grace_seconds: float = option(
         0.0,
         "After SIGTERM: time to finish the step, save and end with exit code 75; 0 ends at once.",
+        unit="seconds",
+        minimum=0,
+    )
+    interrupt_grace_seconds: float = option(
+        300.0,
+        "After Ctrl-C, a closed terminal, or SIGTERM where stop_grace_seconds is 0: time to finish "
+        "the step, save and end with 128 + the signal; 0 ends at once.",
         unit="seconds",
         minimum=0,
     )
@@ -195,3 +208,6 @@ class LauncherConfig:
     kubernetes_node_selector: dict[str, str] = option({}, "Labels that the nodes must have.")
     kubernetes_service_account: str | None = option(None, "Service account of the pods.")
     kubernetes_python: str = option("python", "The interpreter inside the image.")
+    kubernetes_secret: str | None = option(
+        None, "Secret of Kubernetes with the variables that `${oc.env:NAME}` names in a pod."
+    )

@@ -158,6 +158,15 @@ class PrecisionConfig:
         unit="optimizer steps",
         minimum=1,
     )
+    hysteresis: int = option(
+        2,
+        "fp16: overflows until the scale halves; later ones halve it at once, until it doubles.",
+        unit="overflows",
+        minimum=1,
+    )
+    min_loss_scale: int = option(
+        1, "fp16: smallest adaptive scale; an overflow at it ends the run.", minimum=1
+    )
 
 
 class PipelinePartition(Enum):

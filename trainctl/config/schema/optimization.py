@@ -21,6 +21,14 @@ class OptimizerKind(Enum):
     sgd = "sgd"
 
 
+class LrScaling(Enum):
+    """How the learning rate follows the batch size."""
+
+    none = "none"
+    linear = "linear"
+    sqrt = "sqrt"
+
+
 @dataclass
 class GroupOverride:
     """Parameters that learn otherwise than the rest."""
@@ -65,7 +73,18 @@ class OptimizerConfig:
         None, "Update with one fused kernel; none does on accelerators, for kinds that have one."
     )
     gradient_clipping: float = option(
-        1.0, "Largest global gradient norm; 0 switches clipping off.", minimum=0
+        1.0,
+        "Largest global gradient norm; 0 switches clipping off. gradients.adaptive_clipping takes "
+        "its place.",
+        minimum=0,
+    )
+    lr_scaling: LrScaling = option(
+        LrScaling.none,
+        "Let lr and matrix_lr, tuned for lr_scaling_batch_size, follow training.global_batch_size: "
+        "linear or by its square root.",
+    )
+    lr_scaling_batch_size: int | None = option(
+        None, "Global batch that lr is meant for.", unit="sequences", minimum=1
     )
 
 
@@ -82,6 +101,9 @@ class ScheduleKind(Enum):
     inverse_sqrt = "inverse_sqrt"
     one_cycle = "one_cycle"
     cyclic = "cyclic"
+    cosine_restarts = "cosine_restarts"
+    milestones = "milestones"
+    plateau = "plateau"
 
 
 class DecayShape(Enum):
@@ -124,7 +146,13 @@ class ScheduleConfig:
     warmup_fraction: float = option(
         0.02, "Warmup as a share of the run, if neither is given.", minimum=0, maximum=1
     )
-    floor_ratio: float = option(0.1, "Final learning rate over the peak.", minimum=0, maximum=1)
+    floor_ratio: float | None = option(
+        None,
+        "Final, or lowest, learning rate over the peak; none is the kind's own, which the plan "
+        "shows: a tenth for cosine, 0 for step.",
+        minimum=0,
+        maximum=1,
+    )
     decay_steps: int | None = option(
         None,
         "Length of the decay of `wsd`; none derives it from decay_tokens or decay_fraction.",
@@ -146,7 +174,10 @@ class ScheduleConfig:
     decay_shape: DecayShape = option(DecayShape.one_minus_sqrt, "Decay of `wsd`.")
     power: float = option(1.0, "Exponent of `polynomial`.", above=0)
     step_every: int | None = option(
-        None, "Interval of `step` and period of `cyclic`.", unit="optimizer steps", minimum=1
+        None,
+        "Interval of `step`, period of `cyclic`, first cycle of `cosine_restarts`.",
+        unit="optimizer steps",
+        minimum=1,
     )
     step_every_tokens: int | None = option(
         None,
@@ -154,11 +185,43 @@ class ScheduleConfig:
         unit="tokens",
         minimum=1,
     )
-    step_factor: float = option(0.1, "Factor of `step` at each interval.", above=0, maximum=1)
+    step_factor: float = option(
+        0.1,
+        "Factor of `step` at each interval, of `milestones` at each of them, of `plateau` at each "
+        "drop.",
+        above=0,
+        maximum=1,
+    )
+    restart_factor: int = option(
+        1, "Length of each cycle of `cosine_restarts` over that of the one before.", minimum=1
+    )
+    milestones: list[int] = option(
+        [],
+        "Where `milestones` drops: numbers of updates since the start of the run, or tokens with "
+        "unit=tokens; empty takes milestone_fractions.",
+        example="[8000,9000]",
+    )
+    milestone_fractions: list[float] = option(
+        [0.8, 0.9],
+        "The same as shares of the run, if milestones is empty.",
+        example="[0.8,0.9]",
+    )
+    plateau_patience: int = option(
+        3,
+        "`plateau` drops after so many evaluations in a row without a lower held-out loss.",
+        unit="evaluations",
+        minimum=1,
+    )
+    plateau_min_delta: float = option(
+        0.0,
+        "plateau_patience: how much lower the held-out loss has to be to count; less does not.",
+        unit="nats",
+        minimum=0,
+    )
 
 
 class AdaptiveClipping(Enum):
-    """Where the limit of the gradient norm comes from, besides `optimizer.gradient_clipping`."""
+    """Where the limit of the gradient norm comes from, instead of `optimizer.gradient_clipping`."""
 
     none = "none"
     percentile = "percentile"
@@ -178,7 +241,7 @@ class GradientsConfig:
     adaptive_clipping: AdaptiveClipping = option(
         AdaptiveClipping.none,
         "Limit of the norm from the norms of before: a percentile of them, or a multiple of "
-        "their mean.",
+        "their mean; it takes the place of optimizer.gradient_clipping.",
     )
     adaptive_percentile: float = option(
         10.0, "adaptive_clipping=percentile: which one.", unit="percent", minimum=0, maximum=100
@@ -231,6 +294,17 @@ class StabilityConfig:
         "A gradient norm above this multiple of its running mean is bad; none looks for NaN only.",
         above=1,
     )
+    loss_limit: float | None = option(
+        None,
+        "A loss above this is bad, from the first step on and whatever came before.",
+        unit="nats",
+        above=0,
+    )
+    norm_limit: float | None = option(
+        None,
+        "A gradient norm above this is bad, from the first step on and whatever came before.",
+        above=0,
+    )
     spike_window: int = option(
         100,
         "Accepted steps that the running means go back over, their weights falling.",
@@ -244,4 +318,10 @@ class StabilityConfig:
         minimum=1,
     )
     max_interventions: int = option(3, "Interventions in a row before the run stops.", minimum=0)
+    rewind_lr_factor: float = option(
+        1.0,
+        "Each rewind multiplies the learning rate by this, to the end of the run.",
+        above=0,
+        maximum=1,
+    )
     z_loss: float = option(0.0, "Weight of the squared log-normaliser of the output.", minimum=0)

@@ -15,6 +15,14 @@ class DataKind(Enum):
     files = "files"
 
 
+class OnBadText(Enum):
+    """What is done with text that cannot be decoded, and with lines that have none."""
+
+    error = "error"
+    replace = "replace"
+    skip = "skip"
+
+
 @dataclass
 class DataConfig:
     """The corpus: which files, which of them are held out, and their order."""
@@ -22,14 +30,27 @@ class DataConfig:
     kind: DataKind = option(
         DataKind.stdlib, "stdlib: source files of this Python's standard library; files: globs."
     )
-    paths: list[str] = option([], "files: globs of text (any suffix) and JSONL (.jsonl).")
+    paths: list[str] = option(
+        [],
+        "files: globs of text (any suffix) and JSONL (.jsonl); of a folder, its .jsonl, .md and "
+        ".txt files and those of the folders in it.",
+    )
     held_out_paths: list[str] = option(
-        [], "files: globs of the held-out files; empty holds out a share of `paths`."
+        [], "files: the same of the held-out files; empty holds out a share of `paths`."
     )
     held_out_fraction: float = option(
-        0.05, "Share of the files held out for evaluation.", minimum=0, maximum=0.5
+        0.05,
+        "Share of the files held out for evaluation; of a single file, of its documents, and of a "
+        "single document, of its end.",
+        minimum=0,
+        maximum=0.5,
     )
     text_key: str = option("text", "Key of the text in a JSONL object.")
+    on_bad_text: OnBadText = option(
+        OnBadText.error,
+        "Text that is not UTF-8: error ends the launch at its file and line; replace puts U+FFFD "
+        "in its place; skip leaves out its document, and JSONL lines without a text too.",
+    )
     max_bytes: int | None = option(
         None, "Read no more text than this, in file order; none reads all.", unit="bytes", minimum=1
     )
@@ -66,14 +87,30 @@ class TrainingConfig:
     """How long, how much at a time, and from which seed."""
 
     seed: int = option(1234, "Everything random is a function of it.", minimum=0)
+    deterministic: bool = option(
+        False,
+        "Compute every sum in a fixed order on GPUs too: slower, and an operation that cannot "
+        "ends the run. On a CPU it is so anyway.",
+    )
     steps: int | None = option(
         None,
-        "Optimizer steps of the whole run; none derives it from tokens.",
+        "Optimizer steps of the whole run; none derives it from tokens or epochs.",
         unit="optimizer steps",
         minimum=0,
     )
     tokens: int | None = option(
         None, "Token budget of the whole run, if steps is none.", unit="tokens", minimum=1
+    )
+    epochs: float | None = option(
+        None,
+        "Passes over the training text in the whole run, if neither steps nor tokens is given.",
+        above=0,
+    )
+    epoch_tokens: int | None = option(
+        None,
+        "Length of the training text, for epochs; none has it counted when the run is launched.",
+        unit="tokens",
+        minimum=1,
     )
     stop_after_steps: int | None = option(
         None,
@@ -123,6 +160,20 @@ class TrainingConfig:
     evaluation_samples: int = option(
         64, "Held-out sequences in an evaluation; 0 switches it off.", unit="sequences", minimum=0
     )
+    ema_decay: float | None = option(
+        None,
+        "Keep a moving average of the weights, of which each update leaves this share; at the "
+        "start less: (1 + t) / (10 + t) at update t.",
+        above=0,
+        maximum=0.9999999,
+    )
+    ema_every_steps: int = option(
+        1,
+        "Updates of the weights from one update of their average to the next; those that were "
+        "skipped do not count.",
+        unit="optimizer steps",
+        minimum=1,
+    )
     stop_patience: int | None = option(
         None,
         "End the run after so many evaluations in a row without a lower held-out loss.",
@@ -156,11 +207,25 @@ class CheckpointConfig:
     )
     keep: int = option(3, "Complete checkpoints kept, the newest first.", minimum=1)
     best_of: str | None = option(
-        None, "Also keep the best by this metric of an evaluation ('loss': smaller is better)."
+        None,
+        "Also keep the best by this metric of an evaluation: loss, or ema_loss with "
+        "training.ema_decay; smaller is better.",
     )
     at_end: bool = option(True, "Save when the launch ends in good order.")
     asynchronous: bool = option(
         False, "Copy the state to host memory and write it behind the training."
+    )
+    weights_only_every_steps: int | None = option(
+        None,
+        "Save the weights alone at this interval, in the format that they are computed in: for "
+        "evaluate, sample and export, never for a resume.",
+        unit="optimizer steps",
+        minimum=1,
+    )
+    weights_only_keep: int | None = option(
+        None,
+        "Of the weights alone, how many are kept, the newest first; none keeps all.",
+        minimum=1,
     )
     compare_replay: bool = option(
         True, "After a resume, stop if a step that is done again has another loss than before."

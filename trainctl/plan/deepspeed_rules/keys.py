@@ -114,7 +114,7 @@ def nothing_is_dropped(case: Case) -> Iterator[Problem]:
 )
 def others_fill_in_what_they_can(case: Case) -> Iterator[Problem]:
     """A JSON with "auto" goes through transformers or accelerate, not straight to DeepSpeed."""
-    names = [name for name in _autos(case) if name in FILLED_BY_OTHERS]
+    names = [name for name in autos(case) if name in FILLED_BY_OTHERS]
     if names and case.around.fills_auto:
         yield Problem(
             names[0],
@@ -229,7 +229,8 @@ def _unknown_keys(case: Case, unknown: str) -> Iterator[Problem]:
             yield Problem(name, f"DeepSpeed has no key {name}", suggestion(case.schema, path))
 
 
-def _autos(case: Case) -> Iterator[str]:
+def autos(case: Case) -> Iterator[str]:
+    """Dotted names of the values left at "auto" for somebody else than DeepSpeed to fill in."""
     for path, value, key in case.entries():
         name = ".".join(path)
         if value == AUTO and key is not None and name not in MEANS_ITSELF:
@@ -243,7 +244,7 @@ def _autos(case: Case) -> Iterator[str]:
 
 
 def _left_open(case: Case, *, checked: bool) -> Iterator[Problem]:
-    for name in _autos(case):
+    for name in autos(case):
         key = case.schema.keys.get(name)
         is_checked = key is not None and key.checked
         is_filled = case.around.fills_auto and name in FILLED_BY_OTHERS

@@ -11,6 +11,7 @@ from dataclasses import replace
 from trainctl.errors import Finding
 from trainctl.plan.rules import (
     batch,
+    deterministic,
     escape,
     kernels,
     layout,
@@ -51,6 +52,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC024", batch.warmup_fits_the_run),
     ("TC025", batch.schedule_is_defined),
     ("TC026", batch.batch_tokens_are_whole_sequences),
+    ("TC027", deterministic.sums_keep_their_order),
+    ("TC028", run.average_can_be_kept),
     ("TC030", zero.pipeline_partitions_no_gradients),
     ("TC031", zero.shards_clip_by_one_norm),
     ("TC032", zero.offload_has_its_stage),
@@ -61,6 +64,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC037", zero.secondary_partition_divides),
     ("TC038", zero.quantized_communication_has_a_kernel),
     ("TC039", zero.muon_sees_whole_gradients),
+    ("TC040", run.weights_are_saved_before_the_end),
     ("TC050", precision.compute_type_runs_here),
     ("TC051", precision.gradients_accumulate_in_a_wider_type),
     ("TC052", precision.gradients_travel_in_a_known_type),
@@ -73,8 +77,12 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC059", optimizer.optimizer_fits_the_layout),
     ("TC060", optimizer.groups_match_parameters),
     ("TC061", optimizer.fused_kernel_is_there),
+    ("TC062", batch.milestones_are_in_the_run),
+    ("TC063", batch.plateau_is_measured),
+    ("TC064", optimizer.scaled_rate_has_its_batch),
     ("TC065", batch.ramp_is_possible),
     ("TC066", batch.decay_fits_the_run),
+    ("TC067", batch.epoch_has_a_length),
     ("TC069", stability.gradients_are_seen),
     ("TC070", run.model_has_its_directory),
     ("TC071", run.heads_share_the_width),
@@ -103,6 +111,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC094", run.model_has_a_shape),
     ("TC144", run.weights_have_one_source),
     ("TC099", no_effect.settings_have_an_effect),
+    ("TC195", precision.loss_scale_starts_above_its_least),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 

@@ -7,9 +7,14 @@ from dataclasses import replace
 
 from trainctl.config.schema import ScheduleKind, ScheduleUnit
 from trainctl.errors import Finding
-from trainctl.plan.derive import derive_ramp, is_ramp_entry
+from trainctl.plan.derive import (
+    derive_ramp,
+    is_counted_in_epochs,
+    is_ramp_entry,
+    samples_of_epoch,
+)
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples, warning
-from trainctl.plan.schedule import decay_length, warmup_length
+from trainctl.plan.schedule import PERIODIC, decay_length, milestone_steps, warmup_length
 
 
 def batch_is_possible(draft: Draft) -> Iterator[Finding]:
@@ -88,13 +93,37 @@ def sequence_fits_the_model(draft: Draft) -> Iterator[Finding]:
 
 
 def run_has_a_length(draft: Draft) -> Iterator[Finding]:
-    """Steps or a token budget."""
+    """Steps, a token budget or passes over the data."""
     training = draft.config.training
-    if training.steps is None and training.tokens is None:
+    if (training.steps, training.tokens, training.epochs) == (None, None, None):
         yield error(
             "training.steps",
-            "neither training.steps nor training.tokens says how long the run is",
+            "neither training.steps nor training.tokens nor training.epochs says how long the run "
+            "is",
             "training.steps=1000, or training.tokens=2000000000",
+        )
+
+
+def epoch_has_a_length(draft: Draft) -> Iterator[Finding]:
+    """Passes over the data become steps once its length is known; a plan reads no corpus."""
+    config, key = draft.config, "training.epoch_tokens"
+    training = config.training
+    if not is_counted_in_epochs(training):
+        return
+    if training.epoch_tokens is None:
+        reads = config.trains_itself and config.data.factory is None
+        yield error(
+            "training.epochs",
+            f"training.epochs={training.epochs:g}: how many steps that is depends on the corpus, "
+            + ("which has not been read here yet" if reads else "which only your own code knows"),
+            f"{key}=NUMBER" + (", or trainctl launch, which reads and counts it" if reads else ""),
+        )
+    elif samples_of_epoch(training) == 0:
+        yield error(
+            key,
+            f"{key}={training.epoch_tokens} is less than one sample of "
+            f"training.sequence_length={training.sequence_length}",
+            "more text, or a shorter training.sequence_length",
         )
 
 
@@ -193,8 +222,7 @@ def schedule_is_defined(draft: Draft) -> Iterator[Finding]:
     name, third = "step_every", max(1, total // 3)
     if schedule.unit is ScheduleUnit.tokens:
         name, third = "step_every_tokens", third * unit
-    periodic = schedule.kind in (ScheduleKind.step, ScheduleKind.cyclic)
-    if periodic and getattr(schedule, name) is None:
+    if schedule.kind in PERIODIC and getattr(schedule, name) is None:
         yield error(
             f"schedule.{name}",
             f"schedule.kind={schedule.kind.value} needs schedule.{name}"
@@ -207,3 +235,70 @@ def schedule_is_defined(draft: Draft) -> Iterator[Finding]:
             "schedule.kind=exponential decays to the floor and never reaches 0",
             "schedule.floor_ratio=0.01",
         )
+
+
+def milestones_are_in_the_run(draft: Draft) -> Iterator[Finding]:
+    """Each drop comes after the one before it, and within the run."""
+    schedule, total = draft.config.schedule, draft.total_steps
+    if schedule.kind is not ScheduleKind.milestones:
+        return
+    name = "milestones" if schedule.milestones else "milestone_fractions"
+    key, listed = f"schedule.{name}", list(getattr(schedule, name))
+    most = 1 if name == "milestone_fractions" else None
+    if not listed:
+        yield error(
+            key, "schedule.kind=milestones has none to drop at", "schedule.milestones=[800,900]"
+        )
+    elif listed != sorted(set(listed)) or listed[0] <= 0 or (most and listed[-1] >= most):
+        bounds = "between 0 and 1" if most else "above 0"
+        yield error(
+            key,
+            f"{key}={_listed(listed)}: each is {bounds}, and larger than the one before",
+            f"{key}={_listed(sorted({x for x in listed if 0 < x < (most or x + 1)}) or [0.8])}",
+        )
+    elif total and draft.batches is not None:
+        late = [
+            shown
+            for shown, step in zip(
+                listed, milestone_steps(schedule, total, draft.batches), strict=True
+            )
+            if step >= total
+        ]
+        if late:
+            yield warning(
+                key,
+                f"{key}: the run of {total} steps ends before {_listed(late)}",
+                "leave them out, or give schedule.milestone_fractions",
+            )
+
+
+def plateau_is_measured(draft: Draft) -> Iterator[Finding]:
+    """What waits for the held-out loss to stall needs one, again and again."""
+    config = draft.config
+    if config.schedule.kind is not ScheduleKind.plateau:
+        return
+    total, training = draft.total_steps or 1000, config.training
+    if not config.trains_itself:
+        yield error(
+            "schedule.kind",
+            "schedule.kind=plateau follows the held-out loss of trainctl's trainer, and a program "
+            "of your own trains here",
+            "another schedule",
+        )
+    elif not training.evaluation_samples:
+        yield error(
+            "training.evaluation_samples",
+            "schedule.kind=plateau follows the held-out loss, and nothing is evaluated",
+            "training.evaluation_samples=64",
+        )
+    elif training.evaluate_every_steps is None:
+        yield error(
+            "training.evaluate_every_steps",
+            "schedule.kind=plateau follows the held-out loss, which is measured only at the end",
+            f"training.evaluate_every_steps={max(1, total // 20)}",
+        )
+
+
+def _listed(values: list[float]) -> str:
+    """As it is typed."""
+    return f"[{','.join(f'{value:g}' if value < 1 else str(value) for value in values)}]"

@@ -15,6 +15,7 @@ from trainctl.config.schema import (
     DataKind,
     DataType,
     LauncherKind,
+    LrScaling,
     ModelFamily,
     OffloadDevice,
     OnBadLoss,
@@ -26,7 +27,9 @@ from trainctl.config.schema import (
     walk,
 )
 from trainctl.errors import Finding
+from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.rules.draft import Draft, warning
+from trainctl.plan.schedule import PERIODIC
 
 Condition = Callable[[RunConfig], bool]
 
@@ -36,7 +39,12 @@ def _looks_for_spikes(config: RunConfig) -> bool:
     return stability.spike_factor is not None or stability.norm_spike_factor is not None
 
 
-_PERIODIC = (ScheduleKind.step, ScheduleKind.cyclic)
+def _has_a_limit(config: RunConfig) -> bool:
+    stability = config.stability
+    return stability.loss_limit is not None or stability.norm_limit is not None
+
+
+_DROPS = (ScheduleKind.step, ScheduleKind.milestones, ScheduleKind.plateau)
 
 NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
     (
@@ -96,7 +104,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
     ),
     (
         ("schedule.unit",),
-        lambda c: bool(c.training.batch_ramp) or c.schedule.step_every_tokens is not None,
+        lambda c: (
+            bool(c.training.batch_ramp)
+            or c.schedule.step_every_tokens is not None
+            or bool(c.schedule.milestones)
+        ),
         "training.batch_ramp, without which tokens are proportional to steps",
     ),
     (
@@ -117,8 +129,12 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
             "gradients.adaptive_clipping",
             "stability.spike_factor",
             "stability.norm_spike_factor",
+            "stability.loss_limit",
+            "stability.norm_limit",
             "stability.z_loss",
             "training.batch_ramp",
+            "training.deterministic",
+            "training.ema_decay",
         ),
         lambda c: c.trains_itself,
         "trainctl's trainer: a program of your own does this itself",
@@ -159,18 +175,33 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
     ),
     (
         ("schedule.step_every",),
-        lambda c: c.schedule.kind in _PERIODIC and c.schedule.unit is ScheduleUnit.steps,
-        "schedule=step or schedule=cyclic, with schedule.unit=steps",
+        lambda c: c.schedule.kind in PERIODIC and c.schedule.unit is ScheduleUnit.steps,
+        "schedule=step, cyclic or cosine_restarts, with schedule.unit=steps",
     ),
     (
         ("schedule.step_every_tokens",),
-        lambda c: c.schedule.kind in _PERIODIC and c.schedule.unit is ScheduleUnit.tokens,
-        "schedule=step or schedule=cyclic, with schedule.unit=tokens",
+        lambda c: c.schedule.kind in PERIODIC and c.schedule.unit is ScheduleUnit.tokens,
+        "schedule=step, cyclic or cosine_restarts, with schedule.unit=tokens",
     ),
     (
         ("schedule.step_factor",),
-        lambda c: c.schedule.kind is ScheduleKind.step,
-        "schedule=step",
+        lambda c: c.schedule.kind in _DROPS,
+        "schedule=step, milestones or plateau",
+    ),
+    (
+        ("schedule.restart_factor",),
+        lambda c: c.schedule.kind is ScheduleKind.cosine_restarts,
+        "schedule=cosine_restarts",
+    ),
+    (
+        ("schedule.milestones",),
+        lambda c: c.schedule.kind is ScheduleKind.milestones,
+        "schedule=milestones",
+    ),
+    (
+        ("schedule.milestone_fractions",),
+        lambda c: c.schedule.kind is ScheduleKind.milestones and not c.schedule.milestones,
+        "schedule=milestones and schedule.milestones empty, which replaces them",
     ),
     (
         (
@@ -216,6 +247,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "offload of the optimizer or the parameters",
     ),
     (
+        ("checkpoint.weights_only_keep",),
+        lambda c: c.checkpoint.weights_only_every_steps is not None,
+        "checkpoint.weights_only_every_steps",
+    ),
+    (
         ("checkpoint.asynchronous",),
         lambda c: c.offload.optimizer is not OffloadDevice.nvme,
         "an optimizer in memory: what is on NVMe is not copied, but written while training waits",
@@ -252,7 +288,12 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "precision.compute=fp16",
     ),
     (
-        ("precision.initial_scale_power", "precision.loss_scale_window"),
+        (
+            "precision.initial_scale_power",
+            "precision.loss_scale_window",
+            "precision.hysteresis",
+            "precision.min_loss_scale",
+        ),
         lambda c: c.precision.compute is DataType.fp16 and c.precision.loss_scale == 0,
         "precision.compute=fp16 with an adaptive loss scale",
     ),
@@ -298,6 +339,16 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
     ),
     (("training.tokens",), lambda c: c.training.steps is None, "training.steps=null"),
     (
+        ("training.epochs",),
+        lambda c: is_counted_in_epochs(c.training),
+        "training.steps=null and training.tokens=null, which replace it",
+    ),
+    (
+        ("training.epoch_tokens",),
+        lambda c: is_counted_in_epochs(c.training),
+        "training.epochs, with training.steps=null and training.tokens=null",
+    ),
+    (
         ("training.sample_prompt",),
         lambda c: c.training.sample_tokens > 0,
         "training.sample_tokens above 0",
@@ -306,6 +357,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         ("training.evaluate_every_steps", "checkpoint.best_of"),
         lambda c: c.training.evaluation_samples > 0,
         "training.evaluation_samples above 0",
+    ),
+    (
+        ("training.ema_every_steps",),
+        lambda c: c.training.ema_decay is not None,
+        "training.ema_decay",
     ),
     (
         ("training.stop_patience",),
@@ -334,8 +390,33 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
     ),
     (
         ("stability.on_bad_loss",),
-        lambda c: c.stability.on_bad_loss is not OnBadLoss.warn or _looks_for_spikes(c),
-        "to find something to warn of: stability.spike_factor or stability.norm_spike_factor",
+        lambda c: (
+            c.stability.on_bad_loss is not OnBadLoss.warn or _looks_for_spikes(c) or _has_a_limit(c)
+        ),
+        "to find something to warn of: stability.spike_factor, norm_spike_factor, loss_limit or "
+        "norm_limit",
+    ),
+    (
+        ("stability.rewind_lr_factor",),
+        lambda c: c.stability.on_bad_loss is OnBadLoss.rewind,
+        "stability.on_bad_loss=rewind",
+    ),
+    (
+        ("optimizer.gradient_clipping",),
+        lambda c: (
+            not c.trains_itself or c.gradients.adaptive_clipping is not AdaptiveClipping.percentile
+        ),
+        "gradients.adaptive_clipping=none: the percentile takes its place",
+    ),
+    (
+        ("optimizer.lr_scaling_batch_size",),
+        lambda c: c.optimizer.lr_scaling is not LrScaling.none,
+        "optimizer.lr_scaling=linear or sqrt",
+    ),
+    (
+        ("schedule.plateau_patience", "schedule.plateau_min_delta"),
+        lambda c: c.schedule.kind is ScheduleKind.plateau,
+        "schedule=plateau",
     ),
     (
         ("gradients.adaptive_percentile",),
@@ -417,9 +498,15 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
             "launcher.kubernetes_node_selector",
             "launcher.kubernetes_service_account",
             "launcher.kubernetes_python",
+            "launcher.kubernetes_secret",
         ),
         lambda c: c.launcher.kind is LauncherKind.kubernetes,
         "launcher=kubernetes",
+    ),
+    (
+        ("launcher.plain_environment",),
+        lambda c: bool(c.launcher.environment),
+        "launcher.environment",
     ),
     (
         ("launcher.min_nodes", "launcher.node_wait_seconds"),

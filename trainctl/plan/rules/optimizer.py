@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from trainctl.config.schema import Accelerator, OffloadDevice, OptimizerKind
+from trainctl.config.schema import (
+    Accelerator,
+    LrScaling,
+    OffloadDevice,
+    OptimizerKind,
+)
 from trainctl.errors import Finding
 from trainctl.plan.optimizers import CAPABILITIES, refusals
 from trainctl.plan.rules.draft import Draft, error, warning
@@ -61,6 +66,21 @@ def groups_match_parameters(draft: Draft) -> Iterator[Finding]:
                 f"the names are such as {left[0]}" if left else "leave it out",
             )
         left = [name for name in left if name not in set(matched)]
+
+
+def scaled_rate_has_its_batch(draft: Draft) -> Iterator[Finding]:
+    """A rate that follows the batch size was tuned at one."""
+    optimizer = draft.config.optimizer
+    if optimizer.lr_scaling is LrScaling.none or optimizer.lr_scaling_batch_size is not None:
+        return
+    size = draft.batch.global_batch_size if draft.batch is not None else 256
+    key = "optimizer.lr_scaling_batch_size"
+    yield error(
+        key,
+        f"optimizer.lr_scaling={optimizer.lr_scaling.value} needs {key}, the global batch in "
+        "sequences that optimizer.lr is meant for",
+        f"{key}={size} leaves optimizer.lr as it is",
+    )
 
 
 def fused_kernel_is_there(draft: Draft) -> Iterator[Finding]:

@@ -59,6 +59,21 @@ def loss_is_scaled_where_deepspeed_does(draft: Draft) -> Iterator[Finding]:
         )
 
 
+def loss_scale_starts_above_its_least(draft: Draft) -> Iterator[Finding]:
+    """An adaptive scale starts at its smallest value or above: an overflow never enlarges it."""
+    precision = draft.config.precision
+    is_adaptive = precision.compute is DataType.fp16 and precision.loss_scale == 0
+    first = 2**precision.initial_scale_power
+    if is_adaptive and precision.min_loss_scale > first:
+        key = "precision.min_loss_scale"
+        yield error(
+            key,
+            f"{key}={precision.min_loss_scale} is above the first loss scale, {first} "
+            f"(precision.initial_scale_power={precision.initial_scale_power})",
+            f"{key}={first} or less",
+        )
+
+
 def fp8_has_matrices_that_fit(draft: Draft) -> Iterator[Finding]:
     """What torchao converts, and what its products take: whole matrices, multiples of 16."""
     config = draft.config

@@ -14,12 +14,13 @@ from trainctl.config.schema import (
     WeightsKind,
 )
 from trainctl.errors import Finding
+from trainctl.plan import average
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples, warning
 
 BYTE_VOCABULARY = 257
 """256 bytes and the end of document."""
 
-METRICS = ("loss",)
+METRICS = ("loss", average.METRIC)
 """What an evaluation measures."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -141,7 +142,13 @@ def data_has_its_files(draft: Draft) -> Iterator[Finding]:
 def best_is_measured(draft: Draft) -> Iterator[Finding]:
     """The best checkpoint is chosen by a metric of the evaluation."""
     best_of = draft.config.checkpoint.best_of
-    if best_of is not None and best_of not in METRICS:
+    if best_of == average.METRIC and draft.config.training.ema_decay is None:
+        yield error(
+            "checkpoint.best_of",
+            f"checkpoint.best_of={best_of} is of the average of the weights, and none is kept",
+            "training.ema_decay=0.999",
+        )
+    elif best_of is not None and best_of not in METRICS:
         yield error(
             "checkpoint.best_of",
             f"checkpoint.best_of={best_of} is no metric of an evaluation",
@@ -149,12 +156,41 @@ def best_is_measured(draft: Draft) -> Iterator[Finding]:
         )
 
 
+def average_can_be_kept(draft: Draft) -> Iterator[Finding]:
+    """The average of the weights lies beside fp32 master weights, and changes places with them."""
+    config = draft.config
+    hindrance = average.why_not(config) if config.trains_itself else None
+    if config.training.ema_decay is None or hindrance is None:
+        return
+    setting, why = hindrance
+    yield error(
+        "training.ema_decay",
+        f"training.ema_decay={config.training.ema_decay:g} with {setting}: {why}",
+        f"leave {setting.partition('=')[0]} out, or training.ema_decay=null",
+    )
+
+
+def weights_are_saved_before_the_end(draft: Draft) -> Iterator[Finding]:
+    """An interval that is longer than the run saves nothing."""
+    every, steps = draft.config.checkpoint.weights_only_every_steps, draft.total_steps
+    if every is not None and steps is not None and every > steps:
+        yield warning(
+            "checkpoint.weights_only_every_steps",
+            f"checkpoint.weights_only_every_steps={every} saves nothing in {steps} steps",
+            f"checkpoint.weights_only_every_steps={steps}",
+        )
+
+
 def something_is_saved(draft: Draft) -> Iterator[Finding]:
     """A run that saves nothing can only be started again."""
-    if not draft.config.checkpoint.saves_something:
+    settings = draft.config.checkpoint
+    if not settings.saves_something:
+        lost = settings.weights_only_every_steps is None
         yield warning(
             "checkpoint.at_end",
-            "no checkpoint is ever saved: the run cannot be resumed, and its model is lost",
+            "no checkpoint is ever saved: the run cannot be resumed, and its model is lost"
+            if lost
+            else "only weights are saved: the run cannot be resumed",
             "checkpoint.every_steps=100, checkpoint.every_minutes=30 or checkpoint.at_end=true",
         )
 

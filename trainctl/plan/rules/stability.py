@@ -70,3 +70,5 @@ def _needs_gradients(config: RunConfig) -> Iterator[tuple[str, object]]:
         yield "stability.on_bad_loss", stability.on_bad_loss.value
     if stability.norm_spike_factor is not None:
         yield "stability.norm_spike_factor", stability.norm_spike_factor
+    if stability.norm_limit is not None:
+        yield "stability.norm_limit", stability.norm_limit

@@ -1,0 +1,170 @@
+"""Secrets: which names stand for them, how they are refused, and what is shown of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainctl.cli.main import run as command
+from trainctl.config.compose import compose, recompose
+from trainctl.config.secrets import (
+    is_plain_variable,
+    is_secret_name,
+    redact_setting,
+    redact_words,
+    resolve_words,
+)
+from trainctl.config.store import dump_config, load_config
+from trainctl.errors import TrainctlError
+
+CANARY = "canary-9f3a"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "GITHUB_PAT",
+        "AWS_ACCESS_KEY_ID",
+        "DB_PASSWORD",
+        "MY_AUTH",
+        "SLURM_JWT",
+        "apiKey",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "PGPASSWORD",
+        "client_secret",
+        "--auth-token",
+    ],
+)
+def test_names_of_secrets_are_known(name: str) -> None:
+    assert is_secret_name(name) and not is_plain_variable(name, ["*"])
+    assert is_plain_variable(name, [name])  # who names it exactly means it
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokens",
+        "tokenizer",
+        "text_key",
+        "num_key_value_heads",
+        "every_tokens",
+        "eos_token",
+        "eos_token_id",
+        "PATH",
+        "TOKENIZERS_PARALLELISM",
+        "PYTHONPATH",
+        "MONKEY",
+        "AUTHOR",
+        "max_tokens",
+        "experiment_key",
+    ],
+)
+def test_names_that_only_look_alike_are_none(name: str) -> None:
+    assert not is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"launcher.environment.HF_TOKEN={CANARY}",
+        f"launcher.environment={{HF_TOKEN: {CANARY}}}",
+        f"launcher.environment={{HF_TOKEN: {CANARY}, B: '${{oc.env:HOME}}'}}",
+        f"launcher.environment.ANYTHING={CANARY}",
+        f"launcher.environment.HF_TOKEN={CANARY} )",  # no override by its grammar
+        f"launcher.environment.HF_TOKEN:{CANARY}",
+        f"launcher.environment=HF_TOKEN:{CANARY}",
+        f"launcher.environment.HF_TOKEN=${{oc.env:NOT_SET,{CANARY}}}",
+        "launcher.environment.NCCL_DEBUG=${oc.env:HF_TOKEN,x}",
+        f"launcher.enviroment.HF_TOKEN={CANARY}",
+        f"HF_TOKEN={CANARY}",
+        f"script_arguments=[--token,{CANARY}]",
+        f"deepspeed.comet.api_key={CANARY}",
+        f"deepspeed={{comet: {{api_key: {CANARY}}}}}",
+        "data.name=${oc.env:HF_TOKEN}",
+        "recipe=${oc.env:HF_TOKEN}",
+        "data.paths=['${oc.env:${oc.env:WHICH}}']",
+        "logging.deepspeed_level=${launcher.environment.HF_TOKEN}",
+    ],
+)
+def test_a_secret_is_refused_and_not_shown(
+    override: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    monkeypatch.setenv("WHICH", "HF_TOKEN")
+    for words in (["validate"], ["validate", "--json"], ["config", "show"]):
+        given = [override] if "${launcher" not in override else [
+            override, "launcher.environment.HF_TOKEN=${oc.env:HF_TOKEN}"
+        ]  # fmt: skip
+        assert command([*words, "recipe=tiny", *given]) == 2, override
+        said = capfd.readouterr()
+        assert CANARY not in said.out + said.err
+
+
+def test_a_secret_in_a_file_is_refused_with_its_line(tmp_path) -> None:
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    (recipes / "own.yaml").write_text(
+        f"defaults: [tiny, _self_]\nlauncher:\n  environment:\n    HF_TOKEN: {CANARY}\n"
+    )
+    with pytest.raises(TrainctlError) as caught:
+        compose(["recipe=own"], config_dir=tmp_path)
+    (finding,) = caught.value.findings
+    assert (finding.rule, finding.key) == ("TC167", "launcher.environment.HF_TOKEN")
+    assert finding.source.endswith("own.yaml:4") and CANARY not in repr(finding)
+    assert "launcher.environment.HF_TOKEN='${oc.env:HF_TOKEN}'" in finding.hint
+
+
+def test_a_reference_stays_one_in_what_is_written_and_in_a_resume(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    monkeypatch.setenv("MINE", CANARY)
+    composed = compose(
+        [
+            "recipe=tiny",
+            "launcher.environment.HF_TOKEN=${oc.env:MINE}",
+            "launcher.environment={HEADER: 'Bearer ${oc.env:MINE}', NCCL_DEBUG: WARN}",
+        ]
+    )
+    kept = {
+        "HF_TOKEN": "${oc.env:MINE}",
+        "HEADER": "Bearer ${oc.env:MINE}",
+        "NCCL_DEBUG": "WARN",
+    }
+    assert composed.config.launcher.environment == kept
+    assert CANARY not in repr(composed.layers)
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(composed.config))
+    again = recompose(load_config(file), ["training.steps=7"])
+    assert again.config.launcher.environment == kept and CANARY not in file.read_text()
+
+
+def test_a_literal_of_an_older_run_is_refused_until_it_is_a_reference() -> None:
+    saved = compose(["recipe=tiny"]).config
+    saved.launcher.environment["HF_TOKEN"] = CANARY
+    with pytest.raises(TrainctlError) as caught:
+        recompose(saved, [])
+    assert CANARY not in repr(caught.value.findings)
+    mended = recompose(saved, ["launcher.environment.HF_TOKEN=${oc.env:HF_TOKEN}"]).config
+    assert mended.launcher.environment == {"HF_TOKEN": "${oc.env:HF_TOKEN}"}
+
+
+def test_command_lines_are_shown_without_secrets() -> None:
+    assert redact_words(["--token", "a", "--lr", "1", "--api-key=b", "--token", "--lr"]) == [
+        "--token", "redacted", "--lr", "1", "--api-key=redacted", "--token", "--lr"
+    ]  # fmt: skip
+    for plain in ("data.text_key=text", "tokenizer=byte", "launcher.environment.NCCL_DEBUG=INFO"):
+        assert redact_setting(plain) == plain
+
+
+def test_words_of_a_program_are_resolved_where_they_are_secrets() -> None:
+    words = ["--token", "${oc.env:A}", "own=${oc.env:A}", "--key-file=x", "auth=${oc.env:A}"]
+    assert resolve_words(words, {"A": "1"}) == [
+        "--token",
+        "1",
+        "own=${oc.env:A}",
+        *words[3:4],
+        "auth=1",
+    ]
+    with pytest.raises(TrainctlError, match="A is not set"):
+        resolve_words(words, {})

@@ -1,0 +1,39 @@
+"""What a rank does for `test_deterministic`."""
+
+from __future__ import annotations
+
+import torch
+from rank_processes import Case
+from torch.nn import functional
+from torch.utils import deterministic
+
+from trainctl.runs.records import EventWriter
+from trainctl.train.process import Process, not_deterministic
+from trainctl.train.session import assemble
+from trainctl.train.trainer import Trainer
+
+
+def train(cases: list[Case], process: Process) -> tuple[bool, bool, bool, str]:
+    """Train the cases; what torch has been told, and what is said of an operation it refuses."""
+    for case in cases:
+        session = assemble(case.plan, case.run, process)
+        events = EventWriter(case.run.events, 1) if process.is_first else None
+        Trainer(session, events).train()
+        process.barrier()
+        session.engine.close()
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        deterministic.fill_uninitialized_memory,
+        torch.backends.cudnn.benchmark,
+        _refused(),
+    )
+
+
+def _refused() -> str:
+    pooled, places = torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2, dtype=torch.long)
+    try:
+        functional.max_unpool2d(pooled, places, 2)
+    except RuntimeError as error:
+        explained = not_deterministic(error)
+        return "" if explained is None else explained.message
+    return ""

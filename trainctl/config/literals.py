@@ -1,0 +1,72 @@
+"""Secrets that a configuration holds as they are: refused, because what a run writes is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from trainctl.config.schema import RunConfig
+from trainctl.config.secrets import (
+    ENVIRONMENT,
+    is_kept,
+    is_plain_variable,
+    is_secret_name,
+    secret_words,
+)
+from trainctl.errors import Finding
+
+LITERAL = "TC167"
+
+
+def literal_secrets(config: RunConfig) -> Iterator[Finding]:
+    """A finding for each value that would be written and may be a secret; none shows the value."""
+    launcher = config.launcher
+    for name, value in launcher.environment.items():
+        if value and not is_kept(value) and not is_plain_variable(name, launcher.plain_environment):
+            yield _variable(name)
+    if any(
+        is_secret and word and not is_kept(word)
+        for word, is_secret in zip(
+            config.script_arguments, secret_words(config.script_arguments), strict=True
+        )
+    ):
+        yield Finding(
+            rule=LITERAL,
+            key="script_arguments",
+            message="a secret among the script's arguments would be written with the run",
+            hint="refer to a variable, as in --token '${oc.env:TOKEN}': it is resolved at the "
+            "start; or have the script read the variable",
+        )
+    for key in _secret_keys(config.deepspeed, "deepspeed"):
+        name = key.rpartition(".")[2].upper()
+        yield Finding(
+            rule=LITERAL,
+            key=key,
+            message=f"{key} is a secret, and DeepSpeed's JSON is written with the run",
+            hint=f"leave it out, and give ranks the variable that stands for it, such as "
+            f"{ENVIRONMENT}.{name}='${{oc.env:{name}}}'",
+        )
+
+
+def _variable(name: str) -> Finding:
+    hint = f"export {name}, and {ENVIRONMENT}.{name}='${{oc.env:{name}}}': the text is written, "
+    hint += "and the value taken at the start"
+    if not is_secret_name(name):
+        hint += f"; if it is no secret, launcher.plain_environment=[{name}]"
+    return Finding(
+        rule=LITERAL,
+        key=f"{ENVIRONMENT}.{name}",
+        message=f"the value of {name} may be a secret, and would be written with the run",
+        hint=hint,
+    )
+
+
+def _secret_keys(tree: Any, key: str) -> Iterator[str]:
+    """Dotted names of what a JSON holds under secret names."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for name, value in items:
+        inner = f"{key}.{name}"
+        if isinstance(value, dict | list):
+            yield from _secret_keys(value, inner)
+        elif value and isinstance(name, str) and is_secret_name(name):
+            yield inner

@@ -1,0 +1,70 @@
+"""Reading what lies in files, whatever lies there: no pipe that blocks, nothing without bounds.
+
+One damaged or hostile file must not hold up a command, or keep the others of a folder from view.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+MOST_BYTES = 64 << 20
+"""Of a file that this house has written: a plan for ten thousand nodes takes a few MiB."""
+
+
+def open_file(path: Path) -> BinaryIO:
+    """An ordinary file, to be read from its beginning.
+
+    Raises:
+        OSError: It cannot be read, or is a pipe, a device or a folder.
+    """
+    # Without O_NONBLOCK, to open a pipe waits for somebody who writes.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """The content of an ordinary file.
+
+    Raises:
+        OSError: As `open_file`.
+        ValueError: It is larger than `most_bytes`.
+    """
+    with open_file(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > most_bytes:
+            raise ValueError(f"it has {size:,} bytes, more than {most_bytes:,}")
+        return stream.read(most_bytes)
+
+
+def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        OSError: As `read_bytes`.
+        ValueError: It is too large, no UTF-8, no JSON, nested too deeply, or has a NaN.
+    """
+    return parse_json(read_bytes(path, most_bytes=most_bytes))
+
+
+def parse_json(text: bytes | str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: It is no UTF-8, no JSON, nested too deeply, or has a NaN.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,243 @@
+"""Names that stand for secrets, and values that stay references until a launch resolves them.
+
+What a run writes (`config.yaml`, `plan.json`, `run.json`, `command.json`) is read by colleagues and
+by whoever gets a copy. So a variable's value is written only where its name says that it is plain;
+any other is given as `${oc.env:NAME}`, and that text is what is written.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from trainctl.errors import ExitCode, TrainctlError
+
+REDACTED = "redacted"
+ENVIRONMENT = "launcher.environment"
+"""The mapping of variables for ranks, whose values are secrets unless their names are plain."""
+
+PLAIN_VARIABLES = (
+    "CC",
+    "CUBLAS_*",
+    "CUDA_*",
+    "CUDNN_*",
+    "CXX",
+    "DEEPSPEED_*",
+    "DS_*",
+    "FI_*",
+    "GLOO_*",
+    "GOMP_*",
+    "HF_HOME",
+    "HF_HUB_*",
+    "HIP_*",
+    "HSA_*",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "KMP_*",
+    "LANG",
+    "LC_*",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "MALLOC_*",
+    "MAX_JOBS",
+    "MKL_*",
+    "NCCL_*",
+    "NO_PROXY",
+    "NVIDIA_*",
+    "OMPI_*",
+    "OMP_*",
+    "OPENBLAS_*",
+    "PATH",
+    "PYTHON*",
+    "PYTORCH_*",
+    "RCCL_*",
+    "ROCR_*",
+    "TMPDIR",
+    "TOKENIZERS_PARALLELISM",
+    "TORCH*",
+    "TRAINCTL_*",
+    "TRANSFORMERS_*",
+    "TRITON_*",
+    "TZ",
+    "UCX_*",
+    "XDG_*",
+)
+"""Variables of libraries and systems (globs) whose values are no secrets, unless a name has a word
+that says otherwise; `launcher.plain_environment` adds to them."""
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_ALWAYS = re.compile(
+    r"SECRETS?|PASS(WORD|WD|WORDS|PHRASE|CODE)?|PASSW\w*|PAT|(O?AUTH)\d?|AUTHORI[SZ]ATION|BEARER|"
+    r"JWTS?|CREDENTIALS?|CREDS?|(API|ACCESS|PRIVATE|SECRET|SSH|SIGNING)(KEY|TOKEN)S?|"
+    r"\w+(TOKEN|SECRET|PASSWORD)"
+)
+"""Words of a name that stand for nothing but a secret."""
+
+_NO_KEY_BEFORE = re.compile(
+    r"CACHE|CHAT|COLUMN|CONTENT|DATA|DATASET|EXPERIMENT|FIELD|FOREIGN|GROUP|HOT|ID|"
+    r"IMAGE|INPUT|JSON|LABEL|MESSAGE|MESSAGES|NUM|OUTPUT|PRIMARY|PROMPT|QUERY|"
+    r"RESPONSE|SAMPLE|SHARD|SORT|TARGET|TEXT|VALUE"
+)
+_NO_KEY_AFTER = re.compile(r"DIM|HEADS|LENGTH|NAME|PADDING|SIZE|VALUE|VALUES")
+_NO_TOKEN_BEFORE = re.compile(
+    r"ADDED|BOS|CLS|DOCUMENT|END|EOS|EVERY|FIRST|IMAGE|LAST|MASK|MAX|MIN|NEXT|"
+    r"NUM|PAD|PER|SEP|SPECIAL|START|UNK"
+)
+_NO_TOKEN_AFTER = re.compile(
+    r"BUDGET|COUNT|DIM|DROP|DROPOUT|EMBEDDING|EMBEDDINGS|ID|IDS|LENGTH|LIMIT|LR|"
+    r"SIZE|TYPE"
+)
+_REFERENCE = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*\}")
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether what has this name is a secret, by the words in it.
+
+    >>> [is_secret_name(name) for name in ("HF_TOKEN", "apiKey", "SLURM_JWT", "--db-password")]
+    [True, True, True, True]
+    >>> [is_secret_name(name) for name in ("tokenizer", "text_key", "num_key_value_heads")]
+    [False, False, False]
+    """
+    words = [word.upper() for word in _WORDS.findall(name)]
+    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+        if _ALWAYS.fullmatch(word):
+            return True
+        if word in ("KEY", "KEYS") and len(words) > 1:
+            if not (_NO_KEY_BEFORE.fullmatch(before) or _NO_KEY_AFTER.fullmatch(after)):
+                return True
+        elif word == "TOKEN" and not (
+            _NO_TOKEN_BEFORE.fullmatch(before) or _NO_TOKEN_AFTER.fullmatch(after)
+        ):
+            return True
+    return False
+
+
+def is_plain_variable(name: str, plain: Iterable[str] = ()) -> bool:
+    """Whether the value of a variable may be written.
+
+    Args:
+        name: Of the variable.
+        plain: Globs of the user's; the whole name in it makes a name plain that looks secret.
+    """
+    own = tuple(plain)
+    if name in own:
+        return True
+    known = (*PLAIN_VARIABLES, *own)
+    return not is_secret_name(name) and any(fnmatch.fnmatchcase(name, glob) for glob in known)
+
+
+def names_in(text: str) -> list[str]:
+    """Variables that a text refers to, by `${oc.env:NAME}`."""
+    return _REFERENCE.findall(text)
+
+
+def is_kept(text: object) -> bool:
+    """Whether a text refers to variables and to nothing else, so that a launch can resolve it."""
+    return isinstance(text, str) and "${" in text and "${" not in _REFERENCE.sub("", text)
+
+
+def resolve_text(text: str, environment: Mapping[str, str]) -> str:
+    """The text with the values of the variables that it refers to.
+
+    Raises:
+        TrainctlError: A variable is not set (exit code 4).
+    """
+    if not is_kept(text):
+        return text
+    for name in names_in(text):
+        if name not in environment:
+            raise TrainctlError(
+                f"{text} cannot be resolved: {name} is not set here",
+                hint=f"export {name}, and start this again",
+                exit_code=ExitCode.environment,
+            )
+    return _REFERENCE.sub(lambda found: environment[found[1]], text)
+
+
+def resolve_variables(
+    variables: Mapping[str, str], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Variables of `launcher.environment` with what they refer to.
+
+    Raises:
+        TrainctlError: A variable is not set (exit code 4).
+    """
+    return {name: resolve_text(value, environment) for name, value in variables.items()}
+
+
+def redact_setting(text: str) -> str:
+    """An override, or a word of a command line, as it may be shown.
+
+    >>> redact_setting("launcher.environment.HF_TOKEN=abc")
+    'launcher.environment.HF_TOKEN=redacted'
+    >>> redact_setting("launcher.environment={A: b}"), redact_setting("tokenizer=byte")
+    ('launcher.environment=redacted', 'tokenizer=byte')
+    """
+    name, mark, value = _split(text)
+    is_single = not value.lstrip().startswith(("{", "["))
+    if not mark or (is_single and is_kept(value)):
+        return text
+    key = name.strip().lstrip("+~")
+    if _is_of_variables(key) and not is_plain_variable(key.rpartition(".")[2]):
+        return f"{name}{mark}{REDACTED}"
+    is_list = key == "script_arguments" and any(secret_words(re.split(r"[\[\],]\s*", value)))
+    if is_list or is_secret_name(key.rpartition(".")[2]) or _has_secret_name(value):
+        return f"{name}{mark}{REDACTED}"
+    return text
+
+
+def redact_words(words: Sequence[str]) -> list[str]:
+    """A command line as it may be shown: `--name value` of secret names too."""
+    return [
+        REDACTED if follows and not is_kept(word) else redact_setting(word)
+        for word, follows in _with_options(words)
+    ]
+
+
+def resolve_words(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """A program's arguments, with what those refer to that are secrets by their option's name.
+
+    Others are the program's own, also where they look like references.
+
+    Raises:
+        TrainctlError: A variable is not set (exit code 4).
+    """
+    return [
+        resolve_text(word, environment) if is_secret else word
+        for word, is_secret in zip(words, secret_words(words), strict=True)
+    ]
+
+
+def secret_words(words: Sequence[str]) -> list[bool]:
+    """Of each word of a command line, whether it has the value of a secret option."""
+    return [
+        follows or ("=" in word and is_secret_name(word.partition("=")[0]))
+        for word, follows in _with_options(words)
+    ]
+
+
+def _with_options(words: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Each word, and whether it is the value of an option before it that has a secret name."""
+    is_value = False
+    for word in words:
+        yield word, is_value and not word.startswith("-")
+        is_value = word.startswith("-") and "=" not in word and is_secret_name(word)
+
+
+def _split(text: str) -> tuple[str, str, str]:
+    """At the first `=`, or at the `:` that was perhaps meant for it."""
+    name, mark, value = text.partition("=")
+    if not mark and re.match(r"[\w.]+:(?!//)", text):
+        name, mark, value = text.partition(":")
+    return name, mark, value
+
+
+def _is_of_variables(key: str) -> bool:
+    return key == ENVIRONMENT or key.startswith((f"{ENVIRONMENT}.", "environment."))
+
+
+def _has_secret_name(value: str) -> bool:
+    """Whether a mapping, as it is typed, has a secret name in it."""
+    names = re.findall(r"([\w.\-]+)['\"]?\s*:(?!//)", value) if "{" in value else ()
+    return any(map(is_secret_name, names))

@@ -1,0 +1,60 @@
+"""The peak learning rate, where it follows the batch size, and what the gradient is clipped at.
+
+`optimizer.lr` is then the one that was tuned at `optimizer.lr_scaling_batch_size` sequences, b. At
+a global batch of B it is multiplied by
+
+- linear: B / b, for SGD                              (arXiv:1706.02677, the linear scaling rule)
+- sqrt: sqrt(B / b), for Adam and its relatives       (arXiv:2205.10287, the square root one)
+
+A batch ramp changes nothing of it: B is the batch after the ramp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import sqrt
+
+from trainctl.config.schema import (
+    AdaptiveClipping,
+    LrScaling,
+    OptimizerConfig,
+    OptimizerKind,
+    RunConfig,
+)
+from trainctl.plan.batches import Batch
+from trainctl.plan.types import Derived
+
+SOURCES = {LrScaling.linear: "arXiv:1706.02677", LrScaling.sqrt: "arXiv:2205.10287"}
+
+
+def lr_scale(optimizer: OptimizerConfig, batch: Batch) -> float:
+    """What all learning rates are multiplied by; 1 without scaling."""
+    if optimizer.lr_scaling is LrScaling.none or optimizer.lr_scaling_batch_size is None:
+        return 1.0
+    ratio = batch.global_batch_size / optimizer.lr_scaling_batch_size
+    return ratio if optimizer.lr_scaling is LrScaling.linear else sqrt(ratio)
+
+
+def reasons(config: RunConfig, batch: Batch) -> Iterator[Derived]:
+    """The scaled rates with the arithmetic, and who decides on the clipping."""
+    optimizer, scale = config.optimizer, lr_scale(config.optimizer, batch)
+    if optimizer.lr_scaling is not LrScaling.none:
+        ratio = (
+            f"global_batch_size {batch.global_batch_size} /"
+            f" optimizer.lr_scaling_batch_size {optimizer.lr_scaling_batch_size}"
+        )
+        factor = f"sqrt({ratio})" if optimizer.lr_scaling is LrScaling.sqrt else f"({ratio})"
+        source = SOURCES[optimizer.lr_scaling]
+        rates = {"lr": optimizer.lr}
+        if optimizer.kind is OptimizerKind.muon and optimizer.matrix_lr is not None:
+            rates["matrix_lr"] = optimizer.matrix_lr
+        for name, rate in rates.items():
+            why = f"optimizer.{name} {rate:g} x {factor}, {source}"
+            yield Derived(key=f"peak_{name}", value=rate * scale, reason=why)
+    if config.trains_itself and config.gradients.adaptive_clipping is not AdaptiveClipping.none:
+        kind = config.gradients.adaptive_clipping.value
+        fixed = f"optimizer.gradient_clipping {optimizer.gradient_clipping:g}"
+        why = f"decides alone, in place of {fixed}"
+        if config.gradients.adaptive_clipping is AdaptiveClipping.mean:
+            why = f"decides alone from the second update on, {fixed} for the first"
+        yield Derived(key="clip_at", value=kind, reason=f"gradients.adaptive_clipping={kind} {why}")

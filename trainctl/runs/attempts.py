@@ -1,0 +1,136 @@
+"""Which attempt's configuration is the run's: for every command that is given a run.
+
+It is that of the newest attempt, except of those that failed before their first step: what they
+were started with has been tried and did not work, so nothing goes on from it unless it is asked
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainctl.config.diff import Change, diff
+from trainctl.config.schema import RunConfig
+from trainctl.config.store import load_config
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.causes import Cause
+from trainctl.runs.directory import is_run, last_attempt, open_run, read_plan
+from trainctl.runs.failures import sentence
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import Event, parse_events
+
+_TAIL_BYTES = 1 << 20
+"""Attempts that failed at their start leave a few lines each, at the end of the records."""
+
+_WORKED = ("step", "end", "program")
+"""Records of an attempt that got going; of a program of the user's nothing more is known."""
+
+_OF_THE_MACHINE = (Cause.lost_node.value, Cause.disk_full.value)
+"""Causes of a failure that no configuration has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Which attempt stands for the run.
+
+    Attributes:
+        number: Of the attempt; 0 before the first.
+        failed: Newer ones that failed before their first step, the newest first, and how.
+    """
+
+    number: int
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+def standing_attempt(run: RunPaths) -> Standing:
+    """The newest attempt that did not fail before its first step; if all did, the newest one.
+
+    One that was stopped before its first step, or whose launcher was killed, has not failed.
+    """
+    newest = last_attempt(run)
+    records = _last_records(run.events)
+    failed: dict[int, str] = {}
+    for number in range(newest, 0, -1):
+        how = _failure_at_start([event for event in records if event.get("attempt") == number])
+        if how is None:
+            return Standing(number, failed)
+        failed[number] = how
+    return Standing(newest)
+
+
+def config_of(run: RunPaths, attempt: int | None = None) -> RunConfig:
+    """The configuration of an attempt.
+
+    Args:
+        run: The run.
+        attempt: Its number; None is the one that stands for the run, or `config.yaml` before the
+            first.
+
+    Raises:
+        TrainctlError: There is no such attempt, or its files are damaged (exit code 5).
+    """
+    number = standing_attempt(run).number if attempt is None else attempt
+    file = run.attempt(number).plan
+    if file.is_file():
+        return read_plan(file).config
+    if attempt is not None:
+        there = last_attempt(run)
+        raise TrainctlError(
+            f"{run.root} has no attempt {attempt}",
+            hint=f"attempts: 1 to {there}" if there else "nothing of it was started yet",
+            exit_code=ExitCode.run_state,
+        )
+    return load_config(run.config)
+
+
+def edited_by_hand(run: RunPaths) -> list[Change]:
+    """What `config.yaml` says since it was written: from the first attempt on nobody reads it.
+
+    Raises:
+        TrainctlError: It is no configuration any more (exit code 5).
+    """
+    first = run.attempt(1).plan
+    return diff(read_plan(first).config, load_config(run.config)) if first.is_file() else []
+
+
+def find_attempt(path: Path) -> tuple[RunPaths, int | None] | None:
+    """The run in a directory, or the run and the attempt in a `RUN/attempts/N`; None for neither.
+
+    Raises:
+        TrainctlError: The run's record is damaged (exit code 5).
+    """
+    if is_run(path):
+        return open_run(path), None
+    parents = path.absolute().parents
+    if path.name.isdecimal() and path.parent.name == "attempts" and is_run(parents[1]):
+        return open_run(parents[1]), int(path.name)
+    return None
+
+
+def _failure_at_start(records: Iterable[Event]) -> str | None:
+    """How an attempt failed before its first step; None if it did not."""
+    found: str | None = None
+    launched = False
+    for event in records:
+        launched |= event["event"] == "launch"
+        if event["event"] in _WORKED:
+            return None
+        if event["event"] == "failure" and found is None and not _is_the_machines(event):
+            found = sentence(event)
+    return found if launched else None
+
+
+def _is_the_machines(failure: Event) -> bool:
+    return bool(failure.get("launcher_lost")) or failure.get("cause") in _OF_THE_MACHINE
+
+
+def _last_records(path: Path) -> list[Event]:
+    """Records near the end of the file, oldest first; none if there is no file."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            return list(parse_events(stream.read().split(b"\n")))
+    except OSError:
+        return []

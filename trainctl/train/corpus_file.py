@@ -1,0 +1,199 @@
+"""`corpus.json`: what a tokenized corpus is, and whether its files are what they were. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.errors import ExitCode, TrainctlError
+
+FORMAT = 2
+BLOCK_BYTES = 1 << 24
+"""That one checksum is of: CRC-32, which zlib takes of several gigabytes a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One side of the corpus.
+
+    Attributes:
+        file: Name of the token file in the corpus folder.
+        tokens: Its length in tokens.
+        documents: Documents in it, each followed by the end-of-document id if there is one.
+        sha256: Of the file.
+        blocks: CRC-32 of each `BLOCK_BYTES` of it, in order.
+    """
+
+    file: str
+    tokens: int
+    documents: int
+    sha256: str = ""
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """What `corpus.json` says.
+
+    Attributes:
+        folder: Folder of the token files.
+        dtype: numpy name of the ids' type.
+        end_of_document: Id that closes a document, or None.
+        train: The text to train on.
+        held_out: The held-out text; 0 tokens if nothing is held out.
+        unigram_entropy: Entropy of the train split's tokens in nats: the loss of a model that knows
+            how often each token occurs and nothing else.
+        digest: Of what is in both splits and which is which: the same on resume, or it is another
+            corpus.
+        bad_text: How many documents were repaired and left out, with examples; empty if none.
+        former_digest: That of the same tokens in format 1, for a run that was started with it.
+        format: Of this record.
+    """
+
+    folder: str
+    dtype: str
+    end_of_document: int | None
+    train: Split
+    held_out: Split
+    unigram_entropy: float
+    digest: str
+    bad_text: dict[str, Any] = field(default_factory=dict)
+    former_digest: str = ""
+    format: int = FORMAT
+
+    def tokens(self, split: Split) -> npt.NDArray[np.integer]:
+        """The split's ids, shape (tokens,), memory-mapped.
+
+        Raises:
+            TrainctlError: Its file is gone or of another size (exit code 5).
+        """
+        if split.tokens == 0:
+            return np.empty(0, dtype=self.dtype)
+        problem = self._size_problem(split)
+        if problem:
+            raise TrainctlError(
+                f"the tokenized corpus in {self.folder} is damaged: {problem}",
+                hint="start again: a launch or resume looks it through and tokenizes it anew",
+                exit_code=ExitCode.run_state,
+            )
+        return np.memmap(Path(self.folder) / split.file, dtype=self.dtype, mode="r")
+
+    def problem(self, *splits: Split) -> str:
+        """What is wrong with the files of the splits (of all, if none is given); empty if nothing.
+
+        Reads all of them, once, at the speed of the disk or of memory.
+        """
+        for split in splits or (self.train, self.held_out):
+            found = self._size_problem(split) or self._checksum_problem(split)
+            if found:
+                return found
+        return ""
+
+    def is_that_of(self, digest: str) -> bool:
+        """Whether a digest of earlier in this run means this corpus."""
+        return digest in (self.digest, self.former_digest or self.digest)
+
+    def continues(self, before: Corpus) -> bool:
+        """Whether a run can go on with this corpus that was started with the other."""
+        if before.format >= FORMAT:
+            return before.digest == self.digest
+        sizes = [(split.tokens, split.documents) for split in (self.train, self.held_out)]
+        was = [(split.tokens, split.documents) for split in (before.train, before.held_out)]
+        return sizes == was and before.digest == self.digest_of_format_1()
+
+    def digest_of_format_1(self) -> str:
+        """SHA-256 of both files one after the other, which did not tell where one ends."""
+        digest = hashlib.sha256()
+        for split in (self.held_out, self.train):
+            with (Path(self.folder) / split.file).open("rb") as stream:
+                for block in blocks_of(stream):
+                    digest.update(block)
+        return digest.hexdigest()
+
+    def _size_problem(self, split: Split) -> str:
+        expected = split.tokens * np.dtype(self.dtype).itemsize
+        try:
+            size = (Path(self.folder) / split.file).stat().st_size
+        except OSError as error:
+            return f"{split.file}: {error.strerror}"
+        return "" if size == expected else f"{split.file} has {size:,} bytes, not {expected:,}"
+
+    def _checksum_problem(self, split: Split) -> str:
+        try:
+            stream = (Path(self.folder) / split.file).open("rb")
+        except OSError as error:
+            return f"{split.file}: {error.strerror}"
+        with stream:
+            found = tuple(zlib.crc32(block) for block in blocks_of(stream))
+        if found == split.blocks:
+            return ""
+        pairs = enumerate(zip(found, split.blocks, strict=False))
+        wrong = [number for number, (now, then) in pairs if now != then]
+        return (
+            f"{len(wrong):,} of {len(found):,} blocks of {split.file} have other checksums, the "
+            f"first at byte {wrong[0] * BLOCK_BYTES if wrong else 0:,}"
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Corpus:
+        """Read a record.
+
+        Raises:
+            TrainctlError: It is not one (exit code 5).
+        """
+        try:
+            data = json.loads(path.read_bytes())
+            sides = {name: _split(data[name]) for name in ("train", "held_out")}
+            return cls(**{"format": 1, **data, **sides})
+        except OSError as error:
+            problem = error.strerror or str(error)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        raise TrainctlError(
+            f"{path} does not say what the corpus is: {problem}",
+            hint="remove it: a resume finds out again, and compares with the checkpoints",
+            exit_code=ExitCode.run_state,
+        )
+
+
+def read_corpus(folder: Path) -> tuple[Corpus | None, str]:
+    """The corpus of a folder if it is whole; else None and, if there is one, what is wrong."""
+    record = folder / "corpus.json"
+    if not record.exists():
+        return None, ""
+    try:
+        corpus = replace(Corpus.load(record), folder=str(folder))
+    except TrainctlError as error:
+        return None, error.message
+    problem = corpus.problem()
+    if not problem and corpus.digest != digest_of_splits(corpus):
+        problem = "corpus.json does not agree with itself"
+    return (None, problem) if problem else (corpus, "")
+
+
+def blocks_of(stream: Any) -> Iterator[bytes]:
+    """The rest of a file, `BLOCK_BYTES` at a time."""
+    while block := stream.read(BLOCK_BYTES):
+        yield block
+
+
+def digest_of_splits(corpus: Corpus) -> str:
+    """SHA-256 of what the tokens are, where the sides end, and which side is which."""
+    sides = {
+        name: [split.tokens, split.documents, split.sha256]
+        for name, split in (("train", corpus.train), ("held_out", corpus.held_out))
+    }
+    text = json.dumps([corpus.dtype, corpus.end_of_document, sides], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _split(data: dict[str, Any]) -> Split:
+    return Split(**{**data, "blocks": tuple(data.get("blocks", ()))})
