@@ -1,4 +1,4 @@
-"""What the commands say of a model that comes from a directory, and of a length that is left out."""
+"""What commands say of a model that comes from a directory, and of a length that is left out."""
 
 from __future__ import annotations
 
