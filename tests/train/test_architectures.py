@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainctl.config.hf import fill_from_directory
-from trainctl.config.schema import ModelConfig, ModelFamily
+from trainctl.config.schema import DataType, ModelConfig, ModelFamily
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
@@ -65,7 +65,7 @@ def directory(folder, kind, changes):
 def plan(model, settings):
     config = tiny_config(steps=STEPS, sequence_length=64)
     config.model, config.optimizer.lr = model, LR
-    config.zero_stage.stage = 1
+    config.zero_stage.stage, config.precision.compute = 1, DataType.fp32
     for key, value in settings.items():
         section, _, name = key.partition(".")
         setattr(getattr(config, section), name, value)

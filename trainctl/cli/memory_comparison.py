@@ -80,10 +80,10 @@ def compare_memory(
 
 def _of_some_length(composed: Composed) -> Composed:
     """The same with a number of steps, where nothing says how many: memory needs none."""
-    config = composed.config
-    if config.training.steps is not None or config.training.tokens is not None:
+    config, training = composed.config, composed.config.training
+    if any(length is not None for length in (training.steps, training.tokens, training.epochs)):
         return composed
-    training = replace(config.training, steps=ANY_STEPS)
+    training = replace(training, steps=ANY_STEPS)
     return replace(composed, config=replace(config, training=training))
 
 
