@@ -25,6 +25,7 @@ from trainctl.runs.causes import Cause, disk_is_full, exit_code, host_oom_kills
 from trainctl.runs.command import AttemptCommand, read_command
 from trainctl.runs.directory import read_plan
 from trainctl.runs.failures import describe, error_line, is_lost_peer, settle
+from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import (
     PARENT_VARIABLE,
@@ -160,7 +161,17 @@ class Agent:
             # The first node alone where all share a cache; the others then find what it made.
             if self._node > 0:
                 rendezvous.await_mark("prepared", guard.yield_if_stopping)
-            prepare(plan, self._run, self._tell_corpus)
+            if self._node == 0:
+                shown = Heartbeat(self._attempt.preparation)
+                prepare(
+                    plan,
+                    self._run,
+                    self._tell_corpus,
+                    lambda text: shown.beat(Phase.start, doing=text),
+                )
+                shown.beat(Phase.start, doing="starting the ranks")
+            else:
+                prepare(plan, self._run, self._tell_corpus)
             rendezvous.mark("prepared")
 
         code = 0
