@@ -145,8 +145,8 @@ class Agent:
         address, port = self._place.rendezvous or (command.address, command.port)
         if nodes > 1:
             use_interface_towards(address)
-        # A program of the user's is told a port; one that is asked for is used.
-        is_file = nodes == 1 and port is None and not command.is_users
+        # Other programs than trainctl's trainer are told a port; one that is asked for is used.
+        is_file = nodes == 1 and port is None and command.prepare
         rendezvous = NodeRendezvous(
             self._tag.run_id,
             self._node,
