@@ -25,6 +25,7 @@ def test_the_table_names_keys_of_the_schema_once():
     ("idle", "effective"),
     [
         ({"zero_stage__prefetch_bucket_size": 1}, {"zero_stage__stage": 3}),
+        ({"checkpoint__weights_only_keep": 2}, {"checkpoint__weights_only_every_steps": 5}),
         ({"zero_stage__overlap_comm": True, "zero_stage__stage": 0}, {"zero_stage__stage": 1}),
         ({"precision__loss_scale": 8.0}, {"precision__compute": "fp16"}),
         ({"precision__hysteresis": 1}, {"precision__compute": "fp16"}),
@@ -92,6 +93,10 @@ def test_the_table_names_keys_of_the_schema_once():
             {"schedule__kind": "plateau"},
         ),
         ({"gradients__noise_decay": 1.0}, {"gradients__noise": 0.1}),
+        (
+            {"training__epochs": 2.0, "training__epoch_tokens": 50_000},
+            {"training__steps": None},
+        ),
         ({"training__tokens": 5000}, {"training__steps": None}),
         (
             {"activation_checkpointing__every_kth_block": 2},

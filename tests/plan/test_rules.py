@@ -298,6 +298,31 @@ ERRORS = [
         "schedule.milestone_fractions=[0.5]",
     ),
     (
+        "TC067",
+        {"training__steps": None, "training__epochs": 2.0},
+        gpus(),
+        "training.epochs=2: how many steps that is depends on the corpus, which has not been read",
+        "training.epoch_tokens=NUMBER, or trainctl launch",
+    ),
+    (
+        "TC067",
+        {
+            "training__steps": None,
+            "training__epochs": 2.0,
+            "data__factory": "own:text",
+        },
+        gpus(),
+        "only your own code knows",
+        "training.epoch_tokens=NUMBER",
+    ),
+    (
+        "TC067",
+        {"training__steps": None, "training__epochs": 2.0, "training__epoch_tokens": 2048},
+        gpus(),
+        "less than one sample of training.sequence_length=2048",
+        "more text",
+    ),
+    (
         "TC063",
         {"schedule__kind": "plateau"},
         gpus(),
@@ -1039,6 +1064,7 @@ WARNINGS = [
     ("TC007", {"parallelism__pipeline": 4}, gpus(), "idle 75%"),
     ("TC026", {"training__global_batch_tokens": 20_000}, gpus(8), "rounded to 16384 (-18.1%)"),
     ("TC023", {"training__stop_after_steps": 101}, gpus(), "end of the run at step 100"),
+    ("TC040", {"checkpoint__weights_only_every_steps": 101}, gpus(), "saves nothing in 100 steps"),
     ("TC076", {"checkpoint__at_end": False}, gpus(), "no checkpoint"),
     (
         "TC079",

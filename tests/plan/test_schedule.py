@@ -354,6 +354,27 @@ def test_the_learning_rate_follows_the_batch_if_asked_and_says_why(scaling, scal
         assert "0.001" in item.reason and "16 / optimizer.lr_scaling_batch_size 4" in item.reason
 
 
+@pytest.mark.parametrize(
+    ("epochs", "tokens", "steps"),
+    [(1.0, 81, 1), (1.0, 91, 2), (3.0, 91, 4), (0.5, 91, 1), (3.0, 90, 3), (2.5, 171, 6)],
+)
+def test_epochs_are_steps_in_which_every_sample_is_seen_so_often(epochs, tokens, steps):
+    """Batches of 8 samples of 10 tokens; the last token of the text is only a label."""
+    length = {"training__steps": None, "training__epochs": epochs, "training__epoch_tokens": tokens}
+    batch = {"training__sequence_length": 10, "training__global_batch_size": 8}
+    plan = plan_with(**length, **batch)
+    assert plan.total_steps == steps
+    (shown,) = [item for item in plan.derived if item.key == "total_steps"]
+    assert f"training.epochs {epochs:g} x {(tokens - 1) // 10} samples" in shown.reason
+
+
+def test_epochs_count_the_samples_of_a_ramp():
+    """10 steps of 2 samples and 10 of 4 are 60; the other 340 of 400 take 43 steps of 8."""
+    given = {**RAMPED, "training__tokens": None, "training__epochs": 4.0}
+    plan = plan_with(**given, training__epoch_tokens=1001)
+    assert plan.total_steps == 63 and plan.batches.samples_before(63) >= 400
+
+
 def test_in_tokens_a_ramp_stretches_the_curve():
     """10 steps of 10 tokens, then 30 to the step: half of the way is at half of the tokens."""
     batches = Batches(

@@ -100,7 +100,7 @@ def why(
     composed = compose_target(*split_target(overrides), config_dir, attempt=attempt)
     show_findings(composed.findings)
     planned = plan(composed)
-    made = planned.assessment.plan
+    composed, made = planned.composed, planned.assessment.plan
     answer = explain(key, composed, made)
     if answer is None:
         if made is None:

@@ -7,7 +7,7 @@ what would be legal, so that one impossible choice does not hide the other probl
 from __future__ import annotations
 
 from dataclasses import replace
-from math import floor
+from math import ceil, floor
 
 from trainctl.config.schema import (
     ParallelismConfig,
@@ -168,11 +168,15 @@ def is_ramp_entry(entry: dict[str, int]) -> bool:
 def derive_total_steps(
     training: TrainingConfig, batches: Batches | None
 ) -> tuple[int | None, Reasons]:
-    """Optimizer steps of the whole run: `training.steps`, else the token budget, rounded up."""
+    """Optimizer steps of the whole run: `training.steps`, else tokens or epochs, rounded up."""
     if training.steps is not None:
         why = "training.steps"
         return training.steps, (Derived(key="total_steps", value=training.steps, reason=why),)
-    if training.tokens is None or batches is None:
+    if batches is None:
+        return None, ()
+    if is_counted_in_epochs(training):
+        return _steps_of_epochs(training, batches)
+    if training.tokens is None:
         return None, ()
     steps = batches.steps_for(training.tokens)
     each = (
@@ -181,6 +185,35 @@ def derive_total_steps(
         else f"/ {batches.at(0).tokens_per_step:_} tokens per step"
     )
     why = f"training.tokens {training.tokens:_} {each}, rounded up"
+    return steps, (Derived(key="total_steps", value=steps, reason=why),)
+
+
+def is_counted_in_epochs(training: TrainingConfig) -> bool:
+    """Whether it is the corpus that says how many steps the run has."""
+    return training.epochs is not None and training.steps is None and training.tokens is None
+
+
+def samples_of_epoch(training: TrainingConfig) -> int:
+    """Packed samples of the training text: each ends with the label of its last token."""
+    return max(0, ((training.epoch_tokens or 0) - 1) // training.sequence_length)
+
+
+def _steps_of_epochs(training: TrainingConfig, batches: Batches) -> tuple[int | None, Reasons]:
+    """The first step at which every sample was seen so often; none while the corpus is unread."""
+    samples = samples_of_epoch(training)
+    if training.epochs is None or samples == 0:
+        return None, ()
+    steps = batches.steps_for(ceil(training.epochs * samples) * training.sequence_length)
+    each = (
+        "with the batches of training.batch_ramp"
+        if len(batches.phases) > 1
+        else f"/ {batches.at(0).global_batch_size:_} per step"
+    )
+    why = (
+        f"training.epochs {training.epochs:g} x {samples:_} samples (training.epoch_tokens"
+        f" {training.epoch_tokens:_} / sequence_length {training.sequence_length}) {each},"
+        " rounded up"
+    )
     return steps, (Derived(key="total_steps", value=steps, reason=why),)
 
 

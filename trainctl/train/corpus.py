@@ -57,11 +57,7 @@ def build_corpus(
         TrainctlError: No file matches, one cannot be read or has bad text; or the cache cannot be
             written (exit code 4).
     """
-    files = split_files(config)
-    parts = _parts(config, tokenizer, files)
-    cache = cache_folder()
-    folder = cache / f"corpus-{_key([str(FORMAT), *parts])}"
-    earlier = cache / f"corpus-{_key(_of_format_1(parts))}"
+    folder, earlier, files = _cached_at(config, tokenizer)
 
     def write() -> None:
         if (earlier / "corpus.json").is_file():
@@ -74,6 +70,26 @@ def build_corpus(
         write_corpus(folder, tokenizer, texts, reader.bad, progress)
 
     return _from_cache(folder, write, tell)
+
+
+def cached_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus | None:
+    """The corpus of a config, if the same files were tokenized before; no text is read.
+
+    Raises:
+        TrainctlError: No file matches.
+    """
+    folder, _, _ = _cached_at(config, tokenizer)
+    file = folder / "corpus.json"
+    return Corpus.load(file) if file.is_file() else None
+
+
+def _cached_at(config: DataConfig, tokenizer: Tokenizer) -> tuple[Path, Path, TextFiles]:
+    """Where the cache has the corpus of a config, where it had it in format 1, and its files."""
+    files = split_files(config)
+    parts = _parts(config, tokenizer, files)
+    cache = cache_folder()
+    folder = cache / f"corpus-{_key([str(FORMAT), *parts])}"
+    return folder, cache / f"corpus-{_key(_of_format_1(parts))}", files
 
 
 def build_users_corpus(

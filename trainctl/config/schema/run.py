@@ -94,12 +94,23 @@ class TrainingConfig:
     )
     steps: int | None = option(
         None,
-        "Optimizer steps of the whole run; none derives it from tokens.",
+        "Optimizer steps of the whole run; none derives it from tokens or epochs.",
         unit="optimizer steps",
         minimum=0,
     )
     tokens: int | None = option(
         None, "Token budget of the whole run, if steps is none.", unit="tokens", minimum=1
+    )
+    epochs: float | None = option(
+        None,
+        "Passes over the training text in the whole run, if neither steps nor tokens is given.",
+        above=0,
+    )
+    epoch_tokens: int | None = option(
+        None,
+        "Length of the training text, for epochs; none has it counted when the run is launched.",
+        unit="tokens",
+        minimum=1,
     )
     stop_after_steps: int | None = option(
         None,
@@ -203,6 +214,18 @@ class CheckpointConfig:
     at_end: bool = option(True, "Save when the launch ends in good order.")
     asynchronous: bool = option(
         False, "Copy the state to host memory and write it behind the training."
+    )
+    weights_only_every_steps: int | None = option(
+        None,
+        "Save the weights alone at this interval, in the format that they are computed in: for "
+        "evaluate, sample and export, never for a resume.",
+        unit="optimizer steps",
+        minimum=1,
+    )
+    weights_only_keep: int | None = option(
+        None,
+        "Of the weights alone, how many are kept, the newest first; none keeps all.",
+        minimum=1,
     )
     compare_replay: bool = option(
         True, "After a resume, stop if a step that is done again has another loss than before."

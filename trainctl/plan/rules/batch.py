@@ -7,7 +7,12 @@ from dataclasses import replace
 
 from trainctl.config.schema import ScheduleKind, ScheduleUnit
 from trainctl.errors import Finding
-from trainctl.plan.derive import derive_ramp, is_ramp_entry
+from trainctl.plan.derive import (
+    derive_ramp,
+    is_counted_in_epochs,
+    is_ramp_entry,
+    samples_of_epoch,
+)
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples, warning
 from trainctl.plan.schedule import PERIODIC, decay_length, milestone_steps, warmup_length
 
@@ -88,13 +93,37 @@ def sequence_fits_the_model(draft: Draft) -> Iterator[Finding]:
 
 
 def run_has_a_length(draft: Draft) -> Iterator[Finding]:
-    """Steps or a token budget."""
+    """Steps, a token budget or passes over the data."""
     training = draft.config.training
-    if training.steps is None and training.tokens is None:
+    if (training.steps, training.tokens, training.epochs) == (None, None, None):
         yield error(
             "training.steps",
-            "neither training.steps nor training.tokens says how long the run is",
+            "neither training.steps nor training.tokens nor training.epochs says how long the run "
+            "is",
             "training.steps=1000, or training.tokens=2000000000",
+        )
+
+
+def epoch_has_a_length(draft: Draft) -> Iterator[Finding]:
+    """Passes over the data become steps once its length is known; a plan reads no corpus."""
+    config, key = draft.config, "training.epoch_tokens"
+    training = config.training
+    if not is_counted_in_epochs(training):
+        return
+    if training.epoch_tokens is None:
+        reads = config.trains_itself and config.data.factory is None
+        yield error(
+            "training.epochs",
+            f"training.epochs={training.epochs:g}: how many steps that is depends on the corpus, "
+            + ("which has not been read here yet" if reads else "which only your own code knows"),
+            f"{key}=NUMBER" + (", or trainctl launch, which reads and counts it" if reads else ""),
+        )
+    elif samples_of_epoch(training) == 0:
+        yield error(
+            key,
+            f"{key}={training.epoch_tokens} is less than one sample of "
+            f"training.sequence_length={training.sequence_length}",
+            "more text, or a shorter training.sequence_length",
         )
 
 

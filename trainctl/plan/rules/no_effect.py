@@ -27,6 +27,7 @@ from trainctl.config.schema import (
     walk,
 )
 from trainctl.errors import Finding
+from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.rules.draft import Draft, warning
 from trainctl.plan.schedule import PERIODIC
 
@@ -47,9 +48,19 @@ _DROPS = (ScheduleKind.step, ScheduleKind.milestones, ScheduleKind.plateau)
 
 NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
     (
-        ("model.path", "model.trust_remote_code"),
+        (
+            "model.trust_remote_code",
+            "model.tensors",
+            "model.num_experts",
+            "model.experts_per_token",
+        ),
         lambda c: c.model.family is ModelFamily.hf,
         "model.family=hf",
+    ),
+    (
+        ("model.path",),
+        lambda c: c.model.family is ModelFamily.hf or c.model.model_type is not None,
+        "model=hf",
     ),
     (
         ("model.sliding_window",),
@@ -236,6 +247,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "offload of the optimizer or the parameters",
     ),
     (
+        ("checkpoint.weights_only_keep",),
+        lambda c: c.checkpoint.weights_only_every_steps is not None,
+        "checkpoint.weights_only_every_steps",
+    ),
+    (
         ("checkpoint.asynchronous",),
         lambda c: c.offload.optimizer is not OffloadDevice.nvme,
         "an optimizer in memory: what is on NVMe is not copied, but written while training waits",
@@ -322,6 +338,16 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "tokenizer=file or tokenizer=hf",
     ),
     (("training.tokens",), lambda c: c.training.steps is None, "training.steps=null"),
+    (
+        ("training.epochs",),
+        lambda c: is_counted_in_epochs(c.training),
+        "training.steps=null and training.tokens=null, which replace it",
+    ),
+    (
+        ("training.epoch_tokens",),
+        lambda c: is_counted_in_epochs(c.training),
+        "training.epochs, with training.steps=null and training.tokens=null",
+    ),
     (
         ("training.sample_prompt",),
         lambda c: c.training.sample_tokens > 0,

@@ -1,0 +1,75 @@
+"""`training.epochs`: a plan counts passes over a corpus that somebody has read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainctl.cli.main import run
+from trainctl.config.compose import compose
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.resolve import resolve
+from trainctl.runs.layout import RunPaths
+from trainctl.train.prepare import prepare
+
+SAMPLES = 35
+"""Of 64 tokens in the three files to train on; the fourth is held out."""
+
+
+@pytest.fixture
+def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of a run of two epochs over files of 749 bytes, each followed by its end of document."""
+    monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("x" * 749)
+    assert SAMPLES == (3 * 750 - 1) // 64
+    return [
+        "recipe=tiny",
+        "hardware=1xcpu",
+        "data=files",
+        "data.paths=['*.txt']",
+        "training.sequence_length=64",
+        "training.global_batch_size=8",
+        "training.micro_batch_size=2",
+        "training.steps=null",
+        "training.epochs=2",
+    ]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert run([*arguments, "--json"]) == 0
+    document: dict[str, object] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_launch_reads_the_corpus_and_others_need_it_read(
+    overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = -(-2 * SAMPLES // 8)
+    assert run(["schedule", "show", *overrides]) == ExitCode.bad_input
+    said = capsys.readouterr().err
+    assert "TC067" in said and "has not been read here yet" in said
+    assert run(["launch", *overrides, "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert "reading the corpus, to know how long training.epochs is" in shown.err
+    assert f"total_steps = {steps}: training.epochs 2 x {SAMPLES} samples" in shown.out
+    assert planned(capsys, "schedule", "show", *overrides)["total_steps"] == steps
+    assert run(["config", "why", "training.epoch_tokens", *overrides]) == 0
+    assert "2250" in (said := capsys.readouterr().out) and "counted in the corpus" in said
+    typed = [*overrides, "training.epoch_tokens=1025"]  # counted by somebody else: 16 samples
+    assert planned(capsys, "schedule", "show", *typed)["total_steps"] == 4
+
+
+def test_a_corpus_of_another_length_is_not_trained_on(overrides: list[str], tmp_path: Path) -> None:
+    config = compose([*overrides, "training.epoch_tokens=1025"]).config
+    from trainctl.hardware import resolve_hardware
+
+    plan = resolve(config, resolve_hardware(config.hardware)).plan
+    assert plan is not None
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    with pytest.raises(TrainctlError, match="the corpus has 2250 tokens to train on"):
+        prepare(plan, paths)

@@ -1,0 +1,72 @@
+"""`training.epochs`: how many tokens a pass over the corpus has, before there is a plan.
+
+A plan is frozen before anything trains, and made by processes that see no corpus (the agent plans
+again after a node was lost). So the count becomes a part of the configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trainctl.cli.console import say
+from trainctl.errors import TrainctlError
+
+if TYPE_CHECKING:
+    from trainctl.config.compose import Composed
+    from trainctl.config.schema import RunConfig
+    from trainctl.train.corpus import Corpus
+
+COUNTED = "counted in the corpus"
+"""What set `training.epoch_tokens`, as `config why` names it."""
+
+
+def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
+    """The configuration with `training.epoch_tokens`, where the length of the run needs it.
+
+    Args:
+        composed: The configuration.
+        tokenize: Read the corpus if nobody has yet, as whoever is about to train on it may; else
+            it is counted only if the cache has it, and the plan says that it is not known (TC067).
+
+    Raises:
+        TrainctlError: A file is missing or cannot be read, where it is to be tokenized.
+    """
+    from trainctl.config.layers import Layer
+    from trainctl.plan.derive import is_counted_in_epochs
+
+    config = composed.config
+    training = config.training
+    is_known = training.epoch_tokens is not None
+    if is_known or not is_counted_in_epochs(training) or config.data.factory is not None:
+        return composed
+    if not config.trains_itself:
+        return composed
+    corpus = _tokenized(config) if tokenize else _cached(config)
+    if corpus is None:
+        return composed
+    tokens = corpus.train.tokens
+    key = "training.epoch_tokens"
+    layers = {**composed.layers, key: (*composed.layers.get(key, ()), Layer(COUNTED, tokens))}
+    counted = replace(config, training=replace(training, epoch_tokens=tokens))
+    return replace(composed, config=counted, layers=layers)
+
+
+def _cached(config: RunConfig) -> Corpus | None:
+    from trainctl.train.corpus import cached_corpus
+    from trainctl.train.tokenizer import load_tokenizer
+
+    try:
+        return cached_corpus(config.data, load_tokenizer(config.tokenizer))
+    except TrainctlError:
+        return None  # what is missing is somebody else's finding
+
+
+def _tokenized(config: RunConfig) -> Corpus:
+    from trainctl.train.corpus import build_corpus
+    from trainctl.train.prepare import Progress
+    from trainctl.train.tokenizer import load_tokenizer
+
+    if _cached(config) is None:
+        say("reading the corpus, to know how long training.epochs is; it is kept for the training")
+    return build_corpus(config.data, load_tokenizer(config.tokenizer), Progress(), say)
