@@ -54,6 +54,8 @@ def make_budget(sizes: list[int], *, capacity: int, fits: bool | None) -> dict[s
         "nvme_bytes_per_node": 0,
         "checkpoint_bytes": 12 * GIB,
         "checkpoints_kept_bytes": 36 * GIB,
+        "weights_only_bytes": 0,
+        "weights_only_kept_bytes": 0,
         "notes": [],
     }
 

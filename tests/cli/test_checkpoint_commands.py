@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_checkpoints
 
 from trainctl.cli.intact import choose_checkpoint
 from trainctl.cli.main import run
@@ -24,21 +24,14 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, pending_requests, withdraw_request
 
-CONTENT = b"weights" * 1000
+FILE_BYTES = 8 + 992 + 4 * 1500
 
 
-def save(paths: RunPaths, step: int, loss: float | None = None) -> Path:
-    folder = checkpoints.temporary_path(paths, step)
-    folder.mkdir(parents=True)
-    files = []
-    for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
-        (folder / name).write_bytes(CONTENT)
-        digest = hashlib.sha256(CONTENT).hexdigest()
-        files.append({"name": name, "bytes": len(CONTENT), "sha256": digest})
+def save(paths: RunPaths, step: int, loss: float | None = None, **facts: Any) -> Path:
     metrics = {} if loss is None else {"loss": loss}
-    manifest = {"format": checkpoints.FORMAT, "step": step, "metrics": metrics, "files": files}
-    checkpoints.write_manifest(folder, manifest)
-    return checkpoints.commit(paths, step)
+    return small_checkpoints.save(
+        paths, step, files=2, numel=1500, width=992, metrics=metrics, **facts
+    )
 
 
 def flip_a_byte(checkpoint: Path) -> None:
@@ -83,8 +76,8 @@ def test_ls_shows_sizes_metrics_marks_and_damage(
     rows = read_json(capsys)["checkpoints"]
     assert [(row["step"], row["bytes"], row["newest"], row["best"]) for row in rows] == [
         (10, None, False, False),
-        (20, 2 * len(CONTENT), False, True),
-        (30, 2 * len(CONTENT), True, False),
+        (20, 2 * FILE_BYTES, False, True),
+        (30, 2 * FILE_BYTES, True, False),
     ]
     assert "has 3 bytes" in rows[0]["problem"] and rows[1]["problem"] == ""
 

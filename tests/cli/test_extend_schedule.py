@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_checkpoints
 
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
@@ -15,6 +16,8 @@ from trainctl.plan.schedule import Curve
 from trainctl.runs import checkpoints
 from trainctl.runs.directory import open_run, read_plan
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import MANIFEST
+from trainctl.runs.records import EventWriter
 from trainctl.runs.status import State
 
 WSD = [
@@ -47,11 +50,7 @@ def launched(*overrides: str) -> RunPaths:
 
 
 def save(paths: RunPaths, step: int, **facts: Any) -> None:
-    folder = checkpoints.temporary_path(paths, step)
-    folder.mkdir(parents=True)
-    manifest = {"format": checkpoints.FORMAT, "step": step, "attempt": 1, "files": [], **facts}
-    checkpoints.write_manifest(folder, manifest)
-    checkpoints.commit(paths, step)
+    small_checkpoints.save(paths, step, **facts)
 
 
 def test_a_stable_phase_is_made_longer_and_keeps_the_peak(
@@ -99,7 +98,7 @@ def test_within_the_decay_it_is_refused_with_the_step_to_go_back_to(
     assert "left behind" in capsys.readouterr().err
     assert [info.step for info in checkpoints.list_checkpoints(paths)] == [80]
     aside = paths.checkpoints / f"step-{step:08d}.before-attempt-2"
-    assert (aside / checkpoints.MANIFEST).is_file()
+    assert (aside / MANIFEST).is_file()
     assert started == [1, 2]
 
 
@@ -172,3 +171,14 @@ def test_tokens_that_a_plan_miscounts_are_said(capsys: pytest.CaptureFixture[str
     assert "the 50 steps so far had other batches" in capsys.readouterr().err
     assert run([*resume, ramp]) == 0
     assert "had other batches" not in capsys.readouterr().err
+
+
+def test_samples_that_are_cut_otherwise_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    paths = launched()
+    save(paths, 80, samples=640)
+    with EventWriter(paths.events, 1) as events:
+        events.write("start", step=0, train_tokens=1_000_001)
+    assert run(["resume", "runs/a", "training.sequence_length=64"]) == 0
+    error = capsys.readouterr().err
+    assert "warning: training.sequence_length=64 cuts the text into 15,625 samples" in error
+    assert "is number 641 of pass 1" in error

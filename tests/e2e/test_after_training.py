@@ -23,6 +23,8 @@ def test_evaluate_sample_and_export_repeat_what_the_run_recorded(tmp_path):
     trainctl(
         "launch", *TINY, "training.steps=4", "training.evaluate_every_steps=2",
         "checkpoint.every_steps=2", "training.sample_tokens=12", "zero_stage=3",
+        "checkpoint.weights_only_every_steps=3",
+        "training.ema_decay=0.2",
         "--run-dir", "run",
         cwd=tmp_path,
     )  # fmt: skip
@@ -32,8 +34,9 @@ def test_evaluate_sample_and_export_repeat_what_the_run_recorded(tmp_path):
     assert found["checkpoint"] == "step-00000004" and found["samples"] == 4
     assert abs(found["loss"] - late["loss"]) < 1e-6
     assert found["unigram_entropy"] == late["unigram_entropy"]
-    found = as_json("evaluate", "run", "--step", "2", cwd=tmp_path)
-    assert abs(found["loss"] - early["loss"]) < 1e-6
+    found = as_json("evaluate", "run", "--step", "2", "--weights", "ema", cwd=tmp_path)
+    assert found["weights"] == "ema" and early["ema_loss"] != early["loss"]
+    assert abs(found["loss"] - early["ema_loss"]) < 1e-6
     more = as_json("evaluate", "run", "--best", "--samples", "9", cwd=tmp_path)
     assert more["samples"] == 9 and more["loss"] != found["loss"]
     assert more["checkpoint"] == "step-00000004"  # the later one has learnt more
@@ -44,6 +47,17 @@ def test_evaluate_sample_and_export_repeat_what_the_run_recorded(tmp_path):
     said = trainctl("sample", "run", "--tokens", "3", "--seed", "5", "--", "--x=1", cwd=tmp_path)
     assert "--x=1" in said
 
+    found = as_json("evaluate", "run", "--step", "3", cwd=tmp_path)
+    assert found["checkpoint"] == "weights-00000003" and found["samples"] == 4
+    assert abs(found["loss"] - late["loss"]) < 0.5
+    rows = as_json("checkpoint", "ls", "run", cwd=tmp_path)["checkpoints"]
+    assert [(row["step"], row["weights_only"]) for row in rows] == [
+        (2, False),
+        (3, True),
+        (4, False),
+    ]
+    assert rows[1]["bytes"] < rows[2]["bytes"] / 2.5  # of AdamW's three tensors one
+
     # A damaged newest one is not used: the one before it is, and that is said.
     damaged = run / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
     content = bytearray(damaged.read_bytes())
@@ -51,7 +65,7 @@ def test_evaluate_sample_and_export_repeat_what_the_run_recorded(tmp_path):
     damaged.write_bytes(content)
     said = trainctl("export", "run", "exported", "--dtype", "bf16", cwd=tmp_path)
     assert "passed over: step-00000004: rank-00000.safetensors is damaged" in said
-    assert "exported step-00000002" in said and "byte tokenizer has none" in said
+    assert "exported weights-00000003" in said and "byte tokenizer has none" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert model.dtype == torch.bfloat16
     said = trainctl("export", "run", "exported", cwd=tmp_path, code=2)

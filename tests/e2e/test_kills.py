@@ -70,14 +70,19 @@ def strike(name, launcher, run):
     assert found == code, out + err
     assert "Traceback" not in out + err
     wait(lambda: not live_processes(run), seconds=5)
+    return err
 
 
 def test_interrupted_and_terminated_while_training(tmp_path, launcher):
     """Kills of ranks, the agent and the launcher in training are in `tests/faults`."""
     run = tmp_path / "run"
     wait(lambda: len(curve(run)) >= 12)
-    strike("interrupt", launcher, run)
+    said = strike("interrupt", launcher, run)
     first = curve(run)
+    # The signal saves: nothing is lost.
+    last = f"trainctl resume {run} continues from step {max(first)}: no step is lost"
+    assert "SIGINT: saves after this step" in said or "for SIGINT" in said
+    assert said.splitlines()[-1] == last
     again = start("resume", "run", cwd=tmp_path)
     try:
         wait(lambda: max(curve(run)) >= max(first) + 12)

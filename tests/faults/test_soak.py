@@ -10,8 +10,9 @@ from commands import curve, trainctl
 from safetensors.numpy import load_file
 from struck import CONFIG
 
-from trainctl.runs.checkpoints import checkpoint_name, read_manifest
+from trainctl.runs.checkpoints import checkpoint_name
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import read_manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -11,6 +11,7 @@ raise       rank 1 raises at the third step
 segfault    rank 1 crashes in native code at the third step
 processors  say which ones it may use
 build       rank 0 compiles, as far as others can see it of torch's cpp_extension, until it is noted
+obliging    save, as far as others can see it, and end when that is asked for
 slow_exit   handle SIGTERM by ending a second later
 """
 
@@ -86,6 +87,10 @@ with EventWriter(records, tag.attempt) as events:
             ctypes.string_at(0)
         if rank == 0:
             events.write("step", step=step, loss=1.0 / step)
+        if "obliging" in behaviour and (records.parent / "requests" / "stop").exists():
+            last = step
+            break
         time.sleep(0.05)
     if rank == 0:
-        events.write("end", step=last, reason="complete")
+        reason = "stop_requested" if "obliging" in behaviour else "complete"
+        events.write("end", step=last, reason=reason)

@@ -26,7 +26,8 @@ CLEAN_SECONDS = 5.0
 
 
 def make_plan(ranks: int = 2, **launcher: Any) -> RunPlan:
-    """A plan of which only the launcher's part matters."""
+    """A plan of which only the launcher's part matters; no save is asked for, few would follow."""
+    launcher.setdefault("interrupt_grace_seconds", 0.0)
     return RunPlan(
         config=RunConfig(launcher=LauncherConfig(**launcher)),
         hardware=Hardware(

@@ -21,6 +21,9 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import holder
 from trainctl.runs.status import State
 
+SEEN = 8
+"""Steps after which the launcher, which looks ten times a second, knows of one."""
+
 
 def test_a_run_that_ends_well_leaves_nothing_and_exits_0(launches: Launches) -> None:
     launch = launches.start("steps,child")  # the ranks end well and leave children behind
@@ -118,6 +121,72 @@ def test_a_signal_to_the_launcher_stops_every_rank(launches: Launches, number: i
     status = launch.status()
     assert (status.state, status.exit_code) == (State.stopped, 128 + number)
     assert not launch.events("failure"), "a rank that was stopped has not failed"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_saves_and_keeps_its_exit_code(launches: Launches, number: int) -> None:
+    launch = launches.start("forever,obliging", interrupt_grace_seconds=30.0)
+    launch.wait_for_step(SEEN)
+    for _ in range(2):  # `timeout` sends to the program and to its group, a terminal twice
+        os.killpg(launch.process.pid, number)
+        time.sleep(0.001)
+    code, talk = launch.end()
+    assert code == 128 + number
+    last = launch.events("step")[-1]["step"]
+    assert f"saved and stopped after step {last} for {signal.Signals(number).name}" in talk
+    assert (launch.status().state, launch.status().exit_code) == (State.stopped, 128 + number)
+    (asked,) = launch.events("stopping")
+    assert asked["within_seconds"] == 30 and not list(launch.run.requests.iterdir())
+
+
+def test_a_save_that_hangs_is_not_waited_for_longer_than_its_grace(launches: Launches) -> None:
+    launch = launches.start("forever", interrupt_grace_seconds=1.5)  # it follows no request
+    launch.wait_for_step(SEEN)
+    begun = launch.run.checkpoints / ".step-00000009.tmp"
+    begun.mkdir()
+    os.kill(launch.process.pid, signal.SIGINT)
+    signalled = time.monotonic()
+    time.sleep(1.0)
+    os.kill(launch.process.pid, signal.SIGHUP)  # a terminal that closes hurries no save
+    assert launch.seconds_to_clean(signalled) >= 1.4
+    code, talk = launch.end()
+    assert code == 130 and "stopped by SIGINT" in talk
+    assert not begun.exists(), "half a checkpoint is left"
+
+
+def test_a_second_signal_does_not_wait_for_the_save(launches: Launches) -> None:
+    launch = launches.start("forever,worker,child", interrupt_grace_seconds=60.0)
+    launch.wait_for_step(SEEN)
+    os.kill(launch.process.pid, signal.SIGTERM)
+    time.sleep(0.5)
+    assert launch.process.poll() is None
+    os.kill(launch.process.pid, signal.SIGTERM)
+    launch.seconds_to_clean(time.monotonic())
+    assert launch.end()[0] == 143
+
+
+def test_a_signal_to_all_processes_at_once_is_no_failure(launches: Launches) -> None:
+    launch = launches.start("forever,obliging", interrupt_grace_seconds=60.0)
+    launch.wait_for_step(SEEN)
+    agent = launch.agent()
+    assert agent is not None
+    os.kill(launch.process.pid, signal.SIGSTOP)  # so that it finds the agent gone
+    os.kill(launch.process.pid, signal.SIGTERM)
+    os.kill(agent, signal.SIGTERM)
+    time.sleep(1.0)
+    os.kill(launch.process.pid, signal.SIGCONT)
+    code, talk = launch.end()
+    assert code == 143 and "stopped by SIGTERM" in talk
+    assert not launch.events("failure")
+
+
+def test_before_the_first_step_there_is_nothing_to_save(launches: Launches) -> None:
+    launch = launches.start("forever,torch,obliging", interrupt_grace_seconds=60.0)
+    launch.wait_for(launch.agent)
+    os.kill(launch.process.pid, signal.SIGINT)
+    launch.seconds_to_clean(time.monotonic())
+    assert launch.end()[0] == 130
+    assert not launch.events("stopping") and not launch.events("step")
 
 
 def test_ranks_may_use_the_grace(launches: Launches) -> None:

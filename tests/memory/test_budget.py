@@ -56,6 +56,8 @@ def test_json_has_the_settled_keys() -> None:
         "nvme_bytes_per_node",
         "checkpoint_bytes",
         "checkpoints_kept_bytes",
+        "weights_only_bytes",
+        "weights_only_kept_bytes",
         "notes",
     }
     assert plain["schema"] == 1
@@ -123,6 +125,20 @@ def test_checkpoints_kept_count_the_one_being_written_and_the_best() -> None:
     assert memory.checkpoints_kept_bytes == 3 * memory.checkpoint_bytes
     best = budget(make_plan(LLAMA_3_8B, checkpoint__keep=2, checkpoint__best_of="loss"))
     assert best.checkpoints_kept_bytes == 4 * memory.checkpoint_bytes
+
+
+def test_weights_alone_are_counted_beside_the_checkpoints() -> None:
+    """2 bytes a parameter in bf16; in 10 steps every 3 three of them, or those kept and one."""
+    memory = budget(make_plan(LLAMA_3_8B))
+    assert memory.weights_only_bytes == memory.weights_only_kept_bytes == 0
+    alone = budget(make_plan(LLAMA_3_8B, checkpoint__weights_only_every_steps=3))
+    assert alone.weights_only_bytes == pytest.approx(2 * 8_030_261_248, rel=1e-4)
+    assert alone.weights_only_kept_bytes == 3 * alone.weights_only_bytes
+    assert alone.checkpoints_kept_bytes == memory.checkpoints_kept_bytes
+    kept = make_plan(
+        LLAMA_3_8B, checkpoint__weights_only_every_steps=3, checkpoint__weights_only_keep=1
+    )
+    assert budget(kept).weights_only_kept_bytes == 2 * alone.weights_only_bytes
 
 
 def test_on_cpu_the_host_contains_the_ranks_once() -> None:

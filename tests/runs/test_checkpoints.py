@@ -1,11 +1,9 @@
 """Which folders count as checkpoints, what is kept, and what a damaged one says."""
 
-import hashlib
-import json
-
 import pytest
+from small_checkpoints import save
 
-from trainctl.runs import checkpoints
+from trainctl.runs import checkpoints, manifest
 from trainctl.runs.layout import RunPaths
 
 FILE = "rank-00000.safetensors"
@@ -17,19 +15,7 @@ def run(tmp_path):
 
 
 def make(run, step, metrics=None, **facts):
-    folder = checkpoints.temporary_path(run, step)
-    folder.mkdir(parents=True)
-    content = b"x" * 10
-    (folder / FILE).write_bytes(content)
-    manifest = {
-        "format": checkpoints.FORMAT,
-        "step": step,
-        "metrics": metrics or {},
-        **facts,
-        "files": [{"name": FILE, "bytes": 10, "sha256": hashlib.sha256(content).hexdigest()}],
-    }
-    checkpoints.write_manifest(folder, manifest)
-    return checkpoints.commit(run, step)
+    return save(run, step, metrics=metrics or {}, **facts)
 
 
 def steps(run):
@@ -50,9 +36,9 @@ def test_only_committed_and_whole_ones_count(run):
     ("damage", "message"),
     [
         (lambda p: (p / "rank-00000.safetensors").unlink(), "is missing"),
-        (lambda p: (p / "rank-00000.safetensors").write_bytes(b"x"), "has 1 bytes, not 10"),
+        (lambda p: (p / "rank-00000.safetensors").write_bytes(b"x"), "has 1 bytes, not "),
         (lambda p: (p / "manifest.json").write_text("{"), "manifest is not readable"),
-        (lambda p: (p / "manifest.json").write_text("[]"), "not a manifest"),
+        (lambda p: (p / "manifest.json").write_text("[]"), "no JSON object"),
         (lambda p: (p / "manifest.json").write_text('{"format": 99, "files": []}'), "format 99"),
     ],
 )
@@ -104,19 +90,19 @@ def test_no_checkpoints_folder_is_no_checkpoint(run):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda p: (p / FILE).write_bytes(b"x" * 9 + b"y"), f"{FILE} is damaged"),
-        (lambda p: (p / FILE).write_bytes(b"x" * 9), f"{FILE} has 9 bytes, not 10"),
+        (lambda p: (p / FILE).write_bytes((p / FILE).read_bytes()[:-1] + b"y"), "is damaged"),
+        (lambda p: (p / FILE).write_bytes(b"x" * 9), f"{FILE} has 9 bytes, not "),
         (lambda p: (p / FILE).unlink(), f"{FILE} is missing"),
         (lambda p: replace_in(p / "manifest.json", '"step": 10', '"step": 11'), "manifest.json is"),
-        (lambda p: replace_in(p / "manifest.json", '"bytes": 10', '"bytes": "a"'), "manifest.json"),
+        (lambda p: replace_in(p / "manifest.json", '"bytes": ', '"bytes": 1'), "manifest.json"),
         (lambda p: (p / "manifest.json").unlink(), "manifest is not readable"),
     ],
 )
 def test_verify_reads_every_byte_and_names_the_file(run, damage, message):
     path = make(run, 10)
-    assert checkpoints.verify(path) == []
+    assert manifest.verify(path) == []
     damage(path)
-    (problem,) = checkpoints.verify(path)
+    (problem,) = manifest.verify(path)
     assert message in problem
 
 
@@ -124,14 +110,6 @@ def replace_in(file, old, new):
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))
-
-
-def test_a_manifest_without_a_checksum_of_its_own_is_read(run):
-    """The first ones had none."""
-    path = make(run, 10)
-    manifest = checkpoints.read_manifest(path)
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoints.read_manifest(path) == manifest
 
 
 @pytest.mark.parametrize("content", [None, "", "step-00000099\n", "../x\n", "/etc\n", "\0"])
@@ -160,9 +138,7 @@ def test_the_phases_of_a_commit_are_told_in_order(run):
     told = []
     make(run, 10)
     make(run, 20)
-    folder = checkpoints.temporary_path(run, 30)
-    folder.mkdir()
-    checkpoints.write_manifest(folder, {"format": checkpoints.FORMAT, "files": []})
+    make(run, 30).rename(checkpoints.temporary_path(run, 30))
     checkpoints.commit(run, 30, lambda phase: told.append((phase, steps(run))))
     checkpoints.rotate(
         run, keep=2, best_of=None, reached=lambda phase: told.append((phase, steps(run)))
@@ -196,3 +172,34 @@ def test_going_back_leaves_the_later_ones_behind(run):
     assert steps(run) == [10] and all(path.is_dir() for path in aside)
     assert (run.checkpoints / "latest").read_text().strip() == "step-00000010"
     assert checkpoints.rotate(run, keep=1, best_of=None) == []
+
+
+def test_weights_alone_are_kept_by_a_rule_of_their_own_and_never_found(run):
+    make(run, 10)
+    for step in (10, 20, 30, 40):
+        make(run, step, weights_only=True)
+    assert steps(run) == [10]
+    newest, passed_over = checkpoints.newest_checkpoint(run)
+    assert newest is not None and newest.step == 10 and passed_over == []
+    assert (run.checkpoints / "latest").read_text() == "step-00000010\n"
+    assert checkpoints.rotate(run, keep=1, best_of=None) == []
+    assert checkpoints.rotate_weights(run, keep=None) == []
+    assert len(checkpoints.rotate_weights(run, keep=3)) == 1
+    alone = checkpoints.list_checkpoints(run, weights_only=True)
+    assert [(info.step, info.weights_only) for info in alone] == [
+        (20, True),
+        (30, True),
+        (40, True),
+    ]
+    aside = checkpoints.leave_behind(run, 30, attempt=2)
+    assert [path.name for path in aside] == ["weights-00000040.before-attempt-2"]
+
+
+def test_weights_under_the_name_of_a_checkpoint_are_none(run):
+    weights = make(run, 10, weights_only=True)
+    weights.rename(weights.with_name("step-00000010"))
+    newest, (problem,) = checkpoints.newest_checkpoint(run)
+    assert newest is None and "of the weights alone" in problem
+    make(run, 20).rename(run.checkpoints / "weights-00000020")
+    (look,) = checkpoints.examine(run, weights_only=True)
+    assert "of the whole state" in look.problem

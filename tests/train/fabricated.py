@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 
 from trainctl.config.schema import ModelConfig
+from trainctl.plan.identity import description
 from trainctl.plan.mup import multipliers
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import FORMAT, write_manifest
 from trainctl.train.model import skeleton
 from trainctl.train.tensor_file import write_tensors
 
@@ -34,10 +36,14 @@ def fabricate(run: RunPaths, model: ModelConfig, *, step: int = 1, deviation: fl
             offset += numel
         size, digest = write_tensors(folder / file, {"master/0": torch.cat(parts)})
         files.append({"name": file, "bytes": size, "sha256": digest})
-    checkpoints.write_manifest(
+    listed = {name: list(shape) for name, shape in shapes.items()}
+    write_manifest(
         folder,
         {
-            "format": checkpoints.FORMAT,
+            "format": FORMAT,
+            "run": checkpoints.own_id(run) or "",
+            "model": description(model, listed),
+            "weights_only": False,
             "step": step,
             "samples": 0,
             "tokens": 0,
@@ -46,7 +52,7 @@ def fabricate(run: RunPaths, model: ModelConfig, *, step: int = 1, deviation: fl
             "states": ["master"],
             "scalars": {},
             "multipliers": multipliers(model),
-            "shapes": {name: list(shape) for name, shape in shapes.items()},
+            "shapes": listed,
             "files": files,
             "fragments": fragments,
         },

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainctl.config.schema import ModelConfig
+from trainctl.plan.identity import description
 from trainctl.train.process import Process
 from trainctl.train.state import MASTER, Fragment
 
@@ -59,10 +61,20 @@ class PlainState:
         return nullcontext()
 
 
-def facts(step: int) -> dict[str, Any]:
+def facts(step: int, *, ranks: int = 1, weights_only: bool = False) -> dict[str, Any]:
     """What a manifest says besides the fragments."""
-    shapes = {f"parameter.{rank}.{index}": [NUMEL] for rank in range(2) for index in range(2)}
-    return {"step": step, "samples": 0, "tokens": 0, "metrics": {}, "shapes": shapes}
+    shapes = {f"parameter.{rank}.{index}": [NUMEL] for rank in range(ranks) for index in range(2)}
+    return {
+        "run": "",
+        "model": description(ModelConfig(), shapes),
+        "weights_only": weights_only,
+        "step": step,
+        "samples": 0,
+        "tokens": 0,
+        "metrics": {},
+        "corpus_digest": "",
+        "shapes": shapes,
+    }
 
 
 @contextmanager

@@ -158,7 +158,7 @@ def test_the_average_on_every_axis_and_in_host_memory(tmp_path: Path) -> None:
         others.append(case_of(config, tmp_path / f"host-{stage}"))
     train_cases(2, [whole, *others])
     for case in others:
-        assert_close(weights_of(case), weights_of(whole), 1e-5)
+        assert_close(weights_of(case), weights_of(whole), 1e-4)  # Adam, where gradients are nothing
         assert_evaluated(case)
 
 

@@ -12,6 +12,7 @@ from trainctl.config.schema import DataType, DecayShape, LrScaling, OnBadLoss, S
 from trainctl.plan.schedule import PERIODIC, Curve
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import verify
 from trainctl.runs.records import read_events, step_curve
 
 STEPS = 6
@@ -140,7 +141,7 @@ def test_a_finished_run_is_extended_from_its_stable_phase(tmp_path):
     peak = longer.config.optimizer.lr
     assert all(set(rates[step].values()) == {peak} for step in range(2, LONGER - 2))
     assert set(rates[LONGER].values()) == {0.1 * peak}
-    assert checkpoints.verify(left) == []  # the decayed model is still there
+    assert verify(left) == []  # the decayed model is still there
     steps = [info.step for info in checkpoints.list_checkpoints(run)]
     assert steps == [STABLE, LONGER - 3, LONGER]
 

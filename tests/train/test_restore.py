@@ -8,12 +8,13 @@ from rank_processes import tiny_config, tiny_plan
 from stand_ins import NUMEL, PlainState, facts, only_rank
 
 from trainctl.config.codec import to_plain
-from trainctl.config.schema import CheckpointConfig, DataType
+from trainctl.config.schema import CheckpointConfig, DataType, ModelConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
+from trainctl.train.checkpoint import CheckpointWeights
 from trainctl.train.replay import Replay
 from trainctl.train.restore import newest_intact, weights_of
 from trainctl.train.saver import Saver
@@ -79,6 +80,55 @@ def test_weights_come_from_a_run_or_one_of_its_checkpoints(run, process, tmp_pat
         weights_of(file_of(run, 2).parent, process)
 
 
+def test_every_tensor_is_asked_for_or_nothing_is_loaded(run, process):
+    """Whichever of the two has more, and where the checkpoint does not say which model it is of."""
+    shapes = facts(3)["shapes"]
+    found = newest_intact(run, process)
+    assert found is not None
+    del found.manifest["model"]
+    found.check(ModelConfig(), shapes)
+    for name in shapes:
+        fewer = {other: shape for other, shape in shapes.items() if other != name}
+        with pytest.raises(TrainctlError, match=f"the model has no {name}") as failure:
+            found.check(ModelConfig(), fewer)
+        assert failure.value.exit_code is ExitCode.run_state
+        with pytest.raises(TrainctlError, match=rf"{name} has shape \[1000\], the model's is"):
+            found.check(ModelConfig(), shapes | {name: [10, 100]})
+    with pytest.raises(TrainctlError, match="lacks another and 1 more tensors"):
+        found.check(ModelConfig(), shapes | {"another": [1], "third": [1]})
+    with pytest.raises(TrainctlError, match=r"model\.initial_weights: .* the model has no "):
+        CheckpointWeights(found, ModelConfig(), fewer)
+
+
+def test_another_model_is_refused_and_a_longer_context_is_a_new_run(run, process):
+    found, shapes = newest_intact(run, process), facts(3)["shapes"]
+    assert found is not None
+    longer, other = ModelConfig(rope_theta=5e5), ModelConfig(num_attention_heads=2, head_dim=32)
+    for model in (longer, other):
+        with pytest.raises(TrainctlError, match="step-00000003 is of another model"):
+            found.check(model, shapes)
+    CheckpointWeights(found, longer, shapes)
+    with pytest.raises(TrainctlError, match="num_attention_heads was 4, and is 2"):
+        CheckpointWeights(found, other, shapes)
+
+
+def test_states_of_another_optimizer_are_not_taken_for_one_s_own(run, process):
+    found = newest_intact(run, process)
+    assert found is not None and found.was_updated
+    found.check_states({"exp_avg"})
+    for wanted in ({"exp_avg", "exp_avg_sq"}, set(), {"momentum_buffer"}):
+        with pytest.raises(TrainctlError, match="the states of another optimizer, exp_avg;"):
+            found.check_states(wanted)
+
+
+def test_a_checkpoint_that_was_copied_from_another_run_is_passed_over(run, process, capsys):
+    """Of equal shapes; what the run's own record says counts."""
+    write_json(run.record, {"id": "mine", "created": 0.0})
+    with pytest.raises(TrainctlError, match="step-00000003: it is of another run"):
+        newest_intact(run, process)
+    assert len(checkpoints.checkpoint_folders(run)) == 3
+
+
 def replay(folder, process, now, *, before=None, loss=5.0):
     """What the records of steps 11 and 12 make a resume at step 10 expect."""
     run = RunPaths(folder)
@@ -127,6 +177,7 @@ def test_another_loss_at_a_replayed_step_stops_and_says_both(tmp_path, process):
         ({}, [11, 12]),
         ({"zero_stage__stage": 3}, [11, 12]),
         ({"checkpoint__keep": 9}, [11, 12]),
+        ({"model__num_attention_heads": 2}, [11, 12]),
         ({"optimizer__lr": 0.5}, [11]),
         ({"checkpoint__compare_replay": False}, []),
         ({"training__seed": 8}, []),

@@ -15,6 +15,7 @@ from trainctl.config.schema import CheckpointConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import verify
 from trainctl.train import saver as saver_module
 from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.faults import VARIABLE
@@ -107,13 +108,38 @@ def test_the_loop_goes_on_when_the_device_s_copies_are_there(run, process, monke
     assert torch.all(saved_values(run, 1) == 1.0)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_weights_alone_are_saved_beside_in_their_own_format(run, process, asynchronous):
+    """And kept by their own rule; the copies of the one kind are not those of the other."""
+    config = CheckpointConfig(keep=1, asynchronous=asynchronous, weights_only_keep=2)
+    saver = Saver(run, process, PlainState(1.001), config, torch.bfloat16)
+    for step in (1, 2, 3):
+        saver.save(facts(step))
+        saver.save(facts(step, weights_only=True))
+    saver.wait()
+    assert [(saved.step, saved.weights_only) for saved in saver.take_saved()] == [
+        (step, weights_only) for step in (1, 2, 3) for weights_only in (False, True)
+    ]
+    assert saved_steps(run) == [3]
+    alone = checkpoints.list_checkpoints(run, weights_only=True)
+    assert [info.step for info in alone] == [2, 3]
+    assert all(verify(info.path) == [] for info in alone)
+    (whole,) = checkpoints.list_checkpoints(run)
+    assert alone[0].size_bytes < whole.size_bytes / 3.5  # 2 bytes an element in place of 8
+    weights = Checkpoint(alone[1].path)
+    values = weights.read("parameter.0.1", torch.Size([NUMEL]), 0, NUMEL)
+    assert torch.equal(values, torch.full((NUMEL,), 1.001).bfloat16().float())
+    assert torch.all(saved_values(run, 3) == torch.tensor(1.001))
+    assert not weights.was_updated and weights.manifest["states"] == ["master"]
+
+
 def test_what_does_not_fit_is_not_begun(run, process, monkeypatch):
     state = PlainState(1.0)
     config = CheckpointConfig(keep=1)
     Saver(run, process, state, config).save(facts(1))
     full = SimpleNamespace(total=10**9, free=2 * 2 * 4 * NUMEL)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    with pytest.raises(TrainctlError, match=r"could not be saved: .*GB are free") as failure:
+    with pytest.raises(TrainctlError, match=r"could not be saved: .* are free") as failure:
         Saver(run, process, state, config).save(facts(2))
     assert failure.value.exit_code is ExitCode.environment
     names = sorted(path.name for path in run.checkpoints.iterdir())
@@ -139,6 +165,7 @@ def fail_on_one_rank(cases, process):
     """What each rank sees; runs in the ranks."""
     run = cases[0].run
     saver = Saver(run, process, PlainState(1.0, process.rank), BEHIND)
+    both = {"ranks": process.world_size}
     original = saver_module.write_checkpoint
 
     def with_blocked_file(run, process, part, fields, **options):
@@ -151,7 +178,7 @@ def fail_on_one_rank(cases, process):
         return original(run, process, blocked, fields, **options)
 
     saver_module.write_checkpoint = with_blocked_file
-    saver.save(facts(1))
+    saver.save(facts(1, **both))
     try:
         saver.wait()
         problem = ""
@@ -161,7 +188,7 @@ def fail_on_one_rank(cases, process):
     after_failure = saved_steps(run) + [path.name for path in run.checkpoints.glob(".*")]
     process.barrier()
     saver_module.write_checkpoint = original
-    saver.save(facts(2))
+    saver.save(facts(2, **both))
     saver.wait()
     return {"problem": problem, "after_failure": after_failure, "after_next": saved_steps(run)}
 
@@ -182,7 +209,7 @@ def test_a_kill_in_any_phase_leaves_a_whole_checkpoint(tmp_path, asynchronous):
         assert _killed_at(run, phase, config) == signal.SIGKILL
         assert saved_steps(run) == steps, phase
         for info in checkpoints.list_checkpoints(run):
-            assert checkpoints.verify(info.path) == []
+            assert verify(info.path) == []
         checkpoints.clean_temporary(run)
         assert not list(run.checkpoints.glob(".step-*"))
         pointer = run.checkpoints / "latest"

@@ -25,6 +25,7 @@ from trainctl.runs.causes import Cause, disk_is_full, exit_code, host_oom_kills
 from trainctl.runs.command import AttemptCommand, read_command
 from trainctl.runs.directory import read_plan
 from trainctl.runs.failures import describe, error_line, is_lost_peer, settle
+from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import (
     PARENT_VARIABLE,
@@ -113,6 +114,8 @@ class Agent:
             code = int(ExitCode.internal_error)
             self._report(code, message=message, exit_code=code)
         sweep(self._tag, grace_seconds=self._grace_seconds)
+        for file in self._attempt.root.glob(f"{self._attempt.store.name}*"):
+            file.unlink(missing_ok=True)
         leave(code)
 
     def _supervise(self) -> int:
@@ -142,14 +145,33 @@ class Agent:
         address, port = self._place.rendezvous or (command.address, command.port)
         if nodes > 1:
             use_interface_towards(address)
-        rendezvous = NodeRendezvous(self._tag.run_id, self._node, nodes, address, port)
+        # A program of the user's is told a port; one that is asked for is used.
+        is_file = nodes == 1 and port is None and not command.is_users
+        rendezvous = NodeRendezvous(
+            self._tag.run_id,
+            self._node,
+            nodes,
+            address,
+            port,
+            file=self._attempt.store if is_file else None,
+        )
         if command.prepare:
             from trainctl.train.prepare import prepare
 
             # The first node alone where all share a cache; the others then find what it made.
             if self._node > 0:
                 rendezvous.await_mark("prepared", guard.yield_if_stopping)
-            prepare(plan, self._run, self._tell_corpus)
+            if self._node == 0:
+                shown = Heartbeat(self._attempt.preparation)
+                prepare(
+                    plan,
+                    self._run,
+                    self._tell_corpus,
+                    lambda text: shown.beat(Phase.start, doing=text),
+                )
+                shown.beat(Phase.start, doing="starting the ranks")
+            else:
+                prepare(plan, self._run, self._tell_corpus)
             rendezvous.mark("prepared")
 
         code = 0

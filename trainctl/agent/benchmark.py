@@ -23,7 +23,7 @@ from trainctl.errors import ExitCode
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.processes import RunTag, die_with_parent
+from trainctl.runs.processes import STORE_VARIABLE, RunTag, die_with_parent
 from trainctl.runs.records import EventWriter
 
 SLOW = 0.8
@@ -111,7 +111,13 @@ def _join(plan: RunPlan) -> torch.device:
     device = torch.device("cpu" if on_cpu else f"cuda:{os.environ['LOCAL_RANK']}")
     if not on_cpu:
         torch.cuda.set_device(device)
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store: dist.Store
+    if STORE_VARIABLE in os.environ:  # another file: torch removes it behind the last rank
+        file = f"{os.environ[STORE_VARIABLE]}.benchmark"
+        os.close(os.open(file, os.O_CREAT | os.O_CLOEXEC, 0o600))
+        store = dist.FileStore(file)
+    else:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     dist.init_process_group(
         "gloo" if on_cpu else "nccl",
         store=dist.PrefixStore("benchmark", store),

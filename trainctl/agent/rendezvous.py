@@ -1,5 +1,11 @@
 """Where the agents and ranks of an attempt meet: a store that the first node's agent keeps.
 
+On a single node that is no socket: the agent's store is in its own memory, and the ranks meet in a
+file of the attempt that only the run's owner can open, since any user of the machine may connect to
+a port of its loopback. Between nodes, and for a program of the user's (which is told `MASTER_ADDR`
+and `MASTER_PORT`), it is torch's TCP store, which knows no users: whoever reaches the port can read
+and write it.
+
 Membership is fixed for an attempt, since a launcher starts a new one after a loss: so nodes are
 numbered by their launcher (ranks keep their places), and nothing has to be voted on.
 """
@@ -7,11 +13,13 @@ numbered by their launcher (ranks keep their places), and nothing has to be vote
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -19,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.processes import STORE_VARIABLE
 
 LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=300)
@@ -37,21 +46,38 @@ class NodeRendezvous(RendezvousHandler):
         nodes: How many there are.
         address: Of the first node, as all of them reach it; a single node uses the loopback.
         port: To listen on; None takes a free one, which only a single node can.
+        file: For the ranks of a single node to meet in, in place of a port; None is a port.
 
     Raises:
         TrainctlError: The port is taken, or the first node cannot be reached (exit code 4).
     """
 
     def __init__(
-        self, run_id: str, node: int, nodes: int, address: str | None, port: int | None
+        self,
+        run_id: str,
+        node: int,
+        nodes: int,
+        address: str | None,
+        port: int | None,
+        *,
+        file: Path | None = None,
     ) -> None:
+        self.port: int
         self._run_id = run_id
         self._node = node
         self._nodes = nodes
         self.address = address if address is not None and nodes > 1 else LOOPBACK
-        if node == 0:
+        self._store: Store
+        self._is_file = file is not None
+        if file is not None:
+            assert nodes == 1
+            os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            os.environ[STORE_VARIABLE] = str(file)
+            self.port = 0
+            self._store = HashStore()
+        elif node == 0:
             listener = _listen(self.address, port)
-            self.port: int = listener.getsockname()[1]
+            self.port = listener.getsockname()[1]
             self._store = TCPStore(
                 self.address,
                 self.port,
@@ -104,8 +130,8 @@ class NodeRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks use this store; none of them has to find a port."""
-        return True
+        """Whether the ranks use this store, where none of them has to find a port."""
+        return not self._is_file
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The nodes in the order of their numbers."""

@@ -59,7 +59,7 @@ def verify(
     paths = intact.open_or_newest(run)
     with Meter() as meter:
         rows: list[dict[str, Any]] = [
-            {"step": number, "path": str(path), "problems": intact.verify(path, meter)}
+            {"step": number, "path": str(path), "problems": intact.verify(paths, path, meter)}
             for number, path in intact.select(paths, None if step is None else [step])
         ]
     if as_json:
@@ -83,7 +83,7 @@ def rm(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove checkpoints of a run that is not training.
+    """Remove checkpoints of a run that is not training, those of the weights alone as well.
 
     Example: trainctl checkpoint rm runs/NAME 1000 2000
     """
@@ -167,27 +167,29 @@ def _wait_for_save(run: RunPaths, follower: EventFollower, since: tuple[int, int
 def _rows(run: RunPaths) -> list[dict[str, Any]]:
     """What `ls` shows of each folder; the path to a damaged one comes with what is wrong."""
     from trainctl.runs.attempts import config_of
-    from trainctl.runs.checkpoints import checkpoint_folders, list_checkpoints, verify
+    from trainctl.runs.checkpoints import examine
 
-    infos = list_checkpoints(run)
-    whole = {info.path: info for info in infos}
+    full = examine(run)
+    infos = [look.info for look in full if look.info is not None]
     metric = config_of(run).checkpoint.best_of or "loss"
     scored = [info for info in infos if metric in info.metrics]
     best = min(scored, key=lambda info: info.metrics[metric]) if scored else None
+    newest = infos[-1] if infos else None
     rows = []
-    for step, path in checkpoint_folders(run):
-        info = whole.get(path)
+    for look in sorted([*examine(run, weights_only=True), *full], key=lambda look: look.step):
+        info = look.info
         rows.append(
             {
-                "step": step,
-                "path": str(path),
-                "saved": path.stat().st_mtime,
+                "step": look.step,
+                "path": str(look.path),
+                "saved": look.path.stat().st_mtime,
                 "bytes": info.size_bytes if info else None,
                 "metrics": info.metrics if info else {},
-                "newest": info is not None and info is infos[-1],
+                "weights_only": look.path.name.startswith("weights"),
+                "newest": info is not None and info is newest,
                 "best": info is not None and info is best,
                 "kept_for": info.kept_for if info else "",
-                "problem": "" if info else verify(path)[0],
+                "problem": look.problem,
             }
         )
     return rows
@@ -202,6 +204,8 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     table.columns[0].justify = table.columns[2].justify = "right"
     for row in rows:
         marks = [mark for mark in ("newest", "best") if row[mark]]
+        if row["weights_only"]:
+            marks.append("weights only")
         if row["kept_for"]:
             marks.append(f"kept: {row['kept_for'].replace('_', ' ')}")
         table.add_row(
@@ -223,11 +227,12 @@ def _require_another(run: RunPaths, doomed: list[Path]) -> None:
     from trainctl.cli.meter import Meter
     from trainctl.runs.checkpoints import checkpoint_folders
 
-    kept = [path for _, path in reversed(checkpoint_folders(run)) if path not in doomed]
+    full = [path for _, path in reversed(checkpoint_folders(run))]
     with Meter() as meter:
-        if any(not verify(path, meter) for path in kept):
+        if any(not verify(run, path, meter) for path in full if path not in doomed):
             return
-        last = next((path for path in reversed(doomed) if not verify(path, meter)), None)
+        going = (path for path in full if path in doomed and not verify(run, path, meter))
+        last = next(going, None)
     if last is not None:
         raise TrainctlError(
             f"{last.name} is the last intact checkpoint of {run.root}",

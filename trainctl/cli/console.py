@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
@@ -22,6 +23,10 @@ PIPE_WIDTH = 100
 STYLES = {"error": "31", "warning": "33", "good": "32"}
 """Codes of ANSI's Select Graphic Rendition: red, yellow, green."""
 
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""C0 and C1 without tab and line feed; what turns the direction of writing; and the bytes of a path
+that are no UTF-8."""
 
 _output = {"is_needed": True}
 """Whether a command is there for what it prints."""
@@ -67,6 +72,7 @@ def say(text: str, *, style: str = "") -> None:
 
 
 def _write(stream: TextIO, text: str, style: str) -> None:
+    text = visible(text)
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     if style and stream.isatty() and not is_plain:
         text = f"\x1b[{STYLES[style]}m{text}\x1b[0m"
@@ -80,18 +86,24 @@ def print_json(value: Any, *, indent: int | None = 2) -> None:
     Characters are escaped where the output's encoding may not have them.
     """
     is_ascii = (sys.stdout.encoding or "utf-8").lower() not in ("utf-8", "utf8")
-    put(json.dumps(value, indent=indent, ensure_ascii=is_ascii))
+    text = json.dumps(value, indent=indent, ensure_ascii=is_ascii)
+    # Control characters above 127, and bytes that are no UTF-8, have escapes in JSON as well.
+    put(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def rich_console(*, stderr: bool = False) -> Console:
     """Rich on stdout or stderr, for what needs it; without colour where `put` has none."""
     from rich.console import Console
+    from rich.text import Text
 
     class PlainConsole(Console):
         """One for which a reader who has gone means what he means to `put`."""
 
         def on_broken_pipe(self) -> None:
             _lose_reader(BrokenPipeError())
+
+        def render_str(self, text: str, **settings: Any) -> Text:
+            return super().render_str(visible(text), **settings)
 
     console = PlainConsole(highlight=False, markup=False, emoji=False, stderr=stderr)
     if not console.is_terminal:
@@ -110,6 +122,16 @@ def size_text(size: float) -> str:
         if size >= unit:
             return f"{size / unit:.3g} {name}"
     return f"{size:g} B"
+
+
+def visible(text: str) -> str:
+    """A text whose control characters are seen, and not obeyed by a terminal: names of runs and
+    paths may have any. Ends of lines and tabs stay.
+
+    >>> visible("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def printable(line: str) -> str:

@@ -1,4 +1,4 @@
-"""What a resume does to the learning rate: refused, or said."""
+"""What a resume does to the learning rate and to the order of the samples: refused, or said."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from trainctl.runs.layout import RunPaths
 
 
-def compare_schedules(run: RunPaths, checkpoint: CheckpointInfo, made: RunPlan) -> None:
-    """Compare the schedule of a plan with the one that a checkpoint was trained with.
+def compare_with_checkpoint(run: RunPaths, checkpoint: CheckpointInfo, made: RunPlan) -> None:
+    """Compare the schedule and data of a plan with those that a checkpoint was trained with.
 
     Args:
         run: The run.
@@ -33,6 +33,7 @@ def compare_schedules(run: RunPaths, checkpoint: CheckpointInfo, made: RunPlan) 
     if not file.is_file():
         return
     before, step = read_plan(file), checkpoint.step
+    _say_order(run, checkpoint, before, made)
     back_to = step_before_decay(before, made, step)
     if back_to is not None:
         earlier = [info.step for info in list_checkpoints(run) if info.step <= back_to]
@@ -59,3 +60,17 @@ def compare_schedules(run: RunPaths, checkpoint: CheckpointInfo, made: RunPlan) 
             "schedule.unit=tokens counts them: training.batch_ramp can say what they were",
             style="warning",
         )
+
+
+def _say_order(run: RunPaths, checkpoint: CheckpointInfo, before: RunPlan, made: RunPlan) -> None:
+    """Say what the plan does to the order of the samples."""
+    from trainctl.plan.sample_order import changes_of_order
+    from trainctl.runs.checkpoints import read_manifest
+    from trainctl.runs.records import read_events
+
+    starts = read_events(run.events, "start")
+    if not starts:
+        return
+    samples, tokens = read_manifest(checkpoint.path)["samples"], starts[-1]["train_tokens"]
+    for change in changes_of_order(before, made, int(samples), int(tokens)):
+        say(f"warning: {change}", style="warning")

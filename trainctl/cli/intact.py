@@ -11,6 +11,7 @@ from trainctl.cli.meter import Meter
 from trainctl.errors import ExitCode, TrainctlError
 
 if TYPE_CHECKING:
+    from trainctl.config.schema import RunConfig
     from trainctl.runs.layout import RunPaths
 
 
@@ -40,7 +41,7 @@ def choose_checkpoint(run: RunPaths, meter: Meter, *, step: int | None, best: bo
     if step is not None and best:
         raise TrainctlError("--step and --best name two checkpoints", hint="leave one of them out")
     for path in _candidates(run, step=step, best=best):
-        problems = verify(path, meter)
+        problems = verify(run, path, meter)
         if not problems:
             return path
         if step is not None:
@@ -52,14 +53,13 @@ def choose_checkpoint(run: RunPaths, meter: Meter, *, step: int | None, best: bo
 def _candidates(run: RunPaths, *, step: int | None, best: bool) -> list[Path]:
     """Folders to try in turn."""
     from trainctl.runs.attempts import config_of
-    from trainctl.runs.checkpoints import checkpoint_folders, list_checkpoints
+    from trainctl.runs.checkpoints import list_checkpoints
 
-    if step is not None:
-        return [path for _, path in select(run, [step])]
-    if not best:
-        return [path for _, path in reversed(checkpoint_folders(run))]
+    if step is not None or not best:
+        return [path for _, path in reversed(select(run, None if step is None else [step]))]
     metric = config_of(run).checkpoint.best_of or "loss"
-    scored = [info for info in list_checkpoints(run) if metric in info.metrics]
+    found = [info for alone in (False, True) for info in list_checkpoints(run, weights_only=alone)]
+    scored = [info for info in found if metric in info.metrics]
     if not scored:
         raise TrainctlError(
             f"no checkpoint of {run.root} was saved at an evaluation: none is the best by {metric}",
@@ -72,15 +72,18 @@ def _candidates(run: RunPaths, *, step: int | None, best: bool) -> list[Path]:
 def select(run: RunPaths, steps: Sequence[int] | None = None) -> list[tuple[int, Path]]:
     """Step and path of the checkpoints of these steps, or of all: whole or not, oldest first.
 
+    Those of the weights alone are among them, each before the full one of its step.
+
     Raises:
         TrainctlError: There is none, or none of one of the steps (exit code 5).
     """
     from trainctl.runs.checkpoints import checkpoint_folders
 
-    folders = checkpoint_folders(run)
+    alone = checkpoint_folders(run, weights_only=True)
+    folders = sorted([*alone, *checkpoint_folders(run)], key=lambda item: item[0])
     if not folders:
         raise TrainctlError(f"{run.root} has no checkpoint", exit_code=ExitCode.run_state)
-    here = [step for step, _ in folders]
+    here = list(dict.fromkeys(step for step, _ in folders))
     for step in steps or ():
         if step not in here:
             raise TrainctlError(
@@ -91,19 +94,45 @@ def select(run: RunPaths, steps: Sequence[int] | None = None) -> list[tuple[int,
     return [item for item in folders if steps is None or item[0] in steps]
 
 
-def verify(path: Path, meter: Meter) -> list[str]:
-    """What is wrong with a checkpoint, having read every byte of it; empty if it is intact."""
-    from trainctl.runs.checkpoints import read_manifest, verify_files
+def check_goes_on(config: RunConfig, path: Path) -> None:
+    """Refuse to go on from a checkpoint of another model or optimizer; say if it cannot be known.
+
+    Raises:
+        TrainctlError: It is of another one, or gone or damaged by now (exit code 5).
+    """
+    from trainctl.plan.identity import check_model, check_optimizer
+    from trainctl.runs.manifest import is_old, read_manifest
 
     try:
-        entries = read_manifest(path)["files"]
+        manifest = read_manifest(path)
+    except ValueError as error:
+        raise TrainctlError(str(error), exit_code=ExitCode.run_state) from None
+    if is_old(manifest):
+        say(
+            f"warning: {path.name} was saved by trainctl {manifest.get('trainctl', '')}, which did "
+            "not note which run and model it is of: that its tensors have the names and shapes of "
+            "the model's is all that can be checked",
+            style="warning",
+        )
+    check_model(config.model, path.name, manifest)
+    check_optimizer(config, path.name, manifest)
+
+
+def verify(run: RunPaths, path: Path, meter: Meter) -> list[str]:
+    """What is wrong with a checkpoint of a run, having read every byte of it; empty if intact."""
+    from trainctl.runs.checkpoints import own_id
+    from trainctl.runs.manifest import read_manifest, verify_files
+
+    try:
+        manifest = read_manifest(path, own_id(run))
     except ValueError as error:
         return [str(error)]
     problems: list[str] = []
+    entries = manifest["files"]
     done, total = 0, sum(entry["bytes"] for entry in entries)
     for entry in entries:
         meter(f"verifying {path.name}", done, total)
-        problems += verify_files(path, [entry])
+        problems += verify_files(path, manifest, [entry])
         done += entry["bytes"]
     meter(f"verifying {path.name}", done, total)
     return problems

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from trainctl.cli.console import go_on_without_reader, print_json, put, say
-from trainctl.cli.extend import compare_schedules
+from trainctl.cli.extend import compare_with_checkpoint
 from trainctl.cli.findings import findings_to_json, show_error, show_findings
 from trainctl.cli.planning import Planned, plan, show_suggestions
 from trainctl.cli.readiness import checkpoint_bytes, machine_findings
@@ -35,6 +35,7 @@ def start_run(
     dry_run: bool,
     force: bool,
     as_json: bool,
+    verbose: bool = False,
     detach: bool = False,
 ) -> None:
     """Start a new run in a new directory; with `detach` only start it.
@@ -48,10 +49,13 @@ def start_run(
     if not dry_run:
         go_on_without_reader()
     planned = plan(composed, with_files=True, tokenize=True)
-    made = _accept(planned, force=force, as_json=as_json)
+    made = _accept(planned, force=force, as_json=as_json, verbose=verbose or dry_run)
     if dry_run:
+        from trainctl.launch.choose import has_scheduler
         from trainctl.runs.layout import RunPaths
 
+        if has_scheduler(made.config):  # which is handed files, and looks at no machine
+            _check_machine(planned, made, run_dir or DEFAULT_ROOT)
         _show_start(planned, made, RunPaths(run_dir or Path("runs/NEW")), as_json=as_json)
         return
     _check_machine(planned, made, run_dir or DEFAULT_ROOT)
@@ -67,6 +71,7 @@ def resume_run(
     dry_run: bool,
     force: bool,
     as_json: bool,
+    verbose: bool = False,
     step: int | None = None,
     attempt: int | None = None,
     from_start: bool = False,
@@ -82,6 +87,7 @@ def resume_run(
         dry_run: Only show.
         force: Start although the budget does not fit.
         as_json: Records on stdout as JSON lines, nothing else.
+        verbose: Show the whole plan and budget.
         step: Of the checkpoint to go on from; those after it are left behind.
         attempt: Whose configuration it is; None is the one that stands for the run.
         from_start: Begin anew, leaving all checkpoints behind.
@@ -91,12 +97,11 @@ def resume_run(
         TrainctlError: Not a run, in use, no checkpoint, or the plan is refused.
         typer.Exit: The run did not end well; carries its exit code.
     """
+    from trainctl.cli.intact import check_goes_on
     from trainctl.cli.standing import passed_over_findings
     from trainctl.config.diff import diff
     from trainctl.launch import program
-    from trainctl.plan.mup import check_multipliers
     from trainctl.runs.attempts import config_of, standing_attempt
-    from trainctl.runs.checkpoints import read_manifest
     from trainctl.runs.directory import open_run
     from trainctl.runs.lock import hold
 
@@ -113,19 +118,16 @@ def resume_run(
         if not composed.config.trains_itself:
             checkpoint = None
         elif checkpoint is None and not from_start:
-            _require_nothing_saved(run)
+            require_nothing_saved(run)
         folder = program.folder(composed.config, run)
         planned = plan(composed, with_files=True, tokenize=True, folder=folder)
         _show_changes(diff(before, planned.composed.config), run, attempt or standing.number)
         if checkpoint is not None and _is_done(run, checkpoint, planned):
             return
         if checkpoint is not None and planned.assessment.plan is not None:
-            compare_schedules(run, checkpoint, planned.assessment.plan)
-        made = _accept(planned, force=force, as_json=as_json)
-        if checkpoint is not None:
-            check_multipliers(
-                made.config.model, checkpoint.path.name, read_manifest(checkpoint.path)
-            )
+            check_goes_on(planned.composed.config, checkpoint.path)
+            compare_with_checkpoint(run, checkpoint, planned.assessment.plan)
+        made = _accept(planned, force=force, as_json=as_json, verbose=verbose or dry_run)
         say(_resuming(run, made, checkpoint, from_start=from_start))
         if dry_run:
             _show_start(planned, made, run, as_json=as_json)
@@ -137,7 +139,7 @@ def resume_run(
         _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
-def _require_nothing_saved(run: RunPaths) -> None:
+def require_nothing_saved(run: RunPaths) -> None:
     """Refuse to begin anew where checkpoints were saved, and none of them can be gone on from.
 
     Raises:
@@ -146,7 +148,7 @@ def _require_nothing_saved(run: RunPaths) -> None:
     from trainctl.runs.checkpoints import examine
     from trainctl.runs.records import read_events
 
-    problems = [problem for _, problem in examine(run) if problem]
+    problems = [look.problem for look in examine(run) if look.problem]
     saved = [int(event["step"]) for event in read_events(run.events, "checkpoint")]
     if problems:
         what = f"no checkpoint of {run.root} is complete: {'; '.join(problems)}"
@@ -211,17 +213,26 @@ def _is_done(run: RunPaths, checkpoint: CheckpointInfo, planned: Planned) -> boo
     return False
 
 
-def _accept(planned: Planned, *, force: bool, as_json: bool) -> RunPlan:
-    """Show plan, findings and budget; give the plan, or refuse it."""
-    from trainctl.cli.budget_view import show_budget
+def _accept(planned: Planned, *, force: bool, as_json: bool, verbose: bool) -> RunPlan:
+    """Show plan, budget and findings; give the plan, or refuse it.
+
+    In brief, that what follows stays on the screen; whole where that is asked for, or it does not
+    fit.
+    """
+    from trainctl.cli.budget_view import show_brief_budget, show_budget
     from trainctl.cli.plan_view import show_plan
     from trainctl.config.user_code import not_applied
 
     made, budget = planned.assessment.plan, planned.assessment.budget
     if made is None or budget is None or planned.errors_but_fit:
         raise TrainctlError.from_findings(planned.findings)
+    is_brief = not verbose and not planned.errors
     if not as_json:
-        show_plan(made)
+        show_plan(made, brief=is_brief)
+    if not as_json and is_brief:
+        show_brief_budget(budget.to_json())
+        put("--verbose shows the reasons and the whole budget")
+    elif not as_json:
         show_budget(budget.to_json(), host_capacity_bytes=planned.hardware.host_memory_bytes)
     show_findings([*planned.findings, *not_applied(planned.composed)])
     if planned.errors:
@@ -269,7 +280,13 @@ def _run_attempt(
             return
         shown: Progress | Follower
         if made.config.trains_itself or as_json:
-            shown = Progress(stop_step=made.stop_step, every_steps=every, as_json=as_json)
+            shown = Progress(
+                stop_step=made.stop_step,
+                every_steps=every,
+                as_json=as_json,
+                run=run,
+                attempt=attempt.number,
+            )
         else:
             shown = Follower(run)
         with shown as on_event:
@@ -283,15 +300,16 @@ def _run_attempt(
                 )
             )
     _show_stragglers(run)
-    if outcome.exit_code:
-        _show_failure(run, made, outcome)
-        raise typer.Exit(outcome.exit_code)
-    if outcome.message:
+    if outcome.state is State.failed:
+        _show_failure(outcome)
+    elif outcome.message:
         say(outcome.message)
-    if not as_json:
+    if not as_json and not outcome.exit_code:
         put(f"run directory: {run.root}")
-    if outcome.state is State.stopped:
+    if outcome.state in (State.failed, State.stopped):
         _say_where_it_goes_on(run, made)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
 
 
 def _show_stragglers(run: RunPaths) -> None:
@@ -324,14 +342,13 @@ def _detach(
     say(f"detached: `trainctl runs attach {run.root}` shows it, `trainctl runs stop` ends it")
 
 
-def _show_failure(run: RunPaths, made: RunPlan, outcome: Outcome) -> None:
-    """How the attempt ended, the end of the log that tells more, and how to go on."""
+def _show_failure(outcome: Outcome) -> None:
+    """How the attempt ended, and the end of the log that tells more."""
     if outcome.log_tail:
         say(f"the end of {outcome.log}:")
         for line in outcome.log_tail:
             say(f"  {line}")
     show_error(outcome.message, outcome.hint)
-    _say_where_it_goes_on(run, made)
 
 
 def _say_where_it_goes_on(run: RunPaths, made: RunPlan) -> None:
@@ -382,12 +399,12 @@ def _checkpoint(run: RunPaths, step: int | None) -> CheckpointInfo | None:
     if step is not None:
         from trainctl.cli.intact import select
 
-        ((_, path),) = select(run, [step])
-        for info, problem in examine(run):
-            if info is not None and info.path == path:
-                return info
-            if problem.startswith(path.name):
-                raise TrainctlError(problem, exit_code=ExitCode.run_state)
+        ((_, path), *_) = select(run, [step])
+        look = next((look for look in examine(run) if look.step == step), None)
+        if look is not None and look.info is not None:
+            return look.info
+        problem = look.problem if look else f"{path.name} has the weights alone: no run goes on"
+        raise TrainctlError(problem, exit_code=ExitCode.run_state)
     checkpoint, passed_over = newest_checkpoint(run)
     for problem in passed_over:
         say(f"warning: checkpoint passed over: {problem}", style="warning")

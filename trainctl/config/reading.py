@@ -5,32 +5,43 @@ One damaged or hostile file must not hold up a command, or keep the others of a 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 MOST_BYTES = 64 << 20
 """Of a file that this house has written: a plan for ten thousand nodes takes a few MiB."""
+
+
+def open_file(path: Path) -> BinaryIO:
+    """An ordinary file, to be read from its beginning.
+
+    Raises:
+        OSError: It cannot be read, or is a pipe, a device or a folder.
+    """
+    # Without O_NONBLOCK, to open a pipe waits for somebody who writes.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """The content of an ordinary file.
 
     Raises:
-        OSError: It cannot be read, or is a pipe, a device or a folder.
+        OSError: As `open_file`.
         ValueError: It is larger than `most_bytes`.
     """
-    # Without O_NONBLOCK, to open a pipe waits for somebody who writes.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as stream:  # noqa: PTH123  (a descriptor)
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(0, "it is no ordinary file", str(path))
-        if status.st_size > most_bytes:
-            raise ValueError(f"it has {status.st_size:,} bytes, more than {most_bytes:,}")
-        return stream.read(most_bytes + 1)
+    with open_file(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > most_bytes:
+            raise ValueError(f"it has {size:,} bytes, more than {most_bytes:,}")
+        return stream.read(most_bytes)
 
 
 def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:

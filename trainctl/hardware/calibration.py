@@ -7,13 +7,13 @@ measured with, is as good as none.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainctl.config.reading import read_json
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware.facts import Hardware
 
@@ -104,7 +104,7 @@ def installed_torch() -> str:
 
 def _entries() -> dict[str, Any]:
     try:
-        content = json.loads(calibration_file().read_text(encoding="utf-8"))
+        content = read_json(calibration_file())
     except (OSError, ValueError, TrainctlError):
         return {}
     is_ours = isinstance(content, dict) and content.get("schema") == CALIBRATION_SCHEMA

@@ -5,15 +5,16 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 import psutil
 
+from trainctl.errors import ExitCode
 from trainctl.launch.agents import Agents
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import last_attempt
-from trainctl.runs.failures import signal_name
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import RunTag, sweep
 from trainctl.runs.records import Event, iter_events
@@ -27,52 +28,76 @@ from trainctl.runs.requests import (
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+_SAME_SECONDS = 0.3
+"""Signals so close together are one: `timeout` and other wrappers send theirs to a program and
+to its group."""
+
 
 class Stop:
     """While it is entered, signals end the launch in good order instead of this process.
 
-    The first SIGTERM of a launch with `launcher.stop_grace_seconds` asks the ranks to save and
-    end. Every other first signal, and the end of that time, is passed to the agents, which end
-    their ranks within the grace; another signal kills all at once. This is done in the handler, so
-    that a launcher that is stuck writing to its terminal stops its ranks too. A signal that this
-    process was told to ignore (nohup) stays ignored.
+    The first signal asks the ranks to save and end, if there is something to save: SIGTERM of a
+    launch with `launcher.stop_grace_seconds` (a scheduler's, that starts it again) always, any
+    other once a step was made, within `launcher.interrupt_grace_seconds`. A second signal, the end
+    of that time, and a first one before the first step are passed to the agents, which end their
+    ranks within their grace; another kills all at once. SIGHUP hurries no save: a terminal that
+    closes sends several. All this is done in the handler, so that a launcher that is stuck writing
+    to its terminal stops its ranks too. A signal that this process was told to ignore (nohup)
+    stays ignored.
 
     Args:
         run: The run.
-        stop_grace_seconds: Time to save and end after SIGTERM; 0 ends at once.
+        stop_grace_seconds: Time to save and end after a scheduler's SIGTERM; 0 has none such.
+        interrupt_grace_seconds: Time to save and end after another signal; 0 ends at once.
         limit: The launch's time limit.
 
     Attributes:
         received: The signal that ended the launch, if one did.
         asked: What the ranks were asked to save and end for: a signal's name, or the time limit.
+        interrupted: The signal that asked them, unless it was a scheduler's.
+        patience_seconds: How long they may take; None without a limit.
     """
 
-    def __init__(self, run: RunPaths, *, stop_grace_seconds: float, limit: TimeLimit) -> None:
+    def __init__(
+        self,
+        run: RunPaths,
+        *,
+        stop_grace_seconds: float,
+        limit: TimeLimit,
+        interrupt_grace_seconds: float = 0.0,
+    ) -> None:
         self.received: signal.Signals | None = None
         self.asked = ""
+        self.interrupted: signal.Signals | None = None
+        self.patience_seconds: float | None = None
         self._run = run
         self._grace_seconds = stop_grace_seconds
+        self._interrupt_grace_seconds = interrupt_grace_seconds
         self._limit = limit
         self._asked_by: signal.Signals | None = None
         self._asked_itself = self._is_preempted = False
-        self._save_by = float("inf")
+        self._has_steps = False
+        self._asked_at = self._save_by = float("inf")
         self._agents: Agents | None = None
         self._tag: RunTag | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     @classmethod
     def of_launch(cls, run: RunPaths, plan: RunPlan) -> Self:
-        """With the grace and the time limit of a plan.
+        """With the graces and the time limit of a plan.
 
-        A program of the user's reads no requests: a signal is passed to it, and no more.
+        A program of the user's reads no requests: a signal is passed to it, and no more. Nor is
+        anything saved for a signal in a run that was told never to save.
         """
         if not plan.config.trains_itself:
             return cls(run, stop_grace_seconds=0.0, limit=TimeLimit(None))
-        minutes = plan.config.training.time_limit_minutes
+        minutes, launcher = plan.config.training.time_limit_minutes, plan.config.launcher
+        saves = plan.config.checkpoint.saves_something
         return cls(
             run,
-            stop_grace_seconds=plan.config.launcher.stop_grace_seconds,
-            limit=TimeLimit(minutes, iter_events(run.events, "step", "checkpoint")),
+            stop_grace_seconds=launcher.stop_grace_seconds,
+            interrupt_grace_seconds=launcher.interrupt_grace_seconds if saves else 0.0,
+            limit=TimeLimit(minutes, iter_events(run.events, "step", "checkpoint", "weights")),
         )
 
     @property
@@ -85,19 +110,30 @@ class Stop:
         """Whether a scheduler has told both this process and an agent to end."""
         return self._asked_itself and self._is_preempted
 
+    @property
+    def code_when_saved(self) -> int:
+        """Exit code of a launch whose ranks saved and ended as they were asked to."""
+        if self.interrupted is not None:
+            return 128 + self.interrupted
+        return int(ExitCode.requeue if self.asked else ExitCode.success)
+
     def forward_to(self, agents: Agents, tag: RunTag) -> None:
         """The agents to stop; at once if a signal came before they were started."""
-        self._agents, self._tag = agents, tag
+        self._agents, self._tag, self._has_steps = agents, tag, False
         if self.received:
             agents.terminate()
 
     def observe(self, event: Event) -> None:
-        """A record of the attempt: how long its steps and saves take, and an agent's SIGTERM."""
+        """A record of the attempt: how long its steps and saves take, whether there is anything to
+        save, and an agent's SIGTERM."""
         self._limit.observe(event)
-        if event["event"] == "preempted" and not self._is_preempted:
+        kind = event["event"]
+        self._has_steps = kind not in ("failure", "end") and (self._has_steps or kind == "step")
+        if kind == "preempted" and not self._is_preempted:
             self._is_preempted = True
             if self.received is None:
-                self._ask_within_grace(signal.SIGTERM, f"SIGTERM to node {event['node']}")
+                reason = f"SIGTERM to node {event['node']}"
+                self._ask_within(self._grace_seconds, signal.SIGTERM, reason)
 
     def check_time(self) -> None:
         """Ask for the end in time before the time limit, end a save that takes too long, and
@@ -128,22 +164,38 @@ class Stop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self.asked:  # and perhaps not followed
+            with suppress(OSError):
+                withdraw_request(self._run, Request.stop)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
-        may_save = received is signal.SIGTERM and self._grace_seconds > 0
-        was_asked, self._asked_itself = self._asked_itself, True
-        if may_save and not was_asked and self.received is None:
-            self._ask_within_grace(received, signal_name(number))
-        else:
+        is_first, self._asked_itself = not self._asked_itself, True
+        if is_first and self.received is None and self._save_for(received):
+            return
+        saves = self._asked_by is not None and self.received is None
+        is_same = time.monotonic() - self._asked_at < _SAME_SECONDS
+        if not (saves and (is_same or received is signal.SIGHUP)):
             self._end(received)
 
-    def _ask_within_grace(self, number: signal.Signals, reason: str) -> None:
+    def _save_for(self, number: signal.Signals) -> bool:
+        """Ask the ranks to save and end, if this signal asks for that and there is time for it."""
+        if number is signal.SIGTERM and self._grace_seconds > 0:
+            self._ask_within(self._grace_seconds, number, number.name)
+        elif self._has_steps and self._interrupt_grace_seconds > 0:
+            self.interrupted = number
+            self._ask_within(self._interrupt_grace_seconds, number, number.name)
+        else:
+            return False
+        return True
+
+    def _ask_within(self, seconds: float, number: signal.Signals, reason: str) -> None:
         if self._asked_by is None:
-            self._asked_by = number
-            self._save_by = time.monotonic() + self._grace_seconds
+            self._asked_by, self.patience_seconds = number, seconds
+            self._asked_at = time.monotonic()
+            self._save_by = self._asked_at + seconds
             self._ask(reason)
 
     def _ask(self, reason: str) -> None:
@@ -194,7 +246,7 @@ class TimeLimit:
 
     def observe(self, event: Event) -> None:
         """Learn from a record."""
-        if event["event"] == "checkpoint":
+        if event["event"] in ("checkpoint", "weights"):
             self._longest_save = max(self._longest_save, event.get("seconds", 0.0))
         elif event["event"] == "step":
             last, self._last_step = self._last_step, event

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
-from trainctl.errors import ExitCode
 from trainctl.launch.agents import Agents
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.stop import Stop
 from trainctl.runs.causes import Cause
-from trainctl.runs.failures import sentence, signal_name
+from trainctl.runs.checkpoints import clean_temporary
+from trainctl.runs.failures import sentence
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.processes import RunTag, sweep
 from trainctl.runs.records import Event, EventFollower, EventWriter
@@ -76,9 +77,13 @@ def supervise(
         try:
             stop.forward_to(agents, attempt.tag)
             deadline = None
+            told = False
             while agents.poll() is None:
                 records.poll()
                 stop.check_time()
+                if stop.asked and not told:
+                    told = True
+                    _say_stopping(writer, stop)
                 if status.state is State.starting and records.has_started:
                     status = _say_running(attempt.run, status)
                 if deadline is None and (stop.received or records.failure):
@@ -95,7 +100,9 @@ def supervise(
         code = agents.returncode
         assert code is not None
         records.poll()
-        if code != 0 and not records.failure and not stop.received:
+        if stop.received and not stuck:
+            clean_temporary(attempt.run)  # of a save that the signal cut short
+        if code != 0 and not records.failure and not stop.received and not stop.interrupted:
             failure = agents.describe_death()
             try:
                 writer.write("failure", **failure)
@@ -109,6 +116,12 @@ def supervise(
                 status.changed(outcome.state, exit_code=outcome.exit_code, message=outcome.message),
             )
         return outcome
+
+
+def _say_stopping(writer: EventWriter, stop: Stop) -> None:
+    """Record that the ranks were asked to save and end; on a full disk they will say more."""
+    with suppress(OSError):
+        writer.write("stopping", reason=stop.asked, within_seconds=stop.patience_seconds)
 
 
 def _say_running(run: RunPaths, status: Status) -> Status:
@@ -174,17 +187,18 @@ def _outcome(code: int, stop: Stop, records: _Records, stuck: set[int]) -> Outco
         if end is None or end["reason"] != "stop_requested":
             return Outcome(exit_code=0, state=State.finished)
         return Outcome(
-            exit_code=ExitCode.requeue if stop.asked else ExitCode.success,
+            exit_code=stop.code_when_saved,
             state=State.stopped,
             message=f"saved and stopped after step {end['step']} for {stop.asked or 'a request'}",
         )
-    if stop.received is not None:
-        return Outcome(
-            exit_code=128 + stop.received,
-            state=State.stopped,
-            message=f"stopped by {signal_name(stop.received)}{left}",
-        )
     failure = records.failure
+    signalled = stop.received or _ended_by_signal(stop, failure)
+    if signalled is not None:
+        return Outcome(
+            exit_code=128 + signalled,
+            state=State.stopped,
+            message=f"stopped by {signalled.name}{left}",
+        )
     assert failure is not None
     code = failure.get("launch_exit_code", code)
     return Outcome(
@@ -196,3 +210,12 @@ def _outcome(code: int, stop: Stop, records: _Records, stuck: set[int]) -> Outco
         log_tail=tuple(failure["log_tail"]),
         may_pass=Cause(failure["cause"]).may_pass and not stuck and not stop.is_wanted,
     )
+
+
+def _ended_by_signal(stop: Stop, failure: Event | None) -> Signals | None:
+    """The signal that asked for a save which it did not leave the ranks the time for: whoever sent
+    it to this launcher sent it to the agents, or the ranks, as well."""
+    if stop.interrupted is None:
+        return None
+    is_its_doing = failure is None or failure.get("signal") == stop.interrupted.name
+    return stop.interrupted if is_its_doing else None

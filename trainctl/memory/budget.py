@@ -22,6 +22,8 @@ from trainctl.memory.host import (
     checkpoints_kept_bytes,
     host_budget,
     nvme_bytes,
+    weights_only_bytes,
+    weights_only_kept_bytes,
 )
 from trainctl.memory.phases import phases
 from trainctl.memory.runtime import (
@@ -90,6 +92,8 @@ class MemoryBudget:
         nvme_bytes_per_node: Swap files of one machine.
         checkpoint_bytes: One checkpoint on disk.
         checkpoints_kept_bytes: All that are there at once.
+        weights_only_bytes: One of the weights alone; 0 if none is saved.
+        weights_only_kept_bytes: All of these that are there at once.
         notes: What the reader should know about these figures.
     """
 
@@ -104,6 +108,8 @@ class MemoryBudget:
     nvme_bytes_per_node: int
     checkpoint_bytes: int
     checkpoints_kept_bytes: int
+    weights_only_bytes: int
+    weights_only_kept_bytes: int
     notes: tuple[str, ...]
 
     @property
@@ -154,6 +160,8 @@ class MemoryBudget:
             "nvme_bytes_per_node": self.nvme_bytes_per_node,
             "checkpoint_bytes": self.checkpoint_bytes,
             "checkpoints_kept_bytes": self.checkpoints_kept_bytes,
+            "weights_only_bytes": self.weights_only_bytes,
+            "weights_only_kept_bytes": self.weights_only_kept_bytes,
             "notes": list(self.notes),
         }
 
@@ -176,7 +184,7 @@ def budget(plan: RunPlan, traced: TracedModel | None = None) -> MemoryBudget:
     fragmentation = fragmentation_of(plan)
     low, high = band(worst_stage.components, runtime, fragmentation)
     capacity = plan.hardware.device_memory_bytes
-    one = checkpoint_bytes(plan, engine)
+    one, alone = checkpoint_bytes(plan, engine), weights_only_bytes(plan, engine)
     # The machine that holds the largest stage may hold only ranks of it.
     host = max(
         (host_budget(plan, engine, stage, peak) for stage in held),
@@ -199,6 +207,8 @@ def budget(plan: RunPlan, traced: TracedModel | None = None) -> MemoryBudget:
         nvme_bytes_per_node=max(nvme_bytes(plan, engine, stage) for stage in held),
         checkpoint_bytes=one,
         checkpoints_kept_bytes=checkpoints_kept_bytes(plan, one),
+        weights_only_bytes=alone,
+        weights_only_kept_bytes=weights_only_kept_bytes(plan, alone),
         notes=tuple(_notes(plan, traced)),
     )
 
@@ -234,9 +244,7 @@ def _notes(plan: RunPlan, traced: TracedModel | None) -> list[str]:
             "On cpu a device is a process: the host's figure contains the devices' memory."
         )
     if config.model.family is ModelFamily.hf and traced is None:
-        notes.append(
-            "The model directory is counted as a Llama of the same shape; --exact traces it."
-        )
+        notes.append("Activations are counted as those of a Llama of the same shape.")
     if config.precision.compute is DataType.fp8:
         notes.append("fp8 is counted as bf16: its savings are in compute, not in states.")
     if config.kernels.compile is not CompileKind.none:

@@ -120,7 +120,8 @@ def _checkpoint_copy(plan: RunPlan, engine: Engine) -> dict[str, int]:
     nvme = engine.offload.optimizer is OffloadDevice.nvme
     if not plan.config.checkpoint.asynchronous or nvme:
         return {}
-    share = checkpoint_bytes(plan, engine) // plan.mesh.world_size
+    whole = checkpoint_bytes(plan, engine) + weights_only_bytes(plan, engine)
+    share = whole // plan.mesh.world_size
     on_host = engine.offloads_optimizer or engine.on_cpu
     return {"checkpoint_copy": share if on_host else _pinned(engine, share)}
 
@@ -174,3 +175,23 @@ def checkpoints_kept_bytes(plan: RunPlan, one: int) -> int:
     settings = plan.config.checkpoint
     best, stable = settings.best_of is not None, Curve.of(plan).stable_end is not None
     return one * (settings.keep + 1 + best + stable)
+
+
+def weights_only_bytes(plan: RunPlan, engine: Engine) -> int:
+    """One checkpoint of the weights alone, in the format that they are computed in; 0 if none is
+    saved."""
+    if plan.config.checkpoint.weights_only_every_steps is None:
+        return 0
+    count = count_parameters(plan.config.model)
+    return engine.weight_bytes * count.total + CHECKPOINT_MANIFEST_BYTES * count.tensors
+
+
+def weights_only_kept_bytes(plan: RunPlan, one: int) -> int:
+    """All of them on disk at once: those of the whole run, or those kept and the one being
+    written."""
+    settings = plan.config.checkpoint
+    every, keep = settings.weights_only_every_steps, settings.weights_only_keep
+    if every is None:
+        return 0
+    made = plan.total_steps // every
+    return one * (made if keep is None else min(made, keep + 1))

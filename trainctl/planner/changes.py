@@ -17,6 +17,7 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.hardware import Hardware
+from trainctl.plan.nearest import divisors
 from trainctl.plan.types import Batch
 from trainctl.planner.variants import Values
 
@@ -24,6 +25,9 @@ FULL_NODE = 8
 """Devices of a machine before more machines are suggested."""
 MOST_DOUBLINGS = 3
 """Of the devices, and of the micro batch."""
+
+MOST_SIZES = 12
+"""Micro batches to try; a billion has a hundred divisors."""
 
 KEPT = (CheckpointingMode.full, CheckpointingMode.selective, CheckpointingMode.none)
 """Kinds of recomputation by how much they keep."""
@@ -118,7 +122,7 @@ def _smaller_batches(config: RunConfig, batch: Batch, doublings: int) -> list[Ch
     """Micro batches on twice `doublings` as many devices; the same ones where those are more."""
     micro, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
     changes = []
-    for smaller in (size for size in range(micro, 0, -1) if micro % size == 0):
+    for smaller in _spread(divisors(micro)):
         steps, rest = divmod(accumulation * (micro // smaller), 2**doublings)
         if rest or not steps or (smaller == micro and not doublings):
             continue
@@ -127,6 +131,14 @@ def _smaller_batches(config: RunConfig, batch: Batch, doublings: int) -> list[Ch
             kind, reach = "accumulation", 0.0
         changes.append(_change(kind, reach, _batch_values(config, smaller, steps)))
     return changes
+
+
+def _spread(sizes: list[int]) -> list[int]:
+    """At most `MOST_SIZES` of ascending sizes, the largest first; the ends are always there."""
+    if len(sizes) > MOST_SIZES:
+        last = len(sizes) - 1
+        sizes = [sizes[round(k * last / (MOST_SIZES - 1))] for k in range(MOST_SIZES)]
+    return sizes[::-1]
 
 
 def _larger_batches(config: RunConfig, batch: Batch) -> list[Change]:

@@ -8,14 +8,16 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from trainctl.runs.access import file_mode
+
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file by `text` (UTF-8).
+    """Replace the file by `text` (UTF-8; bytes of a path that are none stay as they are).
 
     Raises:
         OSError: As `write_bytes`.
     """
-    write_bytes(path, text.encode())
+    write_bytes(path, text.encode(errors="surrogateescape"))
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -28,7 +30,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     # signal's handler of this one.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with temporary.open("wb") as stream:
+        with open(temporary, "xb", opener=_as_its_folder) as stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
@@ -37,6 +39,11 @@ def write_bytes(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def _as_its_folder(path: str, flags: int) -> int:
+    """Open a new file for those who may see the folder that it lies in."""
+    return os.open(path, flags, file_mode(Path(path).parent))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,38 +1,32 @@
-"""Committed checkpoints of a run: names, manifests, checksums, pointers, rotation. No torch.
+"""Committed checkpoints of a run: names, pointers, rotation. No torch.
 
 A checkpoint is written under a temporary name and renamed when every file is complete, so a folder
-named `step-…` with an undamaged manifest whose files all have the listed sizes is a whole one.
-Everything else is ignored by whoever loads, lists or counts. Whole is what a look at names and
-sizes tells; `verify` also reads every byte, and that is done before anything is loaded.
+named `step-…` with an undamaged manifest of this run and step, whose files all have the listed
+sizes, is a whole one. Everything else is ignored by whoever loads, lists or counts. Whole is what a
+look at names and sizes tells; `manifest.verify` also reads every byte, and that is done before
+anything is loaded.
+
+A folder named `weights-…` has the weights alone, for everything but a resume: it is asked for by
+`weights_only`, never found where a checkpoint is looked for.
 
 The pointers `latest` and `best` are written for people and never read.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from trainctl.runs.atomic import sync_directory, write_json, write_text
+from trainctl.runs.atomic import sync_directory, write_text
+from trainctl.runs.directory import run_id
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import NAME, read_manifest
 
-FORMAT = 1
-"""Version of the manifest and of the files that it lists."""
-
-MANIFEST = "manifest.json"
 LATEST = "latest"
 BEST = "best"
-
-_NAME = re.compile(r"step-(\d{8,})")
-_DIGEST = "sha256"
-"""Key of the manifest's own checksum, over everything else in it."""
 
 Reached = Callable[[str], None]
 """Told the phases of a save as they begin: a hook for tests that kill there."""
@@ -55,6 +49,7 @@ class CheckpointInfo:
             empty if it may be.
         attempt: Number of the attempt that saved it; 0 if it does not say.
         patience: Of early stopping: `best`, `best_step` and `evaluations_since`, if anything.
+        weights_only: Whether it has the weights alone: nothing goes on from it.
     """
 
     step: int
@@ -64,88 +59,43 @@ class CheckpointInfo:
     kept_for: str = ""
     attempt: int = 0
     patience: Mapping[str, float] = field(default_factory=dict)
+    weights_only: bool = False
 
 
-def checkpoint_name(step: int) -> str:
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a look at a folder with a checkpoint's name found.
+
+    Attributes:
+        step: By its name.
+        path: The folder.
+        info: Of a whole checkpoint; None if it is none.
+        problem: What is wrong with it then.
+    """
+
+    step: int
+    path: Path
+    info: CheckpointInfo | None
+    problem: str
+
+
+def checkpoint_name(step: int, *, weights_only: bool = False) -> str:
     """Folder name of the checkpoint after `step` optimizer steps."""
-    return f"step-{step:08d}"
+    return f"{'weights' if weights_only else 'step'}-{step:08d}"
 
 
-def temporary_path(run: RunPaths, step: int) -> Path:
+def temporary_path(run: RunPaths, step: int, *, weights_only: bool = False) -> Path:
     """Where a checkpoint is written before it is committed."""
-    return run.checkpoints / f".{checkpoint_name(step)}.tmp"
+    return run.checkpoints / f".{checkpoint_name(step, weights_only=weights_only)}.tmp"
 
 
-def write_manifest(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Write the manifest of a checkpoint, with the checksum of its own content.
-
-    Raises:
-        OSError: The disk is full, or the folder is gone.
-    """
-    write_json(folder / MANIFEST, {**fields, _DIGEST: _digest(fields)})
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder.
+def own_id(run: RunPaths) -> str | None:
+    """What the manifests of a run's checkpoints name it; None where nothing says so.
 
     Raises:
-        ValueError: It is missing, damaged or of a newer format, or a listed file is not there with
-            its size; says which.
+        TrainctlError: Its record cannot be read (exit code 5).
     """
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name}: manifest is not readable ({error})") from None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), list):
-        raise ValueError(f"{path.name}: not a manifest")
-    digest = manifest.pop(_DIGEST, None)
-    if digest is not None and digest != _digest(manifest):
-        raise ValueError(f"{path.name}: {MANIFEST} is damaged (its checksum does not match)")
-    found = manifest.get("format")
-    if not isinstance(found, int) or found > FORMAT:
-        raise ValueError(
-            f"{path.name}: format {found} is newer than this trainctl reads ({FORMAT})"
-        )
-    for entry in manifest["files"]:
-        try:
-            file, expected = path / Path(entry["name"]).name, int(entry["bytes"])
-        except (TypeError, KeyError, ValueError):
-            raise ValueError(f"{path.name}: not a manifest") from None
-        size = file.stat().st_size if file.is_file() else None
-        if size != expected:
-            problem = "is missing" if size is None else f"has {size} bytes, not {expected}"
-            raise ValueError(f"{path.name}: {file.name} {problem}")
-    return manifest
-
-
-def verify(path: Path) -> list[str]:
-    """What is wrong with a checkpoint, having read every byte of it; empty if it is intact."""
-    try:
-        manifest = read_manifest(path)
-    except ValueError as error:
-        return [str(error)]
-    return verify_files(path, manifest["files"])
-
-
-def verify_files(path: Path, entries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What is wrong with some of a checkpoint's files; `read_manifest` has found them in size.
-
-    Args:
-        path: The checkpoint.
-        entries: From its manifest; ranks share out the work by these.
-    """
-    problems = []
-    for entry in entries:
-        file = path / Path(entry["name"]).name
-        try:
-            with file.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        except OSError as error:
-            problems.append(f"{path.name}: {file.name} cannot be read ({error.strerror})")
-            continue
-        if digest != entry.get("sha256"):
-            problems.append(f"{path.name}: {file.name} is damaged (its checksum does not match)")
-    return problems
+    return run_id(run) if run.record.is_file() else None
 
 
 def set_aside(path: Path) -> Path:
@@ -169,10 +119,10 @@ def leave_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
     Returns:
         Where they are now, the newest first: whatever interrupts this, no gap is left behind.
     """
-    aside = []
+    aside = leave_weights_behind(run, step, attempt=attempt)
     for number, path in reversed(checkpoint_folders(run)):
         if number > step:
-            aside.append(path.rename(path.with_name(f"{path.name}.before-attempt-{attempt}")))
+            aside.append(_leave(path, attempt))
         elif number == step:
             _point(run, LATEST, path)
     if not checkpoint_folders(run):
@@ -182,62 +132,72 @@ def leave_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
     return aside
 
 
-def _digest(fields: Mapping[str, Any]) -> str:
-    """SHA-256 of JSON values, whatever the layout of the text that held them."""
-    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+def leave_weights_behind(run: RunPaths, step: int, *, attempt: int) -> list[Path]:
+    """The same with those of the weights alone: an attempt may not make them again."""
+    later = [path for at, path in checkpoint_folders(run, weights_only=True) if at > step]
+    return [_leave(path, attempt) for path in reversed(later)]
 
 
-def list_checkpoints(run: RunPaths) -> list[CheckpointInfo]:
-    """Whole checkpoints of the run, oldest first."""
-    return [info for info, _ in examine(run) if info is not None]
+def _leave(path: Path, attempt: int) -> Path:
+    return path.rename(path.with_name(f"{path.name}.before-attempt-{attempt}"))
+
+
+def list_checkpoints(run: RunPaths, *, weights_only: bool = False) -> list[CheckpointInfo]:
+    """Whole checkpoints of the run, oldest first; those of the weights alone if these are asked
+    for."""
+    looks = examine(run, weights_only=weights_only)
+    return [look.info for look in looks if look.info is not None]
 
 
 def newest_checkpoint(run: RunPaths) -> tuple[CheckpointInfo | None, list[str]]:
     """The newest whole checkpoint, and why newer folders were passed over."""
     passed_over: list[str] = []
-    for info, problem in reversed(examine(run)):
-        if info is not None:
-            return info, passed_over
-        passed_over.append(problem)
+    for look in reversed(examine(run)):
+        if look.info is not None:
+            return look.info, passed_over
+        passed_over.append(look.problem)
     return None, passed_over
 
 
-def checkpoint_folders(run: RunPaths) -> list[tuple[int, Path]]:
+def checkpoint_folders(run: RunPaths, *, weights_only: bool = False) -> list[tuple[int, Path]]:
     """Step and path of every folder with a checkpoint's name, whole or not, oldest first."""
     found: list[tuple[int, Path]] = []
     if run.checkpoints.is_dir():
         for path in run.checkpoints.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match and path.is_dir():
-                found.append((int(match[1]), path))
+            match = NAME.fullmatch(path.name)
+            if match and (match[1] == "weights") == weights_only and path.is_dir():
+                found.append((int(match[2]), path))
     return sorted(found)
 
 
-def examine(run: RunPaths) -> list[tuple[CheckpointInfo | None, str]]:
+def examine(run: RunPaths, *, weights_only: bool = False) -> list[Look]:
     """What each of these folders is, or what is wrong with it."""
-    results: list[tuple[CheckpointInfo | None, str]] = []
-    for step, path in checkpoint_folders(run):
+    run_id = own_id(run)
+    looks = []
+    for step, path in checkpoint_folders(run, weights_only=weights_only):
+        info, problem = None, ""
         try:
-            manifest = read_manifest(path)
+            manifest = read_manifest(path, run_id)
         except ValueError as error:
-            results.append((None, str(error)))
-            continue
-        size = sum(entry["bytes"] for entry in manifest["files"])
-        info = CheckpointInfo(
-            step=step,
-            path=path,
-            size_bytes=size,
-            metrics=dict(manifest.get("metrics", {})),
-            kept_for=manifest.get("kept_for", ""),
-            attempt=manifest.get("attempt", 0),
-            patience=manifest.get("patience", {}),
-        )
-        results.append((info, ""))
-    return results
+            problem = str(error)
+        else:
+            info = CheckpointInfo(
+                step=step,
+                path=path,
+                size_bytes=sum(entry["bytes"] for entry in manifest["files"]),
+                metrics=manifest["metrics"],
+                kept_for=manifest.get("kept_for", ""),
+                attempt=manifest.get("attempt", 0),
+                patience=manifest.get("patience", {}),
+                weights_only=weights_only,
+            )
+        looks.append(Look(step, path, info, problem))
+    return looks
 
 
-def commit(run: RunPaths, step: int, reached: Reached = _unwatched) -> Path:
+def commit(
+    run: RunPaths, step: int, reached: Reached = _unwatched, *, weights_only: bool = False
+) -> Path:
     """Give a complete temporary checkpoint its name, then move the `latest` pointer to it.
 
     A folder of that name that an earlier attempt left (it then resumed from before it) is replaced.
@@ -246,19 +206,22 @@ def commit(run: RunPaths, step: int, reached: Reached = _unwatched) -> Path:
         run: The run.
         step: Optimizer steps of the checkpoint.
         reached: Told ``rename`` and ``pointer`` as they begin.
+        weights_only: Of the weights alone; `latest` stays where it is.
 
     Raises:
         OSError: It could not be renamed, and does not count.
     """
-    temporary, final = temporary_path(run, step), run.checkpoints / checkpoint_name(step)
+    temporary = temporary_path(run, step, weights_only=weights_only)
+    final = run.checkpoints / checkpoint_name(step, weights_only=weights_only)
     sync_directory(temporary)
     reached("rename")
     if final.exists():
         _remove(final)
     temporary.rename(final)
     sync_directory(run.checkpoints)
-    reached("pointer")
-    _point(run, LATEST, final)
+    if not weights_only:
+        reached("pointer")
+        _point(run, LATEST, final)
     return final
 
 
@@ -292,6 +255,22 @@ def rotate(
             kept.add(best.path)
             _point(run, BEST, best.path)
     removed = [info.path for info in checkpoints if info.path not in kept]
+    for path in removed:
+        _remove(path, reached)
+    return removed
+
+
+def rotate_weights(run: RunPaths, *, keep: int | None, reached: Reached = _unwatched) -> list[Path]:
+    """Delete all but the newest `keep` of the weights alone; None keeps all.
+
+    Returns:
+        Those that went.
+
+    Raises:
+        OSError: One could not be deleted.
+    """
+    found = list_checkpoints(run, weights_only=True) if keep is not None else []
+    removed = [info.path for info in found[: -(keep or 0)]]
     for path in removed:
         _remove(path, reached)
     return removed
@@ -334,5 +313,6 @@ def _point(run: RunPaths, pointer: str, path: Path) -> None:
 def clean_temporary(run: RunPaths) -> None:
     """Remove what interrupted saves and deletions left."""
     if run.checkpoints.is_dir():
-        for path in run.checkpoints.glob(".step-*"):
-            shutil.rmtree(path, ignore_errors=True)
+        for kind in ("step", "weights"):
+            for path in run.checkpoints.glob(f".{kind}-*"):
+                shutil.rmtree(path, ignore_errors=True)

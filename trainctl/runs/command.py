@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.reading import read_json
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.provenance import redact
@@ -77,4 +77,4 @@ def write_command(attempt: AttemptPaths, command: AttemptCommand) -> None:
 
 def read_command(attempt: AttemptPaths) -> AttemptCommand:
     """The command of an attempt."""
-    return from_plain(AttemptCommand, json.loads(attempt.command.read_text(encoding="utf-8")))
+    return from_plain(AttemptCommand, read_json(attempt.command))

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.reading import read_json
 from trainctl.config.schema import RunConfig
 from trainctl.config.store import dump_config
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.types import RunPlan
 from trainctl.runs import provenance
+from trainctl.runs.access import folder_mode, make_folder
 from trainctl.runs.atomic import sync_directory, write_json, write_text
 from trainctl.runs.layout import AttemptPaths, RunPaths
 
 RUN_SCHEMA = 1
 """Version of `run.json`."""
+
+_LATEST = 1e11
+"""Unix seconds that a run may have been made at: three thousand years from now."""
 
 DEFAULT_ROOT = Path("runs")
 """Where runs are made, seen from the current folder."""
@@ -62,8 +68,9 @@ def create_run(
     write_text(run.config, dump_config(config))
     if patch:
         write_text(run.patch, patch)
-    run.checkpoints.mkdir(exist_ok=True)
-    run.attempts.mkdir(exist_ok=True)
+    for path in (run.checkpoints, run.attempts):
+        with suppress(FileExistsError):
+            make_folder(path)
     record = {
         "schema": RUN_SCHEMA,
         "id": uuid.uuid4().hex,
@@ -153,12 +160,13 @@ def read_record(run: RunPaths) -> dict[str, Any]:
         TrainctlError: It cannot be read (exit code 5).
     """
     try:
-        record = json.loads(run.record.read_text(encoding="utf-8"))
+        record = read_json(run.record)
     except (OSError, ValueError) as error:
         raise _damaged(run.record, error) from None
     if not isinstance(record, dict) or not record.get("id"):
         raise _damaged(run.record, "it has no id")
-    if not isinstance(record.get("created"), int | float):
+    created = record.get("created")
+    if not isinstance(created, int | float) or not 0 <= created < _LATEST:
         raise _damaged(run.record, "it has no time of creation")
     return record
 
@@ -188,7 +196,8 @@ def new_attempt(run: RunPaths, plan: RunPlan) -> AttemptPaths:
     number = last_attempt(run) + 1
     unfinished = AttemptPaths(run.attempts / f".{number}.tmp", number)
     shutil.rmtree(unfinished.root, ignore_errors=True)  # of a launch that ended in the middle
-    unfinished.logs.mkdir(parents=True)
+    make_folder(unfinished.root)
+    make_folder(unfinished.logs)
     write_json(unfinished.deepspeed, plan.deepspeed)
     write_json(unfinished.plan, to_plain(plan))
     attempt = run.attempt(number)
@@ -204,7 +213,7 @@ def read_plan(path: Path) -> RunPlan:
         TrainctlError: It is missing or damaged (exit code 5).
     """
     try:
-        return from_plain(RunPlan, json.loads(path.read_text(encoding="utf-8")))
+        return from_plain(RunPlan, read_json(path))
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(path, error) from None
 
@@ -219,7 +228,8 @@ def _new_directory(config: RunConfig, root: Path) -> Path:
         name = f"{what}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         path = (root / name).resolve()
         try:
-            path.mkdir(parents=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path, folder_mode())
         except FileExistsError:
             continue
         return path
@@ -233,7 +243,13 @@ def _claim(path: Path) -> Path:
             hint=f"continue it with `trainctl resume {path}`, or name another directory",
             exit_code=ExitCode.run_state,
         )
-    path.mkdir(parents=True, exist_ok=True)
+    mode = folder_mode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        make_folder(path, mode)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
     ours = {"config.yaml", "source.patch", "checkpoints", "attempts", "lock"}
     foreign = sorted(
         item.name
@@ -246,4 +262,6 @@ def _claim(path: Path) -> Path:
             hint="name a new or an empty directory",
             exit_code=ExitCode.run_state,
         )
+    if path.stat().st_uid == os.geteuid():
+        path.chmod(mode | (path.stat().st_mode & stat.S_ISGID))
     return path.resolve()

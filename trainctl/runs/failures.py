@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from trainctl.config.reading import open_file
 from trainctl.runs.causes import cause_of
 from trainctl.runs.records import Event
 
@@ -42,7 +43,7 @@ def signal_name(number: int) -> str:
 def log_tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
     """The last lines of a log, each cut at 500 characters; none if there is no log."""
     try:
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             text = stream.read().decode(errors="replace")
     except OSError:

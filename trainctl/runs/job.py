@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.reading import read_json
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import AttemptPaths
 
@@ -39,6 +39,6 @@ def write_job(attempt: AttemptPaths, job: Job) -> None:
 def read_job(attempt: AttemptPaths) -> Job | None:
     """The job of an attempt; None if no scheduler has it, or the file is damaged."""
     try:
-        return from_plain(Job, json.loads(attempt.job.read_text(encoding="utf-8")))
+        return from_plain(Job, read_json(attempt.job))
     except (OSError, ValueError, TypeError):
         return None

@@ -7,6 +7,7 @@ RUN/
   lock                   held (flock) by the launch that runs here
   status.json            state of the newest attempt
   events.jsonl           records of every attempt
+  events.lock            held (flock) by whoever appends to them
   corpus/                the tokenized documents of `data.factory`; else they are in the cache
   checkpoints/           committed checkpoints `step-00000040/`, and `latest`, a pointer
   requests/              what a running launch is asked to do at its next step
@@ -69,6 +70,16 @@ class AttemptPaths:
 
     def heartbeat(self, rank: int) -> Path:
         return self.root / "heartbeats" / f"rank-{rank}"
+
+    @property
+    def preparation(self) -> Path:
+        """As the heartbeat of a rank, of what is done on the first node before there are ranks."""
+        return self.root / "heartbeats" / "preparation"
+
+    @property
+    def store(self) -> Path:
+        """Where the ranks of a single node meet; gone when they have ended."""
+        return self.root / "store"
 
     @property
     def profile(self) -> Path:

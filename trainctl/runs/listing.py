@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from contextlib import suppress
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainctl.config.reading import open_file, read_json
 from trainctl.errors import TrainctlError
 from trainctl.runs.directory import last_attempt, read_record
 from trainctl.runs.job import Job, read_job
@@ -159,7 +159,7 @@ def last_step(run: RunPaths) -> int:
 def _last_step(run: RunPaths) -> dict[str, Any]:
     """The last `step` record near the end of the records; empty if there is none."""
     try:
-        with run.events.open("rb") as stream:
+        with open_file(run.events) as stream:
             stream.seek(max(0, run.events.stat().st_size - _TAIL_BYTES))
             lines = stream.read().split(b"\n")
     except OSError:
@@ -169,7 +169,7 @@ def _last_step(run: RunPaths) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -184,5 +184,5 @@ def _at(value: Any, kind: type[T], *names: str) -> T | None:
         value = value.get(name) if isinstance(value, dict) else None
     try:
         return None if value is None else kind(value)  # type: ignore[call-arg]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None

@@ -10,12 +10,14 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.access import is_locked, open_lock
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import is_alive
 
@@ -64,7 +66,7 @@ def hold(run: RunPaths, *, patience_seconds: float = _CLEANUP_SECONDS) -> Iterat
         yield _held[path]
         return
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_lock(run.lock)
     except OSError as error:
         raise TrainctlError(
             f"{run.root} cannot be written: {error.strerror}", exit_code=ExitCode.environment
@@ -118,10 +120,12 @@ def name_holder(descriptor: int, pid: int) -> None:
 def holder(run: RunPaths) -> Holder | None:
     """Who holds the run's lock now; None when it is free.
 
-    A holder that cannot be read (it is just writing itself in) has pid 0.
+    A holder that cannot be read (it is just writing itself in, or is another user's) has pid 0.
     """
     try:
-        descriptor = os.open(run.lock, os.O_RDONLY)
+        descriptor = os.open(run.lock, os.O_RDONLY | os.O_NONBLOCK)
+    except PermissionError:  # another user's: what its launch runs on this machine is seen
+        return Holder(0, "", 0.0) if is_locked(run.lock) else None
     except OSError:
         return None
     try:
@@ -137,7 +141,7 @@ def holder(run: RunPaths) -> Holder | None:
 
 
 def _acquire(run: RunPaths, descriptor: int, patience_seconds: float) -> None:
-    start = time.monotonic()
+    start, is_said = time.monotonic(), False
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,6 +162,14 @@ def _acquire(run: RunPaths, descriptor: int, patience_seconds: float) -> None:
         patience = patience_seconds if is_dead else 0.0 if is_here else _LOOK_SECONDS
         if time.monotonic() - start >= patience:
             raise _in_use(run, current, is_dead)
+        if is_dead and not is_said:
+            is_said = True
+            print(
+                f"waiting for processes of an ended launch (process {current.pid}) of {run.root} "
+                f"to end, for {patience_seconds:.0f} s at most",
+                file=sys.stderr,
+                flush=True,
+            )
         time.sleep(_POLL_SECONDS)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainctl.config.reading import open_file
 from trainctl.runs.command import read_command
 from trainctl.runs.failures import log_tail
 from trainctl.runs.layout import AttemptPaths
@@ -79,7 +80,7 @@ class LogFollower:
         """Lines since the last call, or since the follower was made."""
         for log in logs_of(self._attempt, self._ranks):
             try:
-                with log.path.open("rb") as stream:
+                with open_file(log.path) as stream:
                     stream.seek(self._offsets.get(log.path, 0))
                     data = stream.read(_CHUNK_BYTES)
             except OSError:

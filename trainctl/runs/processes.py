@@ -33,6 +33,9 @@ SIGTERM_SAVES_VARIABLE = "TRAINCTL_SIGTERM_SAVES"
 """Set where a scheduler sends SIGTERM to all of a job's processes to say that it will end soon:
 ranks then ignore it, and the first one to an agent asks for a save."""
 
+STORE_VARIABLE = "TRAINCTL_STORE"
+"""Set for the ranks of a single node: the file in which they meet, in place of a port."""
+
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.02
 _SETTLE_SECONDS = 0.03

@@ -17,6 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from trainctl.config.reading import open_file, parse_json
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.access import file_mode, open_lock
+
 RECORD_SCHEMA = 1
 """Version of the lines of `events.jsonl`."""
 
@@ -24,6 +28,24 @@ _LOCK_SECONDS = 1.0
 _LOCK_POLL_SECONDS = 0.002
 
 Event = dict[str, Any]
+
+_NUMBERED = {"step": ("step",)}
+"""Kinds of records that are nothing without these numbers."""
+
+_FAILURE: Event = {
+    "rank": None,
+    "node": 0,
+    "host": "",
+    "pid": None,
+    "cause": "reported",
+    "exit_code": None,
+    "signal": None,
+    "message": "a failure whose record does not say what it was",
+    "hint": "",
+    "log": "",
+    "log_tail": [],
+}
+"""What a `failure` record says where another version, or a person, has left something out."""
 
 
 class EventWriter:
@@ -40,7 +62,9 @@ class EventWriter:
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._attempt = attempt
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._lock = open_lock(path.with_suffix(".lock"))
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, file_mode(path.parent))
         self._torn = not _ends_with_newline(self._descriptor)
 
     def write(self, event: str, **fields: Any) -> Event:
@@ -62,7 +86,7 @@ class EventWriter:
         }
         line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
         data = (b"\n" if self._torn else b"") + line.encode(errors="backslashreplace")
-        with _locked(self._descriptor):
+        with _locked(self._lock, self._descriptor):
             self._torn = True
             while data:
                 data = data[os.write(self._descriptor, data) :]
@@ -71,6 +95,7 @@ class EventWriter:
 
     def close(self) -> None:
         os.close(self._descriptor)
+        os.close(self._lock)
 
     def __enter__(self) -> Self:
         return self
@@ -105,7 +130,7 @@ class EventFollower:
         EIO), and nobody who only watches a run is to end it for that.
         """
         try:
-            with self._path.open("rb") as stream:
+            with open_file(self._path) as stream:
                 stream.seek(self._offset)
                 data = stream.read()
         except OSError:
@@ -129,27 +154,37 @@ def iter_events(path: Path, *kinds: str) -> Iterator[Event]:
         path: The run's `events.jsonl`.
         kinds: Only records of these. A long run has millions of lines of `step`, so a line of
             another kind is not even parsed.
+
+    Raises:
+        TrainctlError: It is there and cannot be read (exit code 5).
     """
     marks = [f'"{kind}"'.encode() for kind in kinds]
     try:
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             lines = (line for line in stream if not marks or any(mark in line for mark in marks))
             for event in parse_events(lines):
                 if not kinds or event["event"] in kinds:
                     yield event
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise TrainctlError(
+            f"{path} cannot be read: {error.strerror}", exit_code=ExitCode.run_state
+        ) from None
 
 
 def parse_events(lines: Iterable[bytes]) -> Iterator[Event]:
     """The records in lines of a file; torn ones are skipped."""
     for line in lines:
         try:
-            event = json.loads(line)
+            event = parse_json(line)
         except ValueError:
             continue
-        if isinstance(event, dict) and "event" in event:
-            yield event
+        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+            continue
+        numbers = ("attempt", *_NUMBERED.get(event["event"], ()))
+        if all(isinstance(event.get(name), int) for name in numbers):
+            yield {**_FAILURE, **event} if event["event"] == "failure" else event
 
 
 def step_curve(events: Iterable[Event]) -> dict[int, Event]:
@@ -173,29 +208,36 @@ def number(value: Any) -> float:
 
 
 @contextmanager
-def _locked(descriptor: int) -> Iterator[None]:
+def _locked(lock: int, descriptor: int) -> Iterator[None]:
     """Keep the other writers of a file out, for as long as it takes to append to it.
 
-    On NFS each machine appends where it believes the end to be. Taking the lock makes it look, and
-    giving it back makes it write out. Where there are no locks, or whoever has this one is stopped,
-    it goes on without: a record that may be overwritten is better than a rank that waits.
+    On NFS each machine appends where it believes the end to be. Taking a lock on the file makes it
+    look, and giving it back makes it write out; nobody waits for that one, which a reader could
+    hold. Where there are no locks, or whoever has the writers' is stopped, it goes on without: a
+    record that may be overwritten is better than a rank that waits.
+
+    Args:
+        lock: Of a file that only writers may open.
+        descriptor: Of the records.
     """
     deadline = time.monotonic() + _LOCK_SECONDS
     is_held = False
     while not is_held and time.monotonic() < deadline:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_held = True
         except BlockingIOError:
             time.sleep(_LOCK_POLL_SECONDS)
         except OSError:
             break
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
         yield
     finally:
-        if is_held:
+        for held in (descriptor, lock):
             with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
+                fcntl.flock(held, fcntl.LOCK_UN)
 
 
 def _finite(value: Any) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.reading import read_json
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 
@@ -73,6 +73,6 @@ def read_status(run: RunPaths) -> Status | None:
     whether it is still true, `trainctl.runs.lock.holder` tells.
     """
     try:
-        return from_plain(Status, json.loads(run.status.read_text(encoding="utf-8")))
+        return from_plain(Status, read_json(run.status))
     except (OSError, ValueError, TypeError):
         return None

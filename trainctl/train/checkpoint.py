@@ -8,17 +8,25 @@ layout reads the ranges that it needs. No file is ever unpickled. Writing is in 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from trainctl.config.schema import ModelConfig
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs import checkpoints
+from trainctl.plan.identity import (
+    BESIDE_THE_OPTIMIZER,
+    OF_LONGER_CONTEXT,
+    another_optimizer,
+    check_model,
+    check_shapes,
+)
+from trainctl.runs.manifest import read_manifest
 from trainctl.train.optimizers.partitioned import Side
 from trainctl.train.shards import Shard, read_shard, read_whole
 from trainctl.train.state import AVERAGE, MASTER, Fragment, OptimizerState
@@ -59,7 +67,7 @@ class Checkpoint:
         self.path = path
         self._weights = weights
         self.passed_over = tuple(passed_over)
-        self.manifest = checkpoints.read_manifest(path)
+        self.manifest = read_manifest(path)
         if weights == AVERAGE and not self.has_average:
             raise TrainctlError(
                 f"{path.name} has no average of the weights",
@@ -83,6 +91,42 @@ class Checkpoint:
     def progress(self) -> Progress:
         return Progress(self.manifest["step"], self.manifest["samples"], self.manifest["tokens"])
 
+    def check(self, model: ModelConfig, shapes: Mapping[str, list[int]]) -> None:
+        """Refuse it unless it is of a model, and every tensor of it is one of the model's.
+
+        Whoever loads it asks for what the model has, and would never miss what is left over.
+
+        Args:
+            model: The model that is to have its weights.
+            shapes: Of its parameters, by canonical name.
+
+        Raises:
+            TrainctlError: It is of another model (exit code 5); says what differs.
+        """
+        check_model(model, self.path.name, self.manifest)
+        check_shapes(self.path.name, self.manifest, shapes)
+
+    def check_states(self, wanted: Collection[str]) -> None:
+        """Refuse it unless its optimizer's states are those that are wanted.
+
+        Args:
+            wanted: Names of the states of all ranks, of whatever size; not the master weights.
+
+        Raises:
+            TrainctlError: It has others (exit code 5).
+        """
+        had = set(self.manifest["states"]) - BESIDE_THE_OPTIMIZER
+        for fragment in self.manifest["fragments"]:
+            had |= fragment.get("sides", {}).keys()
+        if self.was_updated and had != set(wanted):
+            raise another_optimizer(self.path.name, had, wanted)
+
+    @property
+    def was_updated(self) -> bool:
+        """Whether it is of a time after the first update, and has its optimizer's states."""
+        states = set(self.manifest["states"]) - BESIDE_THE_OPTIMIZER
+        return bool(states) or bool(self.manifest["scalars"])
+
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
         """Elements [start, end) of a parameter's weights."""
         saved = self.manifest["shapes"].get(name)
@@ -99,19 +143,17 @@ class Checkpoint:
 
         An average that the checkpoint does not have begins at its master weights.
         """
-        states = set(self.manifest["states"]) - {MASTER, AVERAGE}
-        was_updated = bool(states) or bool(self.manifest["scalars"])
         fragments: dict[int, list[Fragment]] = defaultdict(list)
         for fragment in state.fragments:
             fragments[fragment.tensor].append(fragment)
         for index in range(len(state.tensors)):  # also one that is nothing but padding here
             with state.resident(index, changes=True):
-                if was_updated:
+                if self.was_updated:
                     state.create(index, self.manifest["scalars"])
                 for fragment in fragments[index]:
                     names = state.state_names(index)
                     self._load_fragment(state, fragment, names)
-                    for name, side in state.sides(fragment).items() if was_updated else ():
+                    for name, side in state.sides(fragment).items() if self.was_updated else ():
                         side.values.copy_(self._read_side(fragment.name, name, side))
         state.catch_up(self.manifest["scalars"])
 
@@ -136,9 +178,7 @@ class Checkpoint:
                 start, numel, key = fragment.get("sides", {}).get(state, (0, 0, ""))
                 first, last = max(start, side.start), min(start + numel, end)
                 if first < last:
-                    values = self._file(fragment["file"]).get_slice(key)[
-                        first - start : last - start
-                    ]
+                    values = self._slice(fragment["file"], key)[first - start : last - start]
                     result[first - side.start : last - side.start] = values
                     missing[first - side.start : last - side.start] = False
         if missing.any():
@@ -177,7 +217,7 @@ class Checkpoint:
             last = min(end, fragment["start"] + fragment["numel"])
             if first < last:
                 shift = fragment["offset"] - fragment["start"]
-                values = self._file(fragment["file"]).get_slice(f"{state}/{fragment['tensor']}")
+                values = self._slice(fragment["file"], f"{state}/{fragment['tensor']}")
                 result[first - start : last - start] = values[first + shift : last + shift]
                 missing -= last - first
         if missing:
@@ -187,25 +227,41 @@ class Checkpoint:
             )
         return result
 
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = safe_open(self.path / Path(name).name, framework="pt")
-        return self._open[name]
+    def _slice(self, file: str, key: str) -> Any:
+        """A tensor of one of the files, to be read by ranges."""
+        if file not in self._open:
+            self._open[file] = safe_open(self.path / file, framework="pt")
+        try:
+            return self._open[file].get_slice(key)
+        except SafetensorError:
+            raise TrainctlError(
+                f"{self.path.name}: {file} has no {key}", exit_code=ExitCode.run_state
+            ) from None
 
 
 class CheckpointWeights:
-    """The master weights of another run's checkpoint, to start from."""
+    """The master weights of another run's checkpoint, to start from.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    Args:
+        checkpoint: The checkpoint.
+        model: The model that is to have them; its context may be another.
+        shapes: Of its parameters, by canonical name.
+
+    Raises:
+        TrainctlError: They are another model's (exit code 2); says what differs.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, model: ModelConfig, shapes: Mapping[str, list[int]]
+    ) -> None:
         self._checkpoint = checkpoint
+        name = str(checkpoint.path)
+        try:
+            check_model(model, name, checkpoint.manifest, may_differ=OF_LONGER_CONTEXT)
+            check_shapes(name, checkpoint.manifest, shapes)
+        except TrainctlError as error:
+            raise TrainctlError(f"model.initial_weights: {error.message}") from None
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
         """Elements [start, end) of a parameter."""
-        saved = self._checkpoint.manifest["shapes"].get(name)
-        if saved != list(shape):
-            found = f"has {name} in shape {saved}" if saved else f"has no {name}"
-            raise TrainctlError(
-                f"model.initial_weights: {self._checkpoint.path} {found}, the model's is "
-                f"{list(shape)}"
-            )
         return self._checkpoint.read(name, shape, start, end)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from trainctl.plan.sample_order import samples_in
 from trainctl.train.corpus import Corpus, Split
 from trainctl.train.order import sample_indices
 
@@ -137,7 +138,7 @@ class PackedDataset:
         self._end_of_document = corpus.end_of_document
         self._length = sequence_length
         self._mask_documents = mask_documents
-        self.num_samples = max(0, (split.tokens - 1) // sequence_length)
+        self.num_samples = samples_in(split.tokens, sequence_length)
 
     def micro_batch(self, indices: npt.NDArray[np.int64]) -> MicroBatch:
         """The samples at `indices`; an index of -1 is a sample without labels (padding)."""

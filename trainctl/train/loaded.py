@@ -13,7 +13,6 @@ from transformers.utils import is_flash_attn_2_available
 
 from trainctl.config.schema import AttentionKind
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.mup import check_multipliers
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.train.build import materialise
@@ -87,7 +86,7 @@ def load(
     if is_flash and place.type == "cuda" and is_flash_attn_2_available():
         model = skeleton(shape, dtype)
     saved = Checkpoint(checkpoint, weights=weights)
-    check_multipliers(shape, checkpoint.name, saved.manifest)
+    saved.check(shape, {name: list(value.shape) for name, value in model.named_parameters()})
     source = _Watched(saved, lambda done: progress("loading", done, elements))
     try:
         materialise(model, source, place)

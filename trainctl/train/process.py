@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 
 from trainctl.errors import TrainctlError
 from trainctl.plan.types import RunPlan
+from trainctl.runs.processes import STORE_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,9 @@ def start_process(plan: RunPlan) -> Process:
         compute_deterministically()
     timeout = timedelta(seconds=plan.config.launcher.communication_timeout_seconds)
     deepspeed.init_distributed(
-        dist_backend="gloo" if accelerator.device_name() == "cpu" else "nccl", timeout=timeout
+        dist_backend="gloo" if accelerator.device_name() == "cpu" else "nccl",
+        timeout=timeout,
+        **(_meeting_in_a_file() if STORE_VARIABLE in os.environ else {}),
     )
     return Process(
         rank=dist.get_rank(),
@@ -90,6 +94,20 @@ def start_process(plan: RunPlan) -> Process:
         control=dist.new_group(backend="gloo", timeout=timeout),
         timeout=timeout,
     )
+
+
+def _meeting_in_a_file() -> dict[str, Any]:
+    """Arguments of `init_distributed` for ranks that meet in a file (`agent.rendezvous`).
+
+    By a scheme of our own: torch's `file://` takes no path with a `?` or `#` in it.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def meet(*_: Any, **__: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        yield dist.FileStore(os.environ[STORE_VARIABLE], world_size), rank, world_size
+
+    dist.register_rendezvous_handler("trainctl", meet)
+    return {"init_method": "trainctl://", "rank": rank, "world_size": world_size}
 
 
 def compute_deterministically() -> None:

@@ -7,7 +7,7 @@ second on the optimizer's states as well.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from trainctl.config.schema import DataType, ModelFamily
@@ -110,10 +110,12 @@ def _expected(run: RunPaths, plan: RunPlan, step: int) -> dict[int, Expected]:
 
 
 def _loss_at_once(plan: RunPlan) -> Any:
-    """What the loss of given weights depends on, besides the layout and the format."""
+    """What the loss of given weights depends on, besides the layout and the format.
+
+    Not the model: a run keeps it, and where nobody noticed that it changed this shows it.
+    """
     config = plan.config
     return (
-        replace(config.model, initial_weights=None),
         (config.training.seed, config.data.shuffle, config.data.mask_documents),
         (plan.batch.global_batch_size, plan.batch.sequence_length),
         [(phase.first_step, phase.batch.global_batch_size) for phase in plan.ramp],

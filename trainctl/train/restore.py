@@ -8,6 +8,7 @@ from pathlib import Path
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import MANIFEST, read_manifest, verify_files
 from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.process import Process
 
@@ -58,16 +59,18 @@ def newest_intact(run: RunPaths, process: Process) -> Checkpoint | None:
 def weights_of(path: Path, process: Process) -> Checkpoint | None:
     """The checkpoint to take only weights from: a run's newest, or the one in the folder itself.
 
+    One of the weights alone is as good as any.
+
     Returns:
         None if the folder is neither a run nor a checkpoint.
 
     Raises:
         TrainctlError: It is one, and damaged or empty.
     """
-    if (path / checkpoints.MANIFEST).is_file():
+    if (path / MANIFEST).is_file():
         problems = _damage(path, process)
     elif (path / "checkpoints").is_dir():
-        found, problems = _newest_first(RunPaths(path))
+        found, problems = _newest_first(RunPaths(path), weights_only=True)
         problems = problems or [f"{path} has no checkpoint"]
         for path in found:
             problems = _damage(path, process)
@@ -80,18 +83,27 @@ def weights_of(path: Path, process: Process) -> Checkpoint | None:
     return Checkpoint(path)
 
 
-def _newest_first(run: RunPaths) -> tuple[list[Path], list[str]]:
-    """Checkpoints that are whole by names and sizes, and what is wrong with the others."""
-    examined = list(reversed(checkpoints.examine(run)))
-    whole = [info.path for info, _ in examined if info is not None]
-    return whole, [problem for info, problem in examined if info is None]
+def _newest_first(run: RunPaths, *, weights_only: bool = False) -> tuple[list[Path], list[str]]:
+    """Checkpoints that are whole by names and sizes, and what is wrong with the others.
+
+    Args:
+        run: The run.
+        weights_only: Those of the weights alone as well.
+    """
+    looks = checkpoints.examine(run)
+    if weights_only:  # the full one of a step comes first, which has more digits
+        looks = [*checkpoints.examine(run, weights_only=True), *looks]
+    looks = sorted(looks, key=lambda look: look.step)[::-1]
+    whole = [look.path for look in looks if look.info is not None]
+    return whole, [look.problem for look in looks if look.info is None]
 
 
 def _damage(path: Path, process: Process) -> Sequence[str]:
     """What is wrong with a checkpoint: each rank reads its share of the files."""
     try:
-        entries = checkpoints.read_manifest(path)["files"]
-        problems = checkpoints.verify_files(path, entries[process.rank :: process.world_size])
+        manifest = read_manifest(path)
+        mine = manifest["files"][process.rank :: process.world_size]
+        problems = verify_files(path, manifest, mine)
     except ValueError as error:
         problems = [str(error)]
     found: list[str] = []

@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 import torch
 
 from trainctl import __version__
+from trainctl.config.quantities import disk_text
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import FORMAT, write_manifest
 from trainctl.train import faults
 from trainctl.train.process import Process
 from trainctl.train.state import MASTER, Fragment, OptimizerState
@@ -56,13 +58,21 @@ class Part:
         return tensors + MANIFEST_BYTES * (len(self.layout) + len(self.fragments))
 
 
-def part_of(state: OptimizerState) -> Part:
-    """This rank's part of a checkpoint of the optimizer as it stands."""
+def part_of(state: OptimizerState, weights_in: torch.dtype | None = None) -> Part:
+    """This rank's part of a checkpoint of the optimizer as it stands.
+
+    Args:
+        state: The optimizer's.
+        weights_in: The weights alone, in this format; None saves everything as it is.
+    """
     state.settle()
     fragments = [fragment for fragment in state.fragments if fragment.owned]
     indices = sorted({fragment.tensor for fragment in fragments})
-    names = {index: (MASTER, *state.state_names(index)) for index in indices}
-    scalars = state.scalars()
+    everything = weights_in is None
+    names = {
+        index: (MASTER, *(state.state_names(index) if everything else ())) for index in indices
+    }
+    scalars = state.scalars() if everything else {}
     beside: dict[str, torch.Tensor] = {}
     sides: list[dict[str, tuple[int, int, str]]] = []
     for number, fragment in enumerate(fragments):
@@ -77,11 +87,13 @@ def part_of(state: OptimizerState) -> Part:
         for index in indices:
             with state.resident(index):
                 for name in names[index]:
-                    yield state.saved(index, name)
+                    values = state.saved(index, name)
+                    # On the host: a device may have no room for another copy.
+                    yield values if everything else values.cpu().to(weights_in)
         yield from beside.values()
 
     layout = {
-        f"{name}/{index}": (_type(state, index, name), (state.numel(index),))
+        f"{name}/{index}": (weights_in or _type(state, index, name), (state.numel(index),))
         for index in indices
         for name in names[index]
     }
@@ -105,8 +117,8 @@ def write_checkpoint(
     part: Part,
     facts: dict[str, Any],
     *,
-    keep: int,
-    best_of: str | None,
+    keep: int | None,
+    best_of: str | None = None,
 ) -> Path:
     """Write a checkpoint aside, commit it, then rotate the older ones; every rank takes part.
 
@@ -114,8 +126,9 @@ def write_checkpoint(
         run: The run.
         process: This rank, with a control group that no other thread uses.
         part: What this rank writes.
-        facts: Of the manifest: what does not depend on who writes which fragment.
-        keep: Number of newest checkpoints to keep.
+        facts: Of the manifest: what does not depend on who writes which fragment; `weights_only`
+            among them says which kind it is.
+        keep: Number of newest checkpoints of that kind to keep; None, for the weights alone, all.
         best_of: Metric of the one that is also kept.
 
     Returns:
@@ -125,8 +138,9 @@ def write_checkpoint(
         TrainctlError: A rank could not write; nothing is left of this checkpoint, older ones stay.
     """
     step: int = facts["step"]
+    weights_only: bool = facts["weights_only"]
     states = process.gather(part.states)  # a pipeline stage may have fewer than another
-    folder = checkpoints.temporary_path(run, step)
+    folder = checkpoints.temporary_path(run, step, weights_only=weights_only)
     reached = partial(faults.reach, rank=process.rank, step=step)
     (needed,) = process.sum(part.num_bytes)
 
@@ -138,7 +152,7 @@ def write_checkpoint(
     def finish() -> None:
         manifest = {
             **facts,
-            "format": checkpoints.FORMAT,
+            "format": FORMAT,
             "trainctl": __version__,
             "states": [MASTER, *sorted({name for names in states for name in names})],
             "scalars": part.scalars,
@@ -146,19 +160,22 @@ def write_checkpoint(
             "fragments": [fragment for _, fragments in written for fragment in fragments],
         }
         reached("manifest")
-        checkpoints.write_manifest(folder, manifest)
-        checkpoints.commit(run, step, reached)
+        write_manifest(folder, manifest)
+        checkpoints.commit(run, step, reached, weights_only=weights_only)
 
     _on_all(process, folder, prepare if process.is_first else _nothing)
     written = _on_all(process, folder, lambda: _write_part(folder, process.rank, part, reached))
     _on_all(process, folder, finish if process.is_first else _nothing)
     if process.is_first:
         try:
-            checkpoints.rotate(run, keep=keep, best_of=best_of, reached=reached)
+            if weights_only:
+                checkpoints.rotate_weights(run, keep=keep, reached=reached)
+            else:
+                checkpoints.rotate(run, keep=keep or 1, best_of=best_of, reached=reached)
         except OSError as error:
             # This one is safe: a disk that fills up stops the next save, with its own message.
             print(f"an old checkpoint could not be deleted: {error}", flush=True)
-    return run.checkpoints / checkpoints.checkpoint_name(step)
+    return run.checkpoints / checkpoints.checkpoint_name(step, weights_only=weights_only)
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -167,7 +184,7 @@ def _check_space(folder: Path, needed: int) -> None:
     if usage.total > 0 and usage.free < needed:  # some network file systems tell nothing
         raise OSError(
             errno.ENOSPC,
-            f"it needs {needed / 1e9:.3f} GB and {usage.free / 1e9:.3f} GB are free",
+            f"it needs {disk_text(needed)} and {disk_text(usage.free)} are free",
             str(folder.parent),
         )
 

@@ -30,12 +30,14 @@ class Saved:
     Attributes:
         step: Optimizer steps done when it was taken.
         path: Its folder.
+        weights_only: Whether it has the weights alone.
         seconds: From the start of the save to the end of the rotation.
         stall_seconds: Of these, what the loop waited for, an earlier save included.
     """
 
     step: int
     path: Path
+    weights_only: bool
     seconds: float
     stall_seconds: float
 
@@ -51,15 +53,22 @@ class Saver:
         process: This rank.
         state: What is saved.
         config: Whether to write behind the training, and what to keep.
+        weights_in: Format of the weights where they are saved alone.
     """
 
     def __init__(
-        self, run: RunPaths, process: Process, state: OptimizerState, config: CheckpointConfig
+        self,
+        run: RunPaths,
+        process: Process,
+        state: OptimizerState,
+        config: CheckpointConfig,
+        weights_in: torch.dtype = torch.float32,
     ) -> None:
         self._run, self._state, self._config = run, state, config
+        self._weights_in = weights_in
         self._asynchronous = config.asynchronous and not process.any(state.is_swapped)
         self._process = process.apart() if self._asynchronous else process
-        self._copies: dict[str, torch.Tensor] = {}
+        self._copies: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._saved: SimpleQueue[Saved] = SimpleQueue()
@@ -73,14 +82,15 @@ class Saver:
         """Save, or begin to; waits for the last save first.
 
         Args:
-            facts: Of the manifest, not to be changed afterwards; `step` among them.
+            facts: Of the manifest, not to be changed afterwards; `step` among them, and
+                `weights_only`, by which nothing but the weights is saved.
 
         Raises:
             TrainctlError: The last save failed, or this one when it is not written behind.
         """
         started = time.monotonic()
         self.wait()
-        part = part_of(self._state)
+        part = part_of(self._state, self._weights_in if facts["weights_only"] else None)
         if not self._asynchronous:
             self._write(part, facts, started, stalled=None)
             return
@@ -114,16 +124,17 @@ class Saver:
         for name, tensor in zip(part.layout, part.tensors(), strict=True):
             on_device = tensor.device.type != "cpu"
             some_on_device |= on_device
-            if name not in self._copies:
-                self._copies[name] = torch.empty(
+            key = name, tensor.dtype
+            if key not in self._copies:
+                self._copies[key] = torch.empty(
                     tensor.shape, dtype=tensor.dtype, pin_memory=on_device
                 )
-            self._copies[name].copy_(tensor, non_blocking=True)
+            self._copies[key].copy_(tensor, non_blocking=True)
         if some_on_device:
             torch.accelerator.synchronize()
 
         def copies() -> Iterator[torch.Tensor]:
-            return (self._copies[name] for name in part.layout)
+            return (self._copies[name, kind] for name, (kind, _) in part.layout.items())
 
         return replace(part, tensors=copies)
 
@@ -138,14 +149,15 @@ class Saver:
     def _write(
         self, part: Part, facts: dict[str, Any], started: float, stalled: float | None
     ) -> None:
+        config, weights_only = self._config, facts["weights_only"]
         path = write_checkpoint(
             self._run,
             self._process,
             part,
             facts,
-            keep=self._config.keep,
-            best_of=self._config.best_of,
+            keep=config.weights_only_keep if weights_only else config.keep,
+            best_of=None if weights_only else config.best_of,
         )
         seconds = time.monotonic() - started
         stall = seconds if stalled is None else stalled
-        self._saved.put(Saved(facts["step"], path, seconds, stall))
+        self._saved.put(Saved(facts["step"], path, weights_only, seconds, stall))

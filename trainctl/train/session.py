@@ -14,7 +14,6 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.mup import check_multipliers
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
@@ -124,17 +123,17 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     deepspeed.utils.logger.setLevel(logging.getLevelName(config.logging.deepspeed_level.upper()))
     corpus = Corpus.load(run.corpus)
     checkpoint = _newest(run, process, corpus)
-    if checkpoint is not None:
-        check_multipliers(config.model, checkpoint.path.name, checkpoint.manifest)
     progress = checkpoint.progress if checkpoint else Progress()
     mesh = join_mesh(plan.mesh, process.rank, process.timeout)
     model = skeleton(config.model, TORCH_TYPES[formats(config.precision).weights])
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    if checkpoint is not None:
+        checkpoint.check(config.model, shapes)
     tensor_group = mesh.tensor.group if mesh.tensor.size > 1 else None
     wrapped = wrap_blocks(model, config.activation_checkpointing, tensor_group)
     convert_to_fp8(model, config.precision)
     pieces = place(model, plan, mesh)
-    source = checkpoint or _initial_weights(plan, process)
+    source = checkpoint or _initial_weights(plan, process, shapes)
     if config.zero_stage.stage == 3:
         pieces = build.materialise_partitioned(
             model, source, process.device, plan.deepspeed, pieces, mesh
@@ -146,6 +145,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     state = OptimizerState(engine)
     average = _average(plan, engine, state)
     if checkpoint is not None:
+        checkpoint.check_states(set().union(*process.gather(state.all_names())))
         checkpoint.load_into(state)
         engine.resume_at(progress.step)
         if engine.loss_scale is not None:
@@ -223,15 +223,16 @@ def _newest(run: RunPaths, process: Process, corpus: Corpus) -> Checkpoint | Non
     return checkpoint
 
 
-def _initial_weights(plan: RunPlan, process: Process) -> WeightSource:
+def _initial_weights(
+    plan: RunPlan, process: Process, shapes: Mapping[str, list[int]]
+) -> WeightSource:
     model = plan.config.model
     if model.initial_weights is not None:
         folder = Path(model.initial_weights).expanduser()
         checkpoint = weights_of(folder, process)
         if checkpoint is None:
             return SafetensorsWeights(folder)
-        check_multipliers(model, str(checkpoint.path), checkpoint.manifest)
-        return CheckpointWeights(checkpoint)
+        return CheckpointWeights(checkpoint, model, shapes)
     return SeedWeights.of(model, plan.config.training.seed)
 
 

@@ -156,6 +156,11 @@ class OptimizerState:
         uses_muon = bool(self._group(index).get("uses_muon", False))
         return state_names(self._engine.config.optimizer, uses_muon=uses_muon)
 
+    def all_names(self) -> set[str]:
+        """Names of all states that this rank has once there was a step, of whatever size."""
+        names = {name for index in range(len(self.tensors)) for name in self.wanted_names(index)}
+        return names.union(*(self.sides(fragment) for fragment in self.fragments))
+
     def sides(self, fragment: Fragment) -> dict[str, Side]:
         """States of a fragment that are not as large as it; writing to them changes them."""
         if not isinstance(self.optimizer, PartitionedOptimizer):

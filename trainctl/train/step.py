@@ -236,6 +236,7 @@ class Stepper:
         if policy is OnBadLoss.skip_batch:
             progress.samples = end
         if checkpoint is not None:
+            checkpoint.check(session.plan.config.model, session.shapes)
             load_into_running(session.engine, session.state, checkpoint)
             session.restore(checkpoint.manifest, rewound=True)
             progress.step, progress.tokens = checkpoint.progress.step, checkpoint.progress.tokens

@@ -8,7 +8,9 @@ from dataclasses import asdict
 
 from trainctl.errors import TrainctlError
 from trainctl.plan.average import METRIC
+from trainctl.plan.identity import description
 from trainctl.plan.mup import multipliers
+from trainctl.plan.precision import formats
 from trainctl.plan.schedule import Curve
 from trainctl.runs import checkpoints
 from trainctl.runs.heartbeats import Heartbeat, Phase
@@ -16,6 +18,7 @@ from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, pending_requests, withdraw_request
 from trainctl.train.ahead import BatchesAhead
 from trainctl.train.evaluation import evaluate, inference, sample_text
+from trainctl.train.model import TORCH_TYPES
 from trainctl.train.phase_memory import PhaseMemory
 from trainctl.train.profiler import Profiler
 from trainctl.train.saver import Saver
@@ -67,9 +70,19 @@ class Trainer:
         )
         self._saved_at = time.monotonic()
         self._metrics: dict[str, float] = {}
+        config = session.plan.config
         self._saver = Saver(
-            session.run, session.process, session.state, session.plan.config.checkpoint
+            session.run,
+            session.process,
+            session.state,
+            config.checkpoint,
+            TORCH_TYPES[formats(config.precision).weights],
         )
+        self._origin = {
+            "run": checkpoints.own_id(session.run) or "",
+            "model": description(config.model, session.shapes),
+            "multipliers": multipliers(config.model),
+        }
         self._batches = BatchesAhead(
             session.training,
             session.plan.batches.at,
@@ -87,6 +100,8 @@ class Trainer:
     def _train(self) -> None:
         session = self._session
         plan, progress, training = session.plan, session.progress, session.plan.config.training
+        if session.process.is_first:
+            checkpoints.leave_weights_behind(session.run, progress.step, attempt=self._attempt)
         self._record_start()
         steady = progress.step + STEADY_AFTER_STEPS
         self._recorded_at = time.monotonic()
@@ -130,12 +145,16 @@ class Trainer:
             save_is_due, stop = self._decide(last)
             if save_is_due:
                 self._save()
+            weights = plan.config.checkpoint.weights_only_every_steps
+            if weights is not None and progress.step % weights == 0:
+                self._save(weights_only=True)
         self._beat(Phase.end)
         self._record_memory(at_end=True)
         no_improvement = session.patience.is_exhausted
         done = progress.step >= plan.stop_step or no_improvement
         if done:
             self._sample()
+        self._beat(Phase.end, "saving a checkpoint")
         self._finish_saving()
         complete = progress.step >= plan.total_steps
         reason = "complete" if complete else "stop_after_steps" if done else "stop_requested"
@@ -218,7 +237,7 @@ class Trainer:
             withdraw_request(session.run, request)
         return save > 0, stop > 0
 
-    def _save(self) -> None:
+    def _save(self, *, weights_only: bool = False) -> None:
         session = self._session
         config, progress = session.plan.config, session.progress
         self._beat(Phase.save)
@@ -228,11 +247,13 @@ class Trainer:
                 {
                     "step": progress.step,
                     "attempt": self._attempt,
+                    "weights_only": weights_only,
                     "kept_for": "stable_phase" if progress.step == self._stable_end else "",
                     "patience": session.patience.state(),
                     "samples": progress.samples,
                     "tokens": progress.tokens,
-                    "metrics": self._metrics,
+                    # JSON has no number for a loss that is none.
+                    "metrics": {k: v for k, v in self._metrics.items() if math.isfinite(v)},
                     "layout": {
                         "zero_stage": config.zero_stage.stage,
                         **asdict(session.plan.mesh),
@@ -244,11 +265,13 @@ class Trainer:
                     "learning_rate": session.learning_rate.state(),
                     "corpus_digest": session.corpus.digest,
                     "shapes": session.shapes,
-                    "multipliers": multipliers(config.model),
+                    **self._origin,
                 }
             )
-        self._saved_at = time.monotonic()
-        self._best = min(self._best, self._metrics.get(config.checkpoint.best_of or "", math.inf))
+        if not weights_only:
+            self._saved_at = time.monotonic()
+            metric = self._metrics.get(config.checkpoint.best_of or "", math.inf)
+            self._best = min(self._best, metric)
         self._record_saved()
         self._beat(Phase.step)
 
@@ -266,7 +289,7 @@ class Trainer:
         """A record of each checkpoint committed since the last call."""
         for saved in self._saver.take_saved():
             self._record(
-                "checkpoint",
+                "weights" if saved.weights_only else "checkpoint",
                 step=saved.step,
                 path=str(saved.path.relative_to(self._session.run.root)),
                 seconds=saved.seconds,
@@ -283,6 +306,7 @@ class Trainer:
         training = session.plan.config.training
         if training.sample_tokens == 0:
             return
+        self._beat(Phase.end, "sampling text")
         with inference(session.engine.deepspeed):
             text = sample_text(
                 session.engine.next_scores,
@@ -347,9 +371,9 @@ class Trainer:
                 path=str(self._profiler.folder.relative_to(self._session.run.root)),
             )
 
-    def _beat(self, phase: Phase) -> None:
+    def _beat(self, phase: Phase, doing: str = "") -> None:
         if self._heartbeat is not None:
-            self._heartbeat.beat(phase, self._session.progress.step)
+            self._heartbeat.beat(phase, self._session.progress.step, doing)
 
     def _record(self, event: str, **fields: object) -> None:
         if self._events is not None:

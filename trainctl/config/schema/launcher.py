@@ -133,6 +133,13 @@ class LauncherConfig:
         unit="seconds",
         minimum=0,
     )
+    interrupt_grace_seconds: float = option(
+        300.0,
+        "After Ctrl-C, a closed terminal, or SIGTERM where stop_grace_seconds is 0: time to finish "
+        "the step, save and end with 128 + the signal; 0 ends at once.",
+        unit="seconds",
+        minimum=0,
+    )
     max_restarts: int = option(
         0,
         "Times that a launch starts again by itself, from the newest checkpoint, after a failure.",

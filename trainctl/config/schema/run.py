@@ -215,6 +215,18 @@ class CheckpointConfig:
     asynchronous: bool = option(
         False, "Copy the state to host memory and write it behind the training."
     )
+    weights_only_every_steps: int | None = option(
+        None,
+        "Save the weights alone at this interval, in the format that they are computed in: for "
+        "evaluate, sample and export, never for a resume.",
+        unit="optimizer steps",
+        minimum=1,
+    )
+    weights_only_keep: int | None = option(
+        None,
+        "Of the weights alone, how many are kept, the newest first; none keeps all.",
+        minimum=1,
+    )
     compare_replay: bool = option(
         True, "After a resume, stop if a step that is done again has another loss than before."
     )

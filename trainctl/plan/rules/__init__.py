@@ -64,6 +64,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC037", zero.secondary_partition_divides),
     ("TC038", zero.quantized_communication_has_a_kernel),
     ("TC039", zero.muon_sees_whole_gradients),
+    ("TC040", run.weights_are_saved_before_the_end),
     ("TC050", precision.compute_type_runs_here),
     ("TC051", precision.gradients_accumulate_in_a_wider_type),
     ("TC052", precision.gradients_travel_in_a_known_type),
@@ -108,6 +109,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC092", escape.pass_through_agrees),
     ("TC093", stability.rewinding_has_a_checkpoint),
     ("TC094", run.model_has_a_shape),
+    ("TC144", run.weights_have_one_source),
     ("TC099", no_effect.settings_have_an_effect),
     ("TC195", precision.loss_scale_starts_above_its_least),
 )

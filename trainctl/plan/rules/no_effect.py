@@ -48,9 +48,19 @@ _DROPS = (ScheduleKind.step, ScheduleKind.milestones, ScheduleKind.plateau)
 
 NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
     (
-        ("model.path", "model.trust_remote_code"),
+        (
+            "model.trust_remote_code",
+            "model.tensors",
+            "model.num_experts",
+            "model.experts_per_token",
+        ),
         lambda c: c.model.family is ModelFamily.hf,
         "model.family=hf",
+    ),
+    (
+        ("model.path",),
+        lambda c: c.model.family is ModelFamily.hf or c.model.model_type is not None,
+        "model=hf",
     ),
     (
         ("model.sliding_window",),
@@ -235,6 +245,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         ("offload.pin_memory",),
         lambda c: (c.offload.optimizer, c.offload.parameters) != (OffloadDevice.none,) * 2,
         "offload of the optimizer or the parameters",
+    ),
+    (
+        ("checkpoint.weights_only_keep",),
+        lambda c: c.checkpoint.weights_only_every_steps is not None,
+        "checkpoint.weights_only_every_steps",
     ),
     (
         ("checkpoint.asynchronous",),

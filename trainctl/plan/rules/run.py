@@ -11,6 +11,7 @@ from trainctl.config.schema import (
     ModelFamily,
     OptimizerKind,
     TokenizerKind,
+    WeightsKind,
 )
 from trainctl.errors import Finding
 from trainctl.plan import average
@@ -34,6 +35,24 @@ def model_has_its_directory(draft: Draft) -> Iterator[Finding]:
             "model.path",
             "model.family=hf needs model.path, a transformers directory with config.json",
             "model.path=/path/to/model",
+        )
+
+
+def weights_have_one_source(draft: Draft) -> Iterator[Finding]:
+    """`model.weights` agrees with whether there are any to start from."""
+    config = draft.config
+    kind, folder = config.model.weights, config.model.initial_weights
+    if kind is WeightsKind.random and folder is not None:
+        yield error(
+            "model.weights",
+            f"model.weights=random, and model.initial_weights={folder} names others",
+            "leave one of them out",
+        )
+    if kind is WeightsKind.pretrained and folder is None and config.trains_itself:
+        yield error(
+            "model.weights",
+            "model.weights=pretrained, and there are none to start from",
+            "model=hf model.path=DIR, or model.initial_weights=DIR",
         )
 
 
@@ -151,12 +170,27 @@ def average_can_be_kept(draft: Draft) -> Iterator[Finding]:
     )
 
 
+def weights_are_saved_before_the_end(draft: Draft) -> Iterator[Finding]:
+    """An interval that is longer than the run saves nothing."""
+    every, steps = draft.config.checkpoint.weights_only_every_steps, draft.total_steps
+    if every is not None and steps is not None and every > steps:
+        yield warning(
+            "checkpoint.weights_only_every_steps",
+            f"checkpoint.weights_only_every_steps={every} saves nothing in {steps} steps",
+            f"checkpoint.weights_only_every_steps={steps}",
+        )
+
+
 def something_is_saved(draft: Draft) -> Iterator[Finding]:
     """A run that saves nothing can only be started again."""
-    if not draft.config.checkpoint.saves_something:
+    settings = draft.config.checkpoint
+    if not settings.saves_something:
+        lost = settings.weights_only_every_steps is None
         yield warning(
             "checkpoint.at_end",
-            "no checkpoint is ever saved: the run cannot be resumed, and its model is lost",
+            "no checkpoint is ever saved: the run cannot be resumed, and its model is lost"
+            if lost
+            else "only weights are saved: the run cannot be resumed",
             "checkpoint.every_steps=100, checkpoint.every_minutes=30 or checkpoint.at_end=true",
         )
 

@@ -171,7 +171,12 @@ def offload_variants_have_their_base(draft: Draft) -> Iterator[Finding]:
 
 def _saves(checkpoint: CheckpointConfig) -> bool:
     """Whether a run saves anything unasked."""
-    intervals = (checkpoint.every_steps, checkpoint.every_minutes, checkpoint.best_of)
+    intervals = (
+        checkpoint.every_steps,
+        checkpoint.every_minutes,
+        checkpoint.best_of,
+        checkpoint.weights_only_every_steps,
+    )
     return checkpoint.at_end or any(interval is not None for interval in intervals)
 
 

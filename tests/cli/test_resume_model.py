@@ -1,0 +1,102 @@
+"""A resume is of the same model and optimizer, or refused before an attempt is made of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_checkpoints
+
+from trainctl.cli.main import run
+from trainctl.errors import ExitCode
+from trainctl.launch.outcome import Outcome
+from trainctl.runs.directory import last_attempt, open_run
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.status import State
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is launched ends well at once."""
+    monkeypatch.chdir(tmp_path)
+
+    def record(*_: Any, **__: Any) -> Outcome:
+        return Outcome(exit_code=0, state=State.finished)
+
+    monkeypatch.setattr("trainctl.launch.local.run_launch", record)
+
+
+def launched(*overrides: str) -> RunPaths:
+    assert run(["launch", "recipe=tiny", *overrides, "--run-dir", "runs/a"]) == 0
+    return open_run(Path("runs/a"))
+
+
+REFUSED = (
+    (["model.num_layers=3"], "model.num_layers was 4, and is 3"),
+    (
+        ["model.num_attention_heads=2", "model.num_key_value_heads=1", "model.head_dim=64"],
+        "model.head_dim was 32, and is 64, model.num_attention_heads was 4, and is 2",
+    ),
+    (["model.rope_theta=500000"], "model.rope_theta was 10000.0, and is 500000.0"),
+    (["model.norm_epsilon=1e-6"], "model.norm_epsilon was 1e-05, and is 1e-06"),
+    (["model.family=mistral"], 'model.family was "llama", and is "mistral"'),
+    (["optimizer=lion"], "the states of another optimizer, exp_avg, exp_avg_sq; this one has "),
+    (["optimizer=sgd"], "this one has momentum_buffer"),
+)
+
+
+def test_another_model_or_optimizer_is_refused_and_leaves_the_run_as_it_was(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    paths = launched()
+    states = ["master", "exp_avg", "exp_avg_sq"]
+    small_checkpoints.save(paths, 80, states=states, scalars={"step": 80.0})
+    capsys.readouterr()
+    for overrides, problem in REFUSED:
+        assert run(["resume", "runs/a", *overrides]) == ExitCode.run_state, overrides
+        assert problem in capsys.readouterr().err
+        assert last_attempt(paths) == 1
+    same = ["model.attention=eager", "model.name=x", "model.initializer_range=0.01"]
+    elsewhere = ["zero_stage=1", "optimizer.lr=1e-4", "model.max_position_embeddings=4096"]
+    assert run(["resume", "runs/a", *same, *elsewhere]) == 0
+    assert last_attempt(paths) == 2
+    assert "did not note" not in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_says_no_model_is_taken_with_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its tensors are compared where they are loaded (`test_restore`)."""
+    paths = launched()
+    small_checkpoints.save(paths, 90, format=1, trainctl="0.9", leave_out=("run", "model"))
+    assert run(["resume", "runs/a"]) == 0
+    said = capsys.readouterr().err
+    assert "step-00000090 was saved by trainctl 0.9, which did not note which run" in said
+
+
+def test_another_base_of_mup_is_another_model(capsys: pytest.CaptureFixture[str]) -> None:
+    paths = launched("model.mup=true", "model.mup_base_width=64")
+    small_checkpoints.save(paths, 80)
+    capsys.readouterr()
+    for other in ("model.mup_base_width=128", "model.mup=false"):
+        assert run(["resume", "runs/a", other]) == ExitCode.run_state
+        assert "trained with the logits multiplied by 0.5" in capsys.readouterr().err
+        assert last_attempt(paths) == 1
+    assert run(["resume", "runs/a"]) == 0
+    assert last_attempt(paths) == 2
+
+
+def test_the_weights_alone_are_no_place_to_go_on_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    paths = launched()
+    small_checkpoints.save(paths, 90, weights_only=True)
+    assert run(["resume", "runs/a", "--dry-run"]) == 0
+    assert "from the beginning: there is no checkpoint yet" in capsys.readouterr().err
+    small_checkpoints.save(paths, 80)
+    capsys.readouterr()
+    assert run(["resume", "runs/a", "--step", "90"]) == ExitCode.run_state
+    assert "weights-00000090 has the weights alone" in capsys.readouterr().err
+    assert run(["resume", "runs/a"]) == 0
+    assert "from step-00000080" in capsys.readouterr().err

@@ -1,0 +1,244 @@
+"""Which model a checkpoint is of: all that decides what its weights compute.
+
+Weights alone do not say it. The same tensors with other heads, another rotary base or another
+epsilon are another function, which trains on as if nothing had happened. What only changes how the
+function is computed (kernels, layout, number formats), where training starts or what is dropped at
+random is not part of it, and may change on a resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.schema import ModelConfig, ModelFamily, OptimizerKind, RunConfig
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.mup import check_multipliers, multipliers
+from trainctl.plan.optimizers import state_names
+from trainctl.plan.shapes import head_dim, key_value_heads
+
+_SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_attention_heads",
+    "norm_epsilon",
+    "tie_word_embeddings",
+)
+
+_BESIDE_THE_FUNCTION = (
+    "_name_or_path",
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "pad_token_id",
+    "router_aux_loss_coef",
+    "task_specific_params",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+"""Keys of a transformers `config.json` that change nothing of what the weights compute."""
+
+
+BESIDE_THE_OPTIMIZER = frozenset({"master", "average"})
+"""States of a checkpoint that every optimizer has, or none."""
+
+OF_LONGER_CONTEXT = (
+    "config.json",
+    "max_position_embeddings",
+    "rope_theta",
+    "sliding_window",
+)
+"""Parts of an identity that a new run may change on purpose: weights are often trained on so."""
+
+
+def identity(model: ModelConfig) -> dict[str, Any]:
+    """What decides the function of a model's weights, besides muP's multipliers; plain JSON.
+
+    Raises:
+        TrainctlError: Its directory has no readable config.json (exit code 5).
+    """
+    found: dict[str, Any] = {"family": model.family.value}
+    found |= {name: getattr(model, name) for name in _SHAPE}
+    found |= {"num_key_value_heads": key_value_heads(model), "head_dim": head_dim(model)}
+    everything = model.factory is not None or model.family is ModelFamily.hf
+    if model.family is not ModelFamily.gpt2 or everything:
+        found["rope_theta"] = model.rope_theta
+    if model.family is ModelFamily.mistral or everything:
+        found["sliding_window"] = model.sliding_window
+    if model.family is ModelFamily.gpt2 or everything:
+        found["max_position_embeddings"] = model.max_position_embeddings
+    if model.factory is not None:
+        found["factory"] = model.factory
+    if model.path is not None:
+        found["config.json"] = _of_directory(Path(model.path).expanduser())
+    return found
+
+
+def description(model: ModelConfig, shapes: Mapping[str, list[int]]) -> dict[str, Any]:
+    """What a manifest says of its model.
+
+    Args:
+        model: The model.
+        shapes: Of its parameters, by canonical name.
+
+    Returns:
+        ``configuration``, as `identity` gives it, and ``sha256``, equal for two checkpoints whose
+        weights mean the same.
+    """
+    configuration = identity(model)
+    text = json.dumps([configuration, multipliers(model), shapes], sort_keys=True)
+    return {
+        "configuration": configuration,
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }
+
+
+def check_model(
+    model: ModelConfig,
+    name: str,
+    manifest: Mapping[str, Any],
+    *,
+    may_differ: Sequence[str] = (),
+) -> None:
+    """Refuse a checkpoint of another model; what one that says no model is of, its tensors tell.
+
+    Args:
+        model: The model that is to have its weights.
+        name: Of the checkpoint.
+        manifest: Of the checkpoint.
+        may_differ: Parts of the identity that are not compared.
+
+    Raises:
+        TrainctlError: It is another one (exit code 5); names what differs.
+    """
+    check_multipliers(model, name, manifest)
+    if "model" not in manifest:
+        return
+    had, now = (
+        {key: value for key, value in found.items() if key not in may_differ}
+        for found in (manifest["model"]["configuration"], identity(model))
+    )
+    changes = list(_changes(had, now, "model."))
+    if changes:
+        raise TrainctlError(
+            f"{name} is of another model: {', '.join(changes)}",
+            hint="a run keeps its model: leave out what changes it, or start a new run from the "
+            "weights, with model.initial_weights",
+            exit_code=ExitCode.run_state,
+        )
+
+
+def check_optimizer(config: RunConfig, name: str, manifest: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint with the states of another optimizer.
+
+    Each optimizer would take those whose names it knows, and drop the others.
+
+    Args:
+        config: Of the run that is to go on from it.
+        name: Of the checkpoint.
+        manifest: Of the checkpoint.
+
+    Raises:
+        TrainctlError: They are another's (exit code 5).
+    """
+    had = set(manifest["states"]) - BESIDE_THE_OPTIMIZER
+    optimizer = config.optimizer
+    is_muon = optimizer.kind is OptimizerKind.muon
+    matrices = set(state_names(optimizer, uses_muon=True)) if is_muon else set()
+    wanted = set(state_names(optimizer, uses_muon=False))
+    if had and had not in (wanted, matrices, wanted | matrices):
+        raise another_optimizer(name, had, wanted | matrices)
+
+
+def another_optimizer(name: str, had: Collection[str], wanted: Collection[str]) -> TrainctlError:
+    """What is said of a checkpoint whose optimizer's states are not those that are wanted."""
+    return TrainctlError(
+        f"{name} has the states of another optimizer, {_listed(had)}; this one has "
+        f"{_listed(wanted)}",
+        hint="keep the optimizer, or start a new run from the weights, with model.initial_weights",
+        exit_code=ExitCode.run_state,
+    )
+
+
+def check_shapes(name: str, manifest: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> None:
+    """Refuse a checkpoint unless its tensors are those of a model, one for one.
+
+    Args:
+        name: Of the checkpoint.
+        manifest: Of the checkpoint.
+        shapes: Of the model's parameters, by canonical name.
+
+    Raises:
+        TrainctlError: One is missing, left over or of another shape (exit code 5); says which.
+    """
+    saved = manifest["shapes"]
+    problems = [
+        _count("the checkpoint lacks", [name for name in shapes if name not in saved]),
+        _count("the model has no", [name for name in saved if name not in shapes]),
+        *(
+            f"{name} has shape {saved[name]}, the model's is {list(shape)}"
+            for name, shape in shapes.items()
+            if name in saved and saved[name] != list(shape)
+        ),
+    ]
+    found = [problem for problem in problems if problem]
+    if found:
+        raise TrainctlError(
+            f"{name} is of another model: {'; '.join(found[:3])}",
+            hint="a run keeps its model: start a new run",
+            exit_code=ExitCode.run_state,
+        )
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _count(what: str, names: list[str]) -> str:
+    """Tensors in words; empty if there are none."""
+    more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+    return f"{what} {names[0]}{more}" if names else ""
+
+
+def _changes(had: Mapping[str, Any], now: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """What differs between two identities, key by key."""
+    for key in sorted({*had, *now}):
+        left, right = had.get(key), now.get(key)
+        if isinstance(left, dict) and isinstance(right, dict):
+            yield from _changes(left, right, f"{key} " if key == "config.json" else f"{key}.")
+        elif left != right:
+            yield f"{prefix}{key} was {json.dumps(left)}, and is {json.dumps(right)}"
+
+
+def _of_directory(folder: Path) -> dict[str, Any]:
+    """What a transformers directory says of the function."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise TrainctlError(
+            f"{folder}/config.json, which says what the model is, is not readable: {error}",
+            exit_code=ExitCode.run_state,
+        ) from None
+    return _deciding(found)
+
+
+def _deciding(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a transformers configuration, what decides the function, in its parts as well."""
+    return {
+        key: _deciding(value) if isinstance(value, dict) else value
+        for key, value in found.items()
+        if key not in _BESIDE_THE_FUNCTION and not key.endswith(("dropout", "_pdrop"))
+    }

@@ -1,0 +1,58 @@
+"""Which text a run trains on after a resume that cuts or orders its samples otherwise.
+
+A sample is a piece of `training.sequence_length` tokens of the whole text, and the position of a
+run is a count of samples: c is place c % n of pass c // n, for n samples in a pass. The order of a
+pass is a function of the seed, the pass and n alone (`trainctl.train.order`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainctl.plan.types import RunPlan
+
+_MIXED = "of the text, some is seen again in this pass and some is left out"
+
+
+def samples_in(tokens: int, sequence_length: int) -> int:
+    """Samples that a text of so many tokens is cut into; the last needs one more for its label."""
+    return max(0, (tokens - 1) // sequence_length)
+
+
+def changes_of_order(before: RunPlan, now: RunPlan, samples: int, tokens: int) -> Iterator[str]:
+    """What going on with another plan does to the order of the samples, in sentences.
+
+    Args:
+        before: The plan that the run was trained with.
+        now: The plan that it goes on with.
+        samples: Drawn so far: the run's position.
+        tokens: Of the text that it trains on.
+    """
+    old, new = before.batch.sequence_length, now.batch.sequence_length
+    was, becomes = samples_in(tokens, old), samples_in(tokens, new)
+    shuffled = before.config.data.shuffle, now.config.data.shuffle
+    seeds = before.config.training.seed, now.config.training.seed
+    if samples == 0 or not was or not becomes:
+        return
+    if old != new:
+        yield (
+            f"training.sequence_length={new} cuts the text into {becomes:,} samples, and {old} cut "
+            f"it into {was:,}. The count goes on: the next sample was to be "
+            f"{_place(samples, was)}, and is {_place(samples, becomes)}"
+        )
+        if any(shuffled):
+            yield f"the new samples have an order of their own: {_MIXED}"
+        else:
+            here, there = samples % was * old, samples % becomes * new
+            yield f"it begins at token {there:,} of the text, and was to begin at {here:,}"
+        yield "held-out losses from here on are of other samples: they do not compare with earlier"
+    elif shuffled[0] != shuffled[1]:
+        how = "at random" if shuffled[1] else "as the text has it"
+        yield f"data.shuffle={str(shuffled[1]).lower()} takes what follows {how}: {_MIXED}"
+    elif shuffled[1] and seeds[0] != seeds[1]:
+        yield f"training.seed={seeds[1]} draws what follows in another order: {_MIXED}"
+
+
+def _place(samples: int, in_a_pass: int) -> str:
+    passes, place = divmod(samples, in_a_pass)
+    return f"number {place + 1:,} of pass {passes + 1}"

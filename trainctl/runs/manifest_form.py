@@ -1,0 +1,224 @@
+"""The form of a checkpoint's manifest: which fields it has, and what each may hold."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Check = Callable[[Any], bool]
+"""Whether a value has the form of a field."""
+
+_LARGEST = 2**63 - 1
+"""Of whole numbers: no step, size or place is beyond."""
+
+Block = tuple[int, int, int]
+"""A shard: columns [second, third) of the flattened parameter as rows of the first's length."""
+
+
+def check_form(manifest: Mapping[str, Any]) -> None:
+    """Look at every field that anybody reads; others are for later versions.
+
+    Raises:
+        ValueError: One is missing or has another form, or the fragments do not make up the
+            parameters; says which.
+    """
+    for name, check in _FIELDS.items():
+        if name not in manifest:
+            raise ValueError(f"it has no {name}")
+        _require(name, manifest[name], check)
+    is_required = _SINCE_2 if manifest["format"] > 1 else {}
+    for name, check in (_SINCE_2 | _OPTIONAL).items():
+        if name in manifest or name in is_required:
+            _require(name, manifest.get(name), check)
+    files = [entry["name"] for entry in manifest["files"]]
+    if not files or len(set(files)) < len(files):
+        raise ValueError("its files are none, or one is listed twice")
+    _check_fragments(manifest, set(files))
+
+
+def _require(name: str, value: Any, check: Check) -> None:
+    if not check(value):
+        shown = repr(value)
+        raise ValueError(f"{name} is {shown if len(shown) < 60 else shown[:57] + '...'}")
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+def _number(value: Any) -> bool:
+    if type(value) is int:
+        return abs(value) <= _LARGEST
+    return type(value) is float and math.isfinite(value)
+
+
+def _text(value: Any) -> bool:
+    """Fit for a terminal too."""
+    return type(value) is str and (value == "" or value.isprintable())
+
+
+def _flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _many(check: Check) -> Check:
+    return lambda value: type(value) is list and all(map(check, value))
+
+
+def _named(check: Check) -> Check:
+    return lambda value: (
+        type(value) is dict and all(map(_text, value)) and all(map(check, value.values()))
+    )
+
+
+def _either_none_or(*names: str) -> Check:
+    """Numbers of these names, all of them, or nothing."""
+    numbers = _named(_number)
+    return lambda value: value == {} or (numbers(value) and set(names) <= value.keys())
+
+
+def _states(value: Any) -> bool:
+    return _many(_text)(value) and "master" in value
+
+
+def _file(value: Any) -> bool:
+    return (
+        type(value) is dict
+        and _file_name(value.get("name"))
+        and _count(value.get("bytes"))
+        and _text(value.get("sha256"))
+    )
+
+
+def _file_name(value: Any) -> bool:
+    """One that leads out of no folder."""
+    return _text(value) and "/" not in value and value not in ("", ".", "..")
+
+
+def _fragment(value: Any) -> bool:
+    return (
+        type(value) is dict
+        and all(_text(value.get(name)) for name in ("parameter", "file"))
+        and all(_count(value.get(name)) for name in ("start", "numel", "tensor", "offset"))
+        and ("shard" not in value or _shard(value["shard"]))
+        and ("sides" not in value or _named(_side)(value["sides"]))
+    )
+
+
+def _shard(value: Any) -> bool:
+    return _many(_count)(value) and len(value) == 3 and value[1] < value[2] <= value[0]
+
+
+def _side(value: Any) -> bool:
+    return (
+        type(value) is list
+        and len(value) == 3
+        and _count(value[0])
+        and _count(value[1])
+        and _text(value[2])
+    )
+
+
+def _stability(value: Any) -> bool:
+    """Running means with their counts, and counters."""
+    if type(value) is not dict:
+        return False
+    means = [value[name] for name in ("loss", "norm") if name in value]
+    counters = [value[name] for name in ("in_a_row", "bad_step") if name in value]
+    return all(_many(_number)(mean) and len(mean) == 2 for mean in means) and all(
+        map(_number, counters)
+    )
+
+
+def _learning_rate(value: Any) -> bool:
+    """What evaluations and rewinds made of the schedule."""
+    if type(value) is not dict:
+        return False
+    numbers = [value[name] for name in ("cut", "drops") if name in value]
+    return all(map(_number, numbers)) and _PATIENCE(value.get("patience", {}))
+
+
+def _model(value: Any) -> bool:
+    return (
+        type(value) is dict
+        and type(value.get("configuration")) is dict
+        and _text(value.get("sha256"))
+    )
+
+
+_PATIENCE = _either_none_or("best", "best_step", "evaluations_since")
+
+_FIELDS: dict[str, Check] = {
+    "format": lambda value: _count(value) and value > 0,
+    "step": _count,
+    "samples": _count,
+    "tokens": _count,
+    "metrics": _named(_number),
+    "corpus_digest": _text,
+    "shapes": _named(_many(_count)),
+    "states": _states,
+    "scalars": _named(_number),
+    "files": _many(_file),
+    "fragments": _many(_fragment),
+}
+_SINCE_2: dict[str, Check] = {"run": _text, "model": _model, "weights_only": _flag}
+_OPTIONAL: dict[str, Check] = {
+    "trainctl": _text,
+    "attempt": _count,
+    "kept_for": _text,
+    "patience": _PATIENCE,
+    "layout": _named(_count),
+    "loss_scale": _either_none_or("cur_scale"),
+    "stability": _stability,
+    "norms": _many(_number),
+    "ema": _either_none_or("steps"),
+    "learning_rate": _learning_rate,
+    "multipliers": lambda value: bool(value) and _either_none_or("output", "attention")(value),
+}
+
+
+def _check_fragments(manifest: Mapping[str, Any], files: set[str]) -> None:
+    """Raise unless every element of every parameter is in a fragment."""
+    shapes = manifest["shapes"]
+    if not shapes:
+        raise ValueError("it has no parameter")
+    ranges: dict[str, dict[Block, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for fragment in manifest["fragments"]:
+        name, start = fragment["parameter"], fragment["start"]
+        if name not in shapes:
+            raise ValueError(f"a fragment is of {name}, which has no shape")
+        if fragment["file"] not in files:
+            raise ValueError(f"{name} is in {fragment['file']}, which is not listed")
+        whole = math.prod(shapes[name])
+        block = tuple(fragment["shard"]) if "shard" in fragment else (whole, 0, whole)
+        ranges[name][block].append((start, start + fragment["numel"]))
+    for name, shape in shapes.items():
+        problem = _gap(math.prod(shape), ranges.get(name, {}))
+        if problem:
+            raise ValueError(f"{name} is not all there: {problem}")
+
+
+def _gap(numel: int, blocks: Mapping[Block, list[tuple[int, int]]]) -> str:
+    """What of a parameter is in no fragment, if anything."""
+    if numel == 0:
+        return ""
+    column, rows = 0, {row for row, _, _ in blocks}
+    if len(rows) != 1 or numel % (row := rows.pop()):
+        return "its shards do not make it up" if blocks else "it has no fragment"
+    for _, start, stop in sorted(blocks):
+        if start != column:
+            return "its shards do not make it up"
+        column = stop
+    if column != row:
+        return "its shards do not make it up"
+    for (_, start, stop), ranges in blocks.items():
+        end = 0
+        for first, last in sorted(ranges):
+            if first > end:
+                break
+            end = max(end, last)
+        if end != numel // row * (stop - start):
+            return f"its elements are there up to {end:,} of {numel // row * (stop - start):,}"
+    return ""
