@@ -23,6 +23,12 @@ SHAPE: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `config.json` alone says; tests/memory/test_trace.py traces."""
+    monkeypatch.setattr("trainctl.config.compose.trace_in_child", lambda config: {"tensors": []})
+
+
 def model_of(directory: Path, *overrides: str) -> Any:
     return compose(["model=hf", f"model.path={directory}", *overrides]).config.model
 
@@ -43,7 +49,8 @@ def test_a_directory_of_transformers_gives_shape_and_family(
     written.save_pretrained(tmp_path)
     model = model_of(tmp_path)
     assert model.family is family
-    assert model.path == (str(tmp_path) if family is ModelFamily.hf else None)
+    assert model.path == str(tmp_path)
+    assert model.initial_weights is None
     assert model.name == tmp_path.name
     assert (model.vocab_size, model.hidden_size, model.intermediate_size) == (320, 64, 96)
     assert (model.num_layers, model.num_attention_heads, model.num_key_value_heads) == (3, 4, 2)

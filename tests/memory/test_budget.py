@@ -128,16 +128,17 @@ def test_checkpoints_kept_count_the_one_being_written_and_the_best() -> None:
 
 
 def test_weights_alone_are_counted_beside_the_checkpoints() -> None:
-    """2 bytes a parameter in bf16; with 100 steps every 30 three of them, or those kept and one."""
+    """2 bytes a parameter in bf16; in 10 steps every 3 three of them, or those kept and one."""
     memory = budget(make_plan(LLAMA_3_8B))
     assert memory.weights_only_bytes == memory.weights_only_kept_bytes == 0
-    changes = {"training__steps": 100, "checkpoint__weights_only_every_steps": 30}
-    alone = budget(make_plan(LLAMA_3_8B, **changes))
+    alone = budget(make_plan(LLAMA_3_8B, checkpoint__weights_only_every_steps=3))
     assert alone.weights_only_bytes == pytest.approx(2 * 8_030_261_248, rel=1e-4)
     assert alone.weights_only_kept_bytes == 3 * alone.weights_only_bytes
     assert alone.checkpoints_kept_bytes == memory.checkpoints_kept_bytes
-    few = budget(make_plan(LLAMA_3_8B, **changes, checkpoint__weights_only_keep=1))
-    assert few.weights_only_kept_bytes == 2 * alone.weights_only_bytes
+    kept = make_plan(
+        LLAMA_3_8B, checkpoint__weights_only_every_steps=3, checkpoint__weights_only_keep=1
+    )
+    assert budget(kept).weights_only_kept_bytes == 2 * alone.weights_only_bytes
 
 
 def test_on_cpu_the_host_contains_the_ranks_once() -> None:

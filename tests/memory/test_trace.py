@@ -13,9 +13,12 @@ import pytest
 from trainctl.cli.main import run
 from trainctl.config.hf import fill_from_directory
 from trainctl.config.schema import AttentionKind, DataType, ModelConfig, ModelFamily, RunConfig
+from trainctl.config.tensor_table import to_table
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.memory.activations import block_activations
-from trainctl.plan.shapes import count_parameters
+from trainctl.memory.traced import TracedModel
+from trainctl.plan.flops import multiplied_weights
+from trainctl.plan.shapes import all_tensors, count_parameters
 
 SEQUENCE = 128
 SHAPE = {
@@ -122,22 +125,60 @@ def test_other_architectures_are_traced_as_autograd_finds_them(kind: str, tmp_pa
     assert traced.block.saved * 3 * SEQUENCE == pytest.approx(total, rel=0.02)
 
 
-def test_exact_budgets_what_the_directory_holds(
+def test_a_directory_is_budgeted_as_what_its_code_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """By a process of its own, once; never as a Llama of that shape, which has one expert."""
     monkeypatch.chdir(tmp_path)
-    _directory(tmp_path / "mixtral", "mixtral")
-    arguments = ["estimate-memory", "recipe=tiny", "model=hf", "model.path=mixtral", "--json"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = _directory(tmp_path / "mixtral", "mixtral")
+    arguments = ["recipe=tiny", "model=hf", "model.path=mixtral", "--json"]
     arguments += ["tokenizer=byte", "precision=bf16", "training.sequence_length=128"]
-    assert run(arguments) == 0
-    by_shape = json.loads(capsys.readouterr().out)
-    assert run([*arguments, "--exact"]) == 0
+    assert run(["estimate-memory", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not any("Llama" in note for note in found["notes"])
+    (kept,) = (tmp_path / "cache" / "trainctl" / "traces").iterdir()
+
+    # Later commands read what was found: with nothing to trace by, they say the same.
+    monkeypatch.setattr("trainctl.config.tracing._known", {})
+    monkeypatch.setattr("trainctl.config.tracing._trace", lambda *_: pytest.fail("traced again"))
+    assert run(["estimate-memory", *arguments, "--exact"]) == 0
     exact = json.loads(capsys.readouterr().out)
-    found = exact["traced"]["parameters"]
-    assert found["traced"] > 4 * found["closed_form"], "a Llama of that shape has one expert"
-    assert exact["components"]["parameters"] > 4 * by_shape["components"]["parameters"]
-    assert any("counted as a Llama" in note for note in by_shape["notes"])
-    assert not any("counted as a Llama" in note for note in exact["notes"])
+    report = exact.pop("traced")
+    assert exact == found
+    assert report["parameters"]["traced"] == report["parameters"]["closed_form"]
+    assert report["parameters"]["traced"] > 4 * count_parameters(model).total
+    assert json.loads(kept.read_text())["traced"]["blocks"] == 3
+
+
+def test_a_published_mixture_of_experts_is_counted_whole(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B: 30.5 billion parameters, of which a token meets 3.3 (its model card)."""
+    from trainctl.train.trace import trace
+
+    published = {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    }
+    model = _directory(tmp_path, "qwen3_moe", **published)
+    traced = trace(_config(model), tmp_path)
+    assert traced == TracedModel.from_json(json.loads(json.dumps(traced.to_json())))
+    table = to_table((tensor.name, tensor.shape) for tensor in traced.tensors)
+    assert len(table) < 20
+    listed = replace(model, tensors=table)
+    counts = count_parameters(listed)
+    assert counts.total == traced.parameters == 30_532_122_624
+    assert counts.tensors == len(traced.tensors)
+    assert {tensor.name for tensor in all_tensors(listed)} == {t.name for t in traced.tensors}
+    embedding = 151936 * 2048
+    assert multiplied_weights(listed) + embedding == pytest.approx(3.3e9, rel=0.02)
 
 
 def test_exact_of_a_known_family_is_the_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,22 +213,43 @@ def test_a_users_own_model_is_traced_from_the_folder_at_hand(tmp_path: Path) -> 
     assert json.loads(done.stdout)["traced"]["parameters"]["traced"] == expected
 
 
-def test_a_model_that_cannot_be_traced_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_cannot_be_traced_says_why(tmp_path: Path) -> None:
     from trainctl.train.trace import trace
 
-    monkeypatch.chdir(tmp_path)
     transformers = pytest.importorskip("transformers")
-    transformers.AutoConfig.for_model("bloom", hidden_size=64, n_layer=2, n_head=4).save_pretrained(
-        "bloom"
-    )
-    words = ["recipe=tiny", "model=hf", "model.path=bloom", "tokenizer=byte"]
-    assert run(["estimate-memory", *words, "--exact"]) == ExitCode.bad_input
-    assert "cannot be traced" in capsys.readouterr().err
+    bloom = transformers.AutoConfig.for_model("bloom", hidden_size=64, n_layer=2, n_head=4)
+    bloom.save_pretrained(tmp_path / "bloom")
+    model = _ours("llama")
+    model = replace(model, family=ModelFamily.hf, path=str(tmp_path / "bloom"))
+    with pytest.raises(TrainctlError, match=r"bloom/config\.json: .* cannot be traced"):
+        trace(_config(model), tmp_path)
+    gemma = _directory(tmp_path / "gemma", "gemma2")
+    with pytest.raises(TrainctlError) as caught:
+        trace(_config(gemma), tmp_path)
+    (found,) = caught.value.findings
+    assert (found.rule, found.key) == ("TC153", "model.attention")
+    assert found.hint.startswith("model.attention=eager")
+    eager = replace(gemma, attention=AttentionKind.eager)
+    assert trace(_config(eager), tmp_path).blocks == 3
     broken = replace(_ours("llama"), factory="tests.nowhere:make")
     with pytest.raises(TrainctlError, match=r"model\.factory"):
         trace(_config(broken), tmp_path)
+
+
+def test_a_directory_whose_code_fails_is_refused_before_a_launch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the process that traces it; today's rank would end with exit code 6."""
+    settings = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    shape = {"vocab_size": 300, **dict.fromkeys(("hidden_size", "num_hidden_layers"), 64)}
+    content = json.dumps({**settings, **shape, "num_attention_heads": 2})
+    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "own.py").write_text("raise RuntimeError('not today')\n")
+    words = ["recipe=tiny", "model=hf", f"model.path={tmp_path}", "model.trust_remote_code=true"]
+    assert run(["validate", *words]) == ExitCode.bad_input
+    told = capsys.readouterr().err
+    assert "TC147" in told and "not today" in told
+    assert f"{tmp_path}/config.json" in told
 
 
 def test_tensor_ranks_share_a_traced_block_as_they_share_the_closed_form(

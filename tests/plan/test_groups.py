@@ -9,9 +9,9 @@ from plan_cases import config_with, cpus
 
 from trainctl.cli.plan_view import plan_lines
 from trainctl.config.schema import OptimizerKind
-from trainctl.plan.groups import group_of, model_tensors, parameter_groups
+from trainctl.plan.groups import group_of, parameter_groups
 from trainctl.plan.resolve import resolve
-from trainctl.plan.shapes import count_parameters
+from trainctl.plan.shapes import all_tensors, count_parameters
 
 FAMILIES = ("llama", "mistral", "qwen3", "gpt2")
 
@@ -44,7 +44,7 @@ def test_every_tensor_is_in_exactly_one_group_and_the_counts_add_up(seed):
     config = random_config(random.Random(seed))
     groups = parameter_groups(config)
     names = [name for group in groups for name in group.parameters]
-    assert sorted(names) == sorted(tensor.name for tensor in model_tensors(config))
+    assert sorted(names) == sorted(tensor.name for tensor in all_tensors(config.model))
     count = count_parameters(config.model)
     assert (len(names), sum(group.elements for group in groups)) == (count.tensors, count.total)
     assert len({group.name for group in groups}) == len(groups)

@@ -1064,6 +1064,7 @@ WARNINGS = [
     ("TC007", {"parallelism__pipeline": 4}, gpus(), "idle 75%"),
     ("TC026", {"training__global_batch_tokens": 20_000}, gpus(8), "rounded to 16384 (-18.1%)"),
     ("TC023", {"training__stop_after_steps": 101}, gpus(), "end of the run at step 100"),
+    ("TC040", {"checkpoint__weights_only_every_steps": 101}, gpus(), "saves nothing in 100 steps"),
     ("TC076", {"checkpoint__at_end": False}, gpus(), "no checkpoint"),
     (
         "TC079",

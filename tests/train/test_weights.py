@@ -76,5 +76,5 @@ def test_safetensors_ranges_and_problems(tmp_path):
         source.read("c.weight", tensor.shape, 0, 1)
     with pytest.raises(TrainctlError, match=r"shape \[5, 7\]"):
         source.read("a.weight", torch.Size([7, 5]), 0, 1)
-    with pytest.raises(TrainctlError, match="no readable safetensors"):
+    with pytest.raises(TrainctlError, match="has neither"):
         SafetensorsWeights(tmp_path / "nowhere")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainctl.cli.arguments import split_target
 from trainctl.cli.console import rich_console, say
 from trainctl.cli.planning import Planned, compose_target, plan
 from trainctl.config.sweep import expand_sweep
 from trainctl.errors import TrainctlError
+
+if TYPE_CHECKING:
+    from trainctl.config.compose import Composed
+
+ANY_STEPS = 1_000_000
+"""More than any warmup or decay that is given in steps."""
 
 FITS = {True: "fits", False: "does not fit", None: "too close to tell"}
 
@@ -59,7 +65,7 @@ def compare_memory(
     for point in points:
         name = ", ".join(f"{key}={value}" for key, value in point.values.items())
         try:
-            composed = compose_target(target, point.overrides, config_dir)
+            composed = _of_some_length(compose_target(target, point.overrides, config_dir))
             planned = plan(composed, exact=exact, calibrated=calibrated)
         except TrainctlError as error:
             if len(points) == 1:
@@ -70,6 +76,15 @@ def compare_memory(
         errors = tuple(finding.message for finding in planned.errors_but_fit)
         compared.append(Compared(name=name, values=point.values, planned=planned, errors=errors))
     return compared
+
+
+def _of_some_length(composed: Composed) -> Composed:
+    """The same with a number of steps, where nothing says how many: memory needs none."""
+    config = composed.config
+    if config.training.steps is not None or config.training.tokens is not None:
+        return composed
+    training = replace(config.training, steps=ANY_STEPS)
+    return replace(composed, config=replace(config, training=training))
 
 
 def show_comparison(compared: Sequence[Compared]) -> None:

@@ -59,6 +59,8 @@ def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
         ),
         ("run", steps),
     ]
+    rows += [("weights", text) for text in _weights(config)]
+    rows += [("tokenizer", text) for text in _tokenizer(config)]
     most = GROUPS_IN_BRIEF if brief else GROUPS_SHOWN
     rows += [("optimizer", line) for line in _groups(plan, most)]
     rows += [("runs", program) for program in _users_code(config)]
@@ -70,6 +72,36 @@ def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
         lines.append("  derived")
         lines += [f"    {item.key} = {item.value}: {item.reason}" for item in derived]
     return lines
+
+
+def _weights(config: RunConfig) -> Iterator[str]:
+    """Where the weights of step 0 come from."""
+    from trainctl.config.schema import WeightsKind
+
+    model = config.model
+    if not config.trains_itself:
+        return
+    if model.initial_weights is None:
+        yield f"random at step 0, by training.seed={config.training.seed}"
+    elif model.initial_weights == model.path and model.weights is not WeightsKind.pretrained:
+        yield f"of {model.path} at step 0; model.weights=random draws them from the seed instead"
+    else:
+        yield f"of {model.initial_weights} at step 0"
+
+
+def _tokenizer(config: RunConfig) -> Iterator[str]:
+    """Its ids, and what ends a document; nothing where its files cannot be read."""
+    from trainctl.config.special_tokens import tokenizer_facts
+    from trainctl.errors import TrainctlError
+
+    tokenizer = config.tokenizer
+    if not config.trains_itself:
+        return
+    try:
+        facts = tokenizer_facts(tokenizer)
+    except TrainctlError:  # a check of the files says so
+        return
+    yield f"{tokenizer.path or tokenizer.kind.value}: {facts.in_words()}"
 
 
 def _groups(plan: RunPlan, most: int) -> Iterator[str]:

@@ -81,26 +81,33 @@ def plan(
         tokenize: Read the corpus where the length of the run depends on it.
         with_files: Also look for the files that it names, as whoever starts from here must.
         folder: Where the user's own code is looked for; None is the current folder.
-        exact: Trace the model for its budget, which imports torch.
+        exact: Trace the model for its budget, in a process of its own.
         calibrated: Take what was measured on this machine, for hardware that is here.
     """
     from trainctl.cli.epochs import count_epoch
     from trainctl.config.files import missing_files
+    from trainctl.config.tracing import trace_in_child
     from trainctl.hardware import resolve_hardware
+    from trainctl.memory.traced import TracedModel
     from trainctl.planner.assess import assess
+    from trainctl.planner.model_files import check_model_files
+    from trainctl.planner.tokenizer_files import check_tokenizer_files
 
     composed = count_epoch(composed, tokenize=tokenize)
     hardware = resolve_hardware(composed.config.hardware, calibrated=calibrated)
     assessment = assess(composed.config, hardware)
     traced = None
     if exact and assessment.plan is not None:
-        traced = _trace(composed.config, folder or Path.cwd())
+        traced = TracedModel.from_json(trace_in_child(composed.config, folder))
         assessment = assess(composed.config, hardware, traced)
-    found = list(assessment.findings)
+    found = [*assessment.findings]
     if with_files:
         from trainctl.launch.refusals import refusals
 
-        found += [*missing_files(composed.config, folder), *refusals(composed.config, hardware)]
+        found += missing_files(composed.config, folder)
+        found += check_model_files(composed.config)
+        found += check_tokenizer_files(composed.config)
+        found += refusals(composed.config, hardware)
     return Planned(
         composed=composed,
         hardware=hardware,
@@ -108,20 +115,6 @@ def plan(
         findings=(*composed.findings, *name_sources(composed, found)),
         traced=traced,
     )
-
-
-def _trace(config: RunConfig, folder: Path) -> TracedModel:
-    """`trainctl.train.trace.trace` without the warnings that its libraries log while imported."""
-    import logging
-
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        from trainctl.train.trace import trace
-
-        return trace(config, folder)
-    finally:
-        logging.disable(level)
 
 
 def name_sources(composed: Composed, findings: Sequence[Finding]) -> list[Finding]:

@@ -51,8 +51,11 @@ def start_run(
     planned = plan(composed, with_files=True, tokenize=True)
     made = _accept(planned, force=force, as_json=as_json, verbose=verbose or dry_run)
     if dry_run:
+        from trainctl.launch.choose import has_scheduler
         from trainctl.runs.layout import RunPaths
 
+        if has_scheduler(made.config):  # which is handed files, and looks at no machine
+            _check_machine(planned, made, run_dir or DEFAULT_ROOT)
         _show_start(planned, made, RunPaths(run_dir or Path("runs/NEW")), as_json=as_json)
         return
     _check_machine(planned, made, run_dir or DEFAULT_ROOT)
@@ -115,7 +118,7 @@ def resume_run(
         if not composed.config.trains_itself:
             checkpoint = None
         elif checkpoint is None and not from_start:
-            _require_nothing_saved(run)
+            require_nothing_saved(run)
         folder = program.folder(composed.config, run)
         planned = plan(composed, with_files=True, tokenize=True, folder=folder)
         _show_changes(diff(before, planned.composed.config), run, attempt or standing.number)
@@ -136,7 +139,7 @@ def resume_run(
         _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
-def _require_nothing_saved(run: RunPaths) -> None:
+def require_nothing_saved(run: RunPaths) -> None:
     """Refuse to begin anew where checkpoints were saved, and none of them can be gone on from.
 
     Raises:

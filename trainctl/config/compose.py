@@ -7,7 +7,7 @@ An option chosen on the command line replaces its whole section, also what the r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,24 @@ from trainctl.config.catalog import BASE, Folder, find, not_read, search_folders
 from trainctl.config.check import Setting, check_setting
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.extends import check_extends
-from trainctl.config.hf import FILLED, fill_from_directory
+from trainctl.config.hf import APPLIED, FILLED, NO_MODEL, fill_from_directory, warnings
 from trainctl.config.layers import Layer, Stack
 from trainctl.config.literals import literal_secrets
 from trainctl.config.overrides import Choice, Overrides, read_overrides
 from trainctl.config.schema import GROUPS, ModelFamily, RunConfig
 from trainctl.config.suggest import first_line
+from trainctl.config.tensor_table import to_table
+from trainctl.config.tracing import needs_trace, trace_in_child
 from trainctl.config.yaml_files import UNREADABLE, read_document
 from trainctl.errors import Finding, Severity, TrainctlError
 
+UNTYPED = ("name", "family", "path", "initial_weights")
+"""Fields whose own value is what the directory was read with, or is kept by it."""
+
 ROOT = "_trainctl_root"
 SAVED = "config.yaml of the run"
-NO_EFFECT = "TC112"
+TAKEN_BACK = "default"
+NO_EFFECT, NOT_THE_DIRECTORYS = "TC112", "TC146"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +155,7 @@ def _finish(
     if unresolved:  # the values that such references stand for are not there to check
         raise TrainctlError.from_findings(findings)
     if fill_model:
-        findings += _fill_model(stack)
+        findings += _fill_model(stack, {setting.key for setting in asked.settings})
     config = from_plain(RunConfig, stack.plain)
     findings += [
         finding.set_by(_last_source(stack, finding.key)) for finding in literal_secrets(config)
@@ -198,7 +204,7 @@ def _lay_files(
                 stack.apply(checked)
     for group, settings in chosen.items():
         note = f"(chosen by {choices[group].source})"
-        stack.reset(group, f"default {note}")
+        stack.reset(group, f"{TAKEN_BACK} {note}")
         stack.apply(settings, note)
     return findings
 
@@ -240,27 +246,73 @@ def _is_hydras(config_path: str) -> bool:
     return config_path.partition("/")[0] == "hydra"
 
 
-def _fill_model(stack: Stack) -> list[Finding]:
-    """Read the shape from `model.path`; keys that were set explicitly win, with a warning."""
+def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
+    """Read shape and weights from `model.path`.
+
+    The directory has the rank of what named it: a key that was typed, or that the same file set,
+    wins over it with a warning; what a file says gives way to a directory named by the command
+    line. A model that stays `hf` is what its directory says, whoever names it.
+
+    Args:
+        stack: What was set so far.
+        typed: Keys that the command line sets.
+    """
     model = from_plain(RunConfig, stack.plain).model
     if model.family is not ModelFamily.hf:
         return []
     try:
-        filled = to_plain(fill_from_directory(model))
+        read = fill_from_directory(model)
     except TrainctlError as error:
-        source = _last_source(stack, "model.path")
-        return [finding.set_by(source) for finding in error.findings]
-    findings = []
+        findings = error.findings or (
+            Finding(rule=NO_MODEL, message=error.message, hint=error.hint, key="model.path"),
+        )
+        return [finding.set_by(_last_source(stack, "model.path")) for finding in findings]
+    filled, findings = to_plain(read), []
     source = f"{model.path}/config.json"
     for name in FILLED:
         key, value = f"model.{name}", filled[name]
-        if key in stack.layers and name not in ("name", "family", "path"):
-            own = stack.value_of(key)
+        own = stack.value_of(key)
+        has_own = _was_set(stack, key) and name not in UNTYPED
+        if own == value:
+            continue
+        if has_own and (key in typed or "model.path" not in typed):
+            if read.family is ModelFamily.hf and name not in APPLIED:
+                findings.append(_not_applied(key, own, value, stack, source))
+                continue
             stack.layers[key].insert(0, Layer(source, value))
-            findings += [_differs(key, own, value, stack, source)] if own != value else []
-        elif value != stack.value_of(key):
-            stack.apply([Setting(("model", name), value, source)])
-    return findings
+            findings.append(_differs(key, own, value, stack, source))
+            continue
+        if has_own:
+            findings.append(_gives_way(key, own, value, stack, source))
+        set_by = _last_source(stack, key) if name == "path" else source
+        stack.apply([Setting(("model", name), value, set_by)])
+    if not _has_error(findings):
+        findings += _fill_tensors(stack)
+    return findings + warnings(read)
+
+
+def _fill_tensors(stack: Stack) -> list[Finding]:
+    """Trace a model that has no closed form, so that everything later counts what it really is."""
+    config = from_plain(RunConfig, stack.plain)
+    table: list[str] = []
+    if needs_trace(config):
+        try:
+            traced = trace_in_child(config)
+        except TrainctlError as error:
+            source = _last_source(stack, "model.path")
+            return [
+                finding.set_by(_last_source(stack, finding.key) or source)
+                for finding in error.findings
+            ]
+        table = to_table((name, tuple(shape)) for name, shape, _ in traced["tensors"])
+    if table != config.model.tensors:
+        stack.apply([Setting(("model", "tensors"), table, f"traced from {config.model.path}")])
+    return []
+
+
+def _was_set(stack: Stack, key: str) -> bool:
+    """Whether something gave a key a value; a choice of the group only took one back."""
+    return key in stack.layers and not stack.layers[key][-1].source.startswith(TAKEN_BACK)
 
 
 def _last_source(stack: Stack, key: str) -> str:
@@ -276,6 +328,28 @@ def _differs(key: str, own: Any, read: Any, stack: Stack, source: str) -> Findin
         key=key,
         message=f"{own} replaces {read} of {source}",
         hint=f"leave {key} out to keep the directory's value",
+        severity=Severity.warning,
+        source=_last_source(stack, key),
+    )
+
+
+def _not_applied(key: str, own: Any, read: Any, stack: Stack, source: str) -> Finding:
+    return Finding(
+        rule=NOT_THE_DIRECTORYS,
+        key=key,
+        message=f"{key}={own}, and {source} has {read}: transformers builds this architecture from "
+        "that file alone",
+        hint=f"change it there, in a copy of the directory, or leave {key} out",
+        source=_last_source(stack, key),
+    )
+
+
+def _gives_way(key: str, own: Any, read: Any, stack: Stack, source: str) -> Finding:
+    return Finding(
+        rule=NO_EFFECT,
+        key=key,
+        message=f"{own} gives way to {read} of {source}, which the command line names",
+        hint=f"{key}={own} on the command line keeps it",
         severity=Severity.warning,
         source=_last_source(stack, key),
     )

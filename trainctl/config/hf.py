@@ -1,4 +1,4 @@
-"""The shape of a model from a transformers directory's `config.json`; needs no transformers."""
+"""What a transformers directory says of a model: its shape, its weights; needs no transformers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainctl.config.hub import is_hub_folder, is_hub_name, local_folder
 from trainctl.config.keys import ValueProblem, accept, leaves
-from trainctl.config.schema import ModelConfig, ModelFamily
-from trainctl.errors import Finding, TrainctlError
+from trainctl.config.safetensors_files import has_pickled_weights, has_weights
+from trainctl.config.schema import ModelConfig, ModelFamily, WeightsKind
+from trainctl.errors import Finding, Severity, TrainctlError
 
-NO_MODEL, NO_SHAPE = "TC113", "TC114"
+NO_MODEL, NO_SHAPE, NO_WEIGHTS, NOT_BALANCED = "TC113", "TC114", "TC145", "TC155"
 
 NAMES = {
     "vocab_size": ("vocab_size",),
@@ -28,11 +30,17 @@ NAMES = {
     "norm_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
     "initializer_range": ("initializer_range",),
     "sliding_window": ("sliding_window",),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "experts_per_token": ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k"),
 }
 """Field of ours, and the keys that transformers' configurations call it."""
 
-FILLED = ("name", "family", "model_type", "path", *NAMES)
+FILLED = ("name", "family", "model_type", "path", "initial_weights", *NAMES)
 """Fields that `fill_from_directory` sets."""
+
+APPLIED = ("name", "initializer_range")
+"""Of a model that stays `hf`, what has an effect when set beside the directory: the rest of its
+shape is what transformers reads from the file."""
 
 REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")
 
@@ -67,15 +75,25 @@ PLAIN_GPT2 = {
 
 
 def fill_from_directory(model: ModelConfig) -> ModelConfig:
-    """The model with the shape that `model.path`/config.json gives.
+    """The model with the shape that `model.path`/config.json gives, and the weights beside it.
 
     The family becomes llama, mistral, qwen3 or gpt2 where the directory is exactly one of those;
-    the shape then says it all, and the path is dropped. It stays `hf`, with its path, otherwise
-    (biases, scaled rotary embeddings, other architectures).
+    the shape then says it all, and only an export reads the directory again (token ids, settings
+    of generation). It stays `hf` otherwise (biases, scaled rotary embeddings, experts, other
+    architectures). Unless model.weights or model.initial_weights says otherwise, training starts
+    from the weights that the directory has. A name on the Hugging Face hub becomes the folder that
+    it is downloaded to.
 
     Raises:
-        TrainctlError: No such directory or file, no JSON, or the shape is incomplete.
+        TrainctlError: No such directory or file, no JSON, the shape is incomplete, or the weights
+            are in a form that is not read.
     """
+    if model.path and is_hub_name(model.path):
+        model = replace(
+            model,
+            path=local_folder(model.path),
+            name=model.path.rpartition("/")[2] if model.name == "hf" else model.name,
+        )
     path, raw = _read(model.path)
     kind = str(raw.get("model_type", ""))
     raw = {**raw, **_mapping(raw.get("rope_parameters"))}
@@ -88,16 +106,69 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
         except ValueProblem as problem:
             message = f"{path}: {NAMES[name][0]} is unusable: {problem.message}"
             findings.append(_finding(NO_SHAPE, message, problem.hint))
+    findings += _unreadable_weights(model, path.parent)
     if findings:
         raise TrainctlError.from_findings(findings)
     if kind == "gpt2" or "intermediate_size" not in accepted:
         accepted.setdefault("intermediate_size", 4 * accepted["hidden_size"])
     if kind == "qwen3" and not raw.get("use_sliding_window"):
         accepted["sliding_window"] = None
-    family = ModelFamily(kind) if _is_ours(kind, raw) else ModelFamily.hf
-    name = path.parent.name if model.name == "hf" else model.name
-    kept = model.path if family is ModelFamily.hf else None
-    return replace(model, name=name, family=family, model_type=kind or None, path=kept, **accepted)
+    return replace(
+        model,
+        name=path.parent.name if model.name == "hf" else model.name,
+        family=ModelFamily(kind) if _is_ours(kind, raw) else ModelFamily.hf,
+        model_type=kind or None,
+        path=str(path.parent),
+        initial_weights=_weights(model, path.parent),
+        **accepted,
+    )
+
+
+def warnings(model: ModelConfig) -> list[Finding]:
+    """What the directory of a model asks for and training does not do."""
+    if (model.num_experts or 1) < 2:
+        return []
+    path, raw = _read(model.path)
+    asked = raw.get("router_aux_loss_coef")
+    value = "" if asked is None else f"={asked}"
+    return [
+        replace(
+            _finding(
+                NOT_BALANCED,
+                f"{path}: router_aux_loss_coef{value} has no effect: the loss is the cross entropy "
+                "alone, and nothing keeps the experts equally busy",
+                "watch the loss for experts that die out; for short fine-tuning it matters little",
+            ),
+            severity=Severity.warning,
+        )
+    ]
+
+
+def _weights(model: ModelConfig, folder: Path) -> str | None:
+    """Where the weights of step 0 come from, if not from the seed."""
+    if model.initial_weights is not None:
+        return model.initial_weights
+    if model.weights is WeightsKind.random:
+        return None
+    # Of a model of the hub's, those who start from here fetch them.
+    return str(folder) if has_weights(folder) or is_hub_folder(str(folder)) else None
+
+
+def _unreadable_weights(model: ModelConfig, folder: Path) -> list[Finding]:
+    """Weights that are meant, and not in safetensors."""
+    if _weights(model, folder) is not None or model.weights is WeightsKind.random:
+        return []
+    if has_pickled_weights(folder):
+        what = "has its weights in pickled form, which is not read"
+    elif model.weights is WeightsKind.pretrained:
+        what = "has no weights, and model.weights=pretrained asks for them"
+    else:
+        return []
+    hint = (
+        "save them as safetensors (transformers: save_pretrained), name another directory as "
+        "model.initial_weights, or start from random ones with model.weights=random"
+    )
+    return [replace(_finding(NO_WEIGHTS, f"{folder} {what}", hint), key="model.weights")]
 
 
 def _read(directory: str | None) -> tuple[Path, dict[str, Any]]:

@@ -44,6 +44,7 @@ TRAINERS_OWN = (
     "model.mup",
     "model.mup_base_head_dim",
     "model.mup_base_width",
+    "model.weights",
     "schedule",
     "stability",
     "tokenizer",

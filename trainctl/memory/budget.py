@@ -244,9 +244,7 @@ def _notes(plan: RunPlan, traced: TracedModel | None) -> list[str]:
             "On cpu a device is a process: the host's figure contains the devices' memory."
         )
     if config.model.family is ModelFamily.hf and traced is None:
-        notes.append(
-            "The model directory is counted as a Llama of the same shape; --exact traces it."
-        )
+        notes.append("Activations are counted as those of a Llama of the same shape.")
     if config.precision.compute is DataType.fp8:
         notes.append("fp8 is counted as bf16: its savings are in compute, not in states.")
     if config.kernels.compile is not CompileKind.none:

@@ -54,7 +54,7 @@ def _keys(config: RunConfig, stage: Stage) -> Iterator[tuple[Piece, int, groups.
         shape = (1, 1) if piece.is_matrix else (1,)  # only how many there are matters
         names: dict[int | str, str] = {piece.name: piece.name}
         is_of_each_block = piece.in_block and piece.count == stage.blocks
-        if is_of_each_block and groups.block_of(piece.name) is None:
+        if is_of_each_block and shapes.block_of(piece.name) is None:
             names = {block: f"{prefix}.{block}.{piece.name}" for block in blocks}
         for block, name in names.items():
             # Without patterns on names, tensors of a block differ by their kind alone.

@@ -101,22 +101,41 @@ def stages(
         stage_blocks: Blocks of each stage; empty is one stage with all of them.
     """
     counts = tuple(stage_blocks) or (model.num_layers,)
+    if model.tensors and tensor == 1 and len(counts) == 1:
+        return (_stage_of_table(model),)
     return tuple(_stage(model, index, counts, tensor=tensor) for index in range(len(counts)))
+
+
+def _stage_of_table(model: ModelConfig) -> Stage:
+    """The one stage of a model whose tensors are listed."""
+    tensors = tuple(shapes.all_tensors(model))
+    vocabulary = shapes.head_tensor(model).numel
+    return Stage(
+        index=0,
+        blocks=model.num_layers,
+        has_embedding=True,
+        has_head=True,
+        embedding=vocabulary,
+        head=vocabulary,
+        pieces=tuple(_listed(t, in_block=shapes.block_of(t.name) is not None) for t in tensors),
+    )
+
+
+def _listed(tensor: TensorShape, *, in_block: bool) -> Piece:
+    return Piece(
+        numel=tensor.numel,
+        count=1,
+        is_matrix=tensor.is_matrix,
+        in_block=in_block,
+        embedding=tensor.embedding,
+        factors=sum(tensor.shape),
+        name=tensor.name,
+    )
 
 
 def stage_of_traced(model: TracedModel) -> Stage:
     """The one stage of a traced model that is not sharded."""
-    pieces = tuple(
-        Piece(
-            numel=tensor.numel,
-            count=1,
-            is_matrix=tensor.is_matrix,
-            in_block=tensor.name in model.in_blocks,
-            embedding=tensor.embedding,
-            name=tensor.name,
-        )
-        for tensor in model.tensors
-    )
+    pieces = tuple(_listed(t, in_block=t.name in model.in_blocks) for t in model.tensors)
     return Stage(
         index=0,
         blocks=model.blocks,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from trainctl.memory.activations import BlockActivations
 from trainctl.plan.shapes import TensorShape
@@ -31,6 +33,32 @@ class TracedModel:
     @property
     def parameters(self) -> int:
         return sum(tensor.numel for tensor in self.tensors)
+
+    def to_json(self) -> dict[str, Any]:
+        """As another process reads it."""
+        return {
+            "tensors": [[t.name, list(t.shape), t.embedding] for t in self.tensors],
+            "in_blocks": sorted(self.in_blocks),
+            "blocks": self.blocks,
+            "block": asdict(self.block),
+            "embedding": self.embedding,
+            "head": self.head,
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> TracedModel:
+        """What `to_json` gave."""
+        return cls(
+            tensors=tuple(
+                TensorShape(name=name, shape=tuple(shape), sharded=False, embedding=embedding)
+                for name, shape, embedding in content["tensors"]
+            ),
+            in_blocks=frozenset(content["in_blocks"]),
+            blocks=content["blocks"],
+            block=BlockActivations(**content["block"]),
+            embedding=content["embedding"],
+            head=content["head"],
+        )
 
 
 def shared_over_tensor_ranks(

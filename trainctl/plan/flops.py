@@ -5,6 +5,7 @@ floating point operations per token of training:
 
 - N: weights that a token is multiplied with: the matrices of every block, and the output projection
   (also when it is tied). Looking up an embedding multiplies nothing; norms and biases are left out.
+  Of experts only those count that a token goes to.
   Each takes a multiplication and an addition forward, and twice that backward.
 - 12 L H Q T: attention scores and their weighted sum, with L blocks, H query heads of width Q, and
   T keys for each query. As in the paper they are not halved for being causal; a sliding window
@@ -16,22 +17,40 @@ What is done again to save memory (recomputed activations) is not counted: it is
 from __future__ import annotations
 
 from trainctl.config.schema import ModelConfig, ModelFamily
-from trainctl.plan.shapes import block_tensors, head_dim, head_tensor
+from trainctl.plan.shapes import (
+    active_share,
+    all_tensors,
+    block_of,
+    block_tensors,
+    head_dim,
+    head_tensor,
+)
 
 TERA = 1e12
 
 
 def multiplied_weights(model: ModelConfig) -> int:
     """N: elements of the matrices that every token is multiplied with."""
+    if model.tensors:
+        return _of_table(model)
     block = sum(tensor.numel for tensor in block_tensors(model) if tensor.is_matrix)
     return block * model.num_layers + head_tensor(model).numel
+
+
+def _of_table(model: ModelConfig) -> int:
+    inside = sum(
+        tensor.numel * active_share(model, tensor.name)
+        for tensor in all_tensors(model)
+        if tensor.is_matrix and block_of(tensor.name) is not None
+    )
+    return round(inside) + head_tensor(model).numel
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """Floating point operations of the forward and backward pass, per token of a sequence.
 
     Args:
-        model: Its shape. A transformers directory is counted as a Llama of its shape.
+        model: Its shape. Its heads are those of its shape, its matrices those of its table.
         sequence_length: Tokens that attend to each other.
     """
     keys = sequence_length

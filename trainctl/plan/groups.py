@@ -14,15 +14,13 @@ One rule for the plan, which prints the groups, and the trainer, which makes the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainctl.config.schema import GroupOverride, OptimizerKind, RunConfig
 from trainctl.plan import mup, shapes
 from trainctl.plan.mup import TensorKind
 from trainctl.plan.shapes import TensorShape
-
-_BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -83,7 +81,7 @@ class ParameterGroup:
 def parameter_groups(config: RunConfig) -> tuple[ParameterGroup, ...]:
     """The groups of the whole model; every tensor is in exactly one. Pure."""
     members: dict[GroupKey, list[TensorShape]] = {}
-    for tensor in model_tensors(config):
+    for tensor in shapes.all_tensors(config.model):
         key = group_of(config, tensor.name, tensor.shape, embedding=tensor.embedding)
         members.setdefault(key, []).append(tensor)
     return tuple(
@@ -104,21 +102,6 @@ def in_order(keys: Iterable[GroupKey]) -> list[GroupKey]:
     return sorted(
         keys, key=lambda k: (not k.uses_muon, not k.is_decayed, -k.lr_factor, -k.weight_decay)
     )
-
-
-def model_tensors(config: RunConfig) -> Iterator[TensorShape]:
-    """Every tensor of the model under its canonical name; a tied one once."""
-    model = config.model
-    yield from shapes.embedding_tensors(model)
-    prefix = shapes.block_prefix(model)
-    for index in range(model.num_layers):
-        for tensor in shapes.block_tensors(model):
-            yield TensorShape(
-                name=f"{prefix}.{index}.{tensor.name}", shape=tensor.shape, sharded=tensor.sharded
-            )
-    yield from shapes.final_norm_tensors(model)
-    if not model.tie_word_embeddings:
-        yield shapes.head_tensor(model)
 
 
 def group_of(
@@ -175,15 +158,9 @@ def _base_lr(config: RunConfig, *, uses_muon: bool) -> float:
     return config.optimizer.lr if matrix_lr is None else matrix_lr
 
 
-def block_of(name: str) -> int | None:
-    """Index of the block that a canonical name belongs to, if any."""
-    found = _BLOCK.search(name)
-    return int(found[1]) if found else None
-
-
 def blocks_above(config: RunConfig, name: str, kind: TensorKind) -> int:
     """Blocks between a tensor and the output: all for embeddings, none for the last norm."""
-    block = block_of(name)
+    block = shapes.block_of(name)
     if block is not None:
         return max(0, config.model.num_layers - 1 - block)
     return config.model.num_layers if kind is TensorKind.embedding else 0

@@ -1,16 +1,27 @@
 """The tensors of a decoder, exactly, from its published shape: no torch, no checkpoint.
 
 Names are those of transformers, so a test compares them one by one with transformers' own models
-on the meta device. A directory given as ``family=hf`` is read as a Llama of its shape.
+on the meta device. A directory whose architecture has no closed form brings a table of its tensors
+(`model.tensors`, traced from its own code); without one it is a Llama with other positions.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
 from trainctl.config.schema import ModelConfig, ModelFamily
+from trainctl.config.tensor_table import from_table
+
+LOOKUPS = ("wte", "wpe", "embeddings")
+"""Names of modules that are looked up by token or position, besides those with `embed` in them."""
+
+EXPERT = ".experts."
+"""Part of the names of what only some tokens go through."""
+
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +121,45 @@ def head_tensor(model: ModelConfig) -> TensorShape:
     return TensorShape(name="lm_head.weight", shape=(model.vocab_size, model.hidden_size))
 
 
+def block_of(name: str) -> int | None:
+    """Index of the block that a canonical name belongs to, if any."""
+    found = _BLOCK.search(name)
+    return int(found[1]) if found else None
+
+
+def all_tensors(model: ModelConfig) -> Iterator[TensorShape]:
+    """Every tensor of the model under its canonical name; a tied one once."""
+    if model.tensors:
+        for name, shape in from_table(model.tensors):
+            yield TensorShape(name=name, shape=shape, embedding=_is_lookup(name))
+        return
+    yield from embedding_tensors(model)
+    prefix = block_prefix(model)
+    for index in range(model.num_layers):
+        for tensor in block_tensors(model):
+            name = f"{prefix}.{index}.{tensor.name}"
+            yield TensorShape(name=name, shape=tensor.shape, sharded=tensor.sharded)
+    yield from final_norm_tensors(model)
+    if not model.tie_word_embeddings:
+        yield head_tensor(model)
+
+
+def _is_lookup(name: str) -> bool:
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    return "embed" in module or module in LOOKUPS
+
+
+def active_share(model: ModelConfig, name: str) -> float:
+    """The share of a tensor's elements that one token meets: of experts, those that it goes to."""
+    if EXPERT not in name or not model.num_experts or not model.experts_per_token:
+        return 1.0
+    return model.experts_per_token / model.num_experts
+
+
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """Exact parameter counts of the whole model."""
+    if model.tensors:
+        return _count_table(model)
     embeddings, block = embedding_tensors(model), block_tensors(model)
     final = final_norm_tensors(model)
     block_numel = sum(tensor.numel for tensor in block)
@@ -123,6 +171,27 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
         final_norm=sum(tensor.numel for tensor in final),
         head=0 if tied else head_tensor(model).numel,
         tensors=len(embeddings) + len(block) * model.num_layers + len(final) + (not tied),
+    )
+
+
+def _count_table(model: ModelConfig) -> ParameterCount:
+    """The counts of a model that is traced; its block is the largest of them."""
+    tensors = tuple(all_tensors(model))
+    blocks: dict[int, int] = {}
+    outside = {"embeddings": 0, "head": 0, "final_norm": 0}
+    for tensor in tensors:
+        index = block_of(tensor.name)
+        if index is not None:
+            blocks[index] = blocks.get(index, 0) + tensor.numel
+        elif tensor.embedding:
+            outside["embeddings"] += tensor.numel
+        else:
+            outside["head" if tensor.is_matrix else "final_norm"] += tensor.numel
+    return ParameterCount(
+        block=max(blocks.values(), default=0),
+        blocks=sum(blocks.values()),
+        tensors=len(tensors),
+        **outside,
     )
 
 

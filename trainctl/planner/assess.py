@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainctl.config.quantities import memory_text
 from trainctl.config.schema import RunConfig
-from trainctl.errors import ExitCode, Finding, Severity
+from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.memory.budget import MemoryBudget, budget
-from trainctl.memory.constants import GIB
 from trainctl.memory.traced import TracedModel
 from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
+from trainctl.planner.traces import traced_model
 
 DEVICE_TOO_SMALL, HOST_TOO_SMALL, NVME_TOO_SMALL = "TC150", "TC151", "TC152"
 
@@ -42,11 +43,18 @@ def assess(config: RunConfig, hardware: Hardware, traced: TracedModel | None = N
     """Resolve a configuration and hold its memory budget against the hardware.
 
     Args:
-        traced: What a trace found of the model; none budgets the closed form of its shape.
+        traced: What a trace found of the model; none budgets the closed form of its shape, and
+            has one traced that has none.
     """
     resolution = resolve(config, hardware)
     if resolution.plan is None:
         return Assessment(plan=None, budget=None, findings=resolution.findings)
+    if traced is None:
+        try:
+            traced = traced_model(config)
+        except TrainctlError as error:
+            found = (*resolution.findings, *error.findings)
+            return Assessment(plan=None, budget=None, findings=found)
     memory = budget(resolution.plan, traced)
     return Assessment(
         plan=resolution.plan,
@@ -102,4 +110,4 @@ def _largest_part(memory: MemoryBudget) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB"
+    return memory_text(size)

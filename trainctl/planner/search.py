@@ -21,6 +21,7 @@ from trainctl.planner.assess import Assessment, assess
 from trainctl.planner.no_plan import why_no_plan
 from trainctl.planner.space import RESOLUTION, Candidate, Space
 from trainctl.planner.speed import StepTime
+from trainctl.planner.traces import traced_model
 from trainctl.planner.variants import Values, overrides
 
 MOST_BUDGETS = 2000
@@ -197,7 +198,8 @@ def _go_through(
 def _fits(candidate: Candidate, state: _State) -> bool:
     """Whether a candidate's device surely holds it; if not, it is rejected."""
     state.budgeted += 1
-    memory = budget(candidate.variant.sketch)
+    sketch = candidate.variant.sketch
+    memory = budget(sketch, traced_model(sketch.config))
     if memory.fits or not memory.device_capacity_bytes:
         return True
     needs = memory.device_peak_bytes

@@ -13,8 +13,10 @@ from math import log
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.memory.budget import MemoryBudget, budget
+from trainctl.plan.types import RunPlan
 from trainctl.planner.assess import assess
 from trainctl.planner.changes import Change, that_save_memory, that_use_memory
+from trainctl.planner.traces import traced_model
 from trainctl.planner.variants import Timed, overrides, timed, with_values
 
 MOST_SUGGESTIONS = 4
@@ -157,7 +159,7 @@ def _first_that_fit(
             continue
         count += 1
         same_batch = variant.sketch.batch.tokens_per_step == now.sketch.batch.tokens_per_step
-        if not same_batch or not budget(variant.sketch).fits:
+        if not same_batch or not _fits(variant.sketch):
             too_large.append(change)
             continue
         result = assess(variant.sketch.config, variant.sketch.hardware)
@@ -173,6 +175,10 @@ def _first_that_fit(
                 )
             )
     return suggestions
+
+
+def _fits(sketch: RunPlan) -> bool:
+    return budget(sketch, traced_model(sketch.config)).fits is True
 
 
 def _says_no_more(change: Change, other: Change, larger: bool) -> bool:

@@ -7,6 +7,7 @@ is ever in memory.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -14,11 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from trainctl.config.quantities import disk_text
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerConfig, TokenizerKind
+from trainctl.config.special_tokens import BYTE_END_OF_DOCUMENT, tokenizer_facts
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import sync_directory, write_json
 from trainctl.runs.processes import is_alive
@@ -27,7 +31,7 @@ from trainctl.train.model import portable, skeleton
 from trainctl.train.mup import folded
 from trainctl.train.state import MASTER
 from trainctl.train.tensor_file import write_stream
-from trainctl.train.tokenizer import BYTE_END_OF_DOCUMENT, load_tokenizer
+from trainctl.train.tokenizer import load_tokenizer
 
 SHARD_BYTES = 5 * 10**9
 """Largest file of weights, unless one parameter alone is larger."""
@@ -46,6 +50,10 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What `config.json` says of special tokens: not of the shape, and of use to whoever samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +141,7 @@ def _new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
         _remove_leftovers(out)
         free_bytes = shutil.disk_usage(out.parent).free
         if free_bytes < needed_bytes:
-            sizes = f"{needed_bytes / 1e9:.1f} GB are needed and {free_bytes / 1e9:.1f} GB free"
+            sizes = f"{disk_text(needed_bytes)} are needed and {disk_text(free_bytes)} free"
             raise OSError(errno.ENOSPC, sizes)
         folder = out.with_name(f".{out.name}.{os.getpid()}.tmp")
         folder.mkdir()
@@ -208,6 +216,8 @@ def _write_config(
     written.architectures = [type(model).__name__]
     written.dtype = dtype
     written.use_cache = True  # off while training
+    for name, number in _source_ids(config.model).items():
+        setattr(written, name, number)
     if written.eos_token_id is None:
         written.eos_token_id = load_tokenizer(config.tokenizer).end_of_document
     written.save_pretrained(folder)
@@ -217,6 +227,17 @@ def _write_config(
         for file in (source / "generation_config.json", *code):
             if file.is_file():
                 shutil.copy(file, folder)
+
+
+def _source_ids(model: ModelConfig) -> dict[str, Any]:
+    """Special token ids of the directory that a model of ours was read from, if it is there."""
+    if model.path is None or not model.has_closed_form:
+        return {}
+    try:
+        source = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {name: source[name] for name in TOKEN_IDS if source.get(name) is not None}
 
 
 def _copy_tokenizer(config: TokenizerConfig, folder: Path) -> list[str]:
@@ -235,5 +256,7 @@ def _copy_tokenizer(config: TokenizerConfig, folder: Path) -> list[str]:
         shutil.copy(path, folder / "tokenizer.json")
     settings = folder / "tokenizer_config.json"
     if not settings.is_file():  # without it transformers guesses the class from the model's
-        write_json(settings, {"tokenizer_class": "PreTrainedTokenizerFast"})
+        end = tokenizer_facts(config).end_token
+        named = {"eos_token": end} if end else {}
+        write_json(settings, {"tokenizer_class": "PreTrainedTokenizerFast"} | named)
     return []

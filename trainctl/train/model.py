@@ -35,8 +35,8 @@ TORCH_TYPES = {
 
 
 def transformers_config(model: ModelConfig) -> PretrainedConfig:
-    """The transformers config of a model: of its directory if it has one, else of its shape."""
-    if model.path is not None:
+    """The transformers config of a model: its directory's for family=hf, else by its shape."""
+    if model.family is ModelFamily.hf:
         return AutoConfig.from_pretrained(
             model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
         )

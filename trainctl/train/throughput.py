@@ -15,6 +15,7 @@ from trainctl.config.schema import DataType
 from trainctl.memory.budget import budget
 from trainctl.plan.flops import flops_per_token, utilisation
 from trainctl.plan.types import RunPlan
+from trainctl.planner.traces import traced_already
 from trainctl.train.phase_memory import PhaseMemory, peak_resident_bytes
 from trainctl.train.process import Process
 
@@ -117,7 +118,7 @@ def memory_record(
         name: None if first is None else max(peak[name] for peak in ranks)
         for name, first in ranks[0].items()
     }
-    planned = budget(plan)
+    planned = budget(plan, traced_already(plan.config))
     record: dict[str, Any] = {
         "measured": measured,
         "planned": {

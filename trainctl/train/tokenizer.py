@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -12,13 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import TokenizerConfig, TokenizerKind
+from trainctl.config.special_tokens import BYTE_END_OF_DOCUMENT, read_facts, tokenizer_file
 from trainctl.errors import TrainctlError
-
-BYTE_END_OF_DOCUMENT = 256
-"""The byte tokenizer's one id that is not a byte."""
-
-# Names that published tokenizers give to their end-of-document token, most specific first.
-_END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>")
 
 
 class Tokenizer(Protocol):
@@ -51,8 +45,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """
     if config.kind is TokenizerKind.byte:
         return ByteTokenizer()
-    path = Path(config.path or "").expanduser()
-    return FileTokenizer(path / "tokenizer.json" if config.kind is TokenizerKind.hf else path)
+    return FileTokenizer(tokenizer_file(config))
 
 
 class ByteTokenizer:
@@ -80,28 +73,18 @@ class FileTokenizer:
         from tokenizers import Tokenizer as Backend
 
         try:
-            text = path.read_text()
+            facts = read_facts(path)
+        except TrainctlError as error:
+            raise TrainctlError(f"tokenizer.path: {error.message}", hint=error.hint) from None
+        text = path.read_text(encoding="utf-8")
+        try:
             self._backend = Backend.from_str(text)
-        except OSError as error:
-            raise TrainctlError(
-                f"tokenizer.path: cannot read {path}: {error.strerror}",
-                hint="give a tokenizers JSON file, or a transformers directory with tokenizer.json",
-            ) from None
         except Exception as error:  # the library raises plain Exception
             raise TrainctlError(f"tokenizer.path: {path} is not a tokenizer: {error}") from None
-        self.vocab_size: int = self._backend.get_vocab_size()
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
-        self.end_of_document: int | None = self._end_of_document(path)
-
-    def _end_of_document(self, path: Path) -> int | None:
-        names: tuple[str, ...] = _END_NAMES
-        settings = path.with_name("tokenizer_config.json")
-        if settings.is_file():
-            token = json.loads(settings.read_text()).get("eos_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            names = (token, *names) if isinstance(token, str) else names
-        ids = (self._backend.token_to_id(name) for name in names)
-        return next((i for i in ids if i is not None), None)
+        self.vocab_size: int = facts.vocab_size
+        self.end_of_document: int | None = facts.end_of_document
+        end = f"\0{facts.end_of_document}"  # it is among the ids of every text
+        self.fingerprint = hashlib.sha256((text + end).encode()).hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)

@@ -22,11 +22,11 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoModelForCausalLM, masking_utils
+from transformers import AutoModelForCausalLM, PretrainedConfig, masking_utils
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
-from trainctl.errors import TrainctlError
+from trainctl.config.schema import AttentionKind, ModelConfig, ModelFamily, RunConfig
+from trainctl.errors import Finding, TrainctlError
 from trainctl.memory.activations import BlockActivations, block_activations
 from trainctl.memory.constants import BYTES
 from trainctl.memory.traced import TracedModel
@@ -35,6 +35,8 @@ from trainctl.plan.shapes import TensorShape
 from trainctl.train.model import TORCH_TYPES, blocks, transformers_config, users_model
 from trainctl.train.recompute import KEPT_OPERATIONS
 from trainctl.train.user_code import in_words
+
+NO_SUCH_ATTENTION = "TC153"
 
 FEED_FORWARD = ("mlp", "ffn", "feed_forward", "moe")
 ATTENTION = ("attn", "attention")
@@ -98,12 +100,22 @@ def _in_words(model: ModelConfig) -> Iterator[None]:
     except TrainctlError:
         raise
     except Exception as error:
+        where = f"{model.path}/config.json: " if model.family is ModelFamily.hf else ""
         raise TrainctlError(
-            f"{model.name} cannot be traced: {in_words(error)}",
-            hint="leave --exact out: the budget then follows from the model's shape",
+            f"{where}{model.name} cannot be traced: {in_words(error)}", hint=_way_out(model)
         ) from error
     finally:
         log.setLevel(level)
+
+
+def _way_out(model: ModelConfig) -> str:
+    if model.family is not ModelFamily.hf:
+        return "leave --exact out: the budget then follows from the model's shape"
+    return (
+        "transformers could not train from this directory either"
+        if model.trust_remote_code or not list(Path(str(model.path)).glob("*.py"))
+        else "the directory has Python code of its own: model.trust_remote_code=true runs it"
+    )
 
 
 @dataclass(slots=True)
@@ -222,21 +234,53 @@ def _fake_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     if model.factory is not None:
         built = users_model(model, dtype)
     else:
-        kind = model.attention
-        attention = AttentionKind.sdpa if kind is AttentionKind.flash_attention_2 else kind
+        config = transformers_config(model)
         built = AutoModelForCausalLM.from_config(
-            transformers_config(model),
+            config,
             dtype=dtype,
-            attn_implementation=attention.value,
+            attn_implementation=_traceable_attention(model, config).value,
             trust_remote_code=model.trust_remote_code,
         )
     built.train()
     if not blocks(built):
         raise TrainctlError(
             f"{type(built).__name__} has no decoder blocks that transformers knows of",
-            hint="leave --exact out: the budget then follows from the model's shape",
+            hint=_way_out(model),
         )
     return built
+
+
+def _traceable_attention(model: ModelConfig, config: PretrainedConfig) -> AttentionKind:
+    """The attention to trace: flash attention keeps what sdpa keeps.
+
+    Raises:
+        TrainctlError: The architecture cannot have the one that the configuration asks for.
+    """
+    kind = model.attention
+    code = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    has_sdpa = getattr(code, "_supports_sdpa", True)
+    has_flash = getattr(code, "_supports_flash_attn", True)
+    lacks = {AttentionKind.sdpa: not has_sdpa, AttentionKind.flash_attention_2: not has_flash}
+    if lacks.get(kind, False):
+        raise TrainctlError.from_findings(
+            [
+                Finding(
+                    rule=NO_SUCH_ATTENTION,
+                    key="model.attention",
+                    message=f"model.attention={kind.value}: transformers has none for "
+                    f"{config.model_type} (its attention caps or extends the scores)",
+                    hint=f"model.attention={_others(has_sdpa, has_flash)}",
+                )
+            ]
+        )
+    if kind is AttentionKind.flash_attention_2:
+        return AttentionKind.sdpa if has_sdpa else AttentionKind.eager
+    return kind
+
+
+def _others(has_sdpa: bool, has_flash: bool) -> str:
+    names = {"sdpa": has_sdpa, "eager": True, "flash_attention_2 (on GPUs)": has_flash}
+    return " or ".join(name for name, is_there in names.items() if is_there)
 
 
 def _mean(recorder: Recorder, config: RunConfig) -> BlockActivations:

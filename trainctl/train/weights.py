@@ -7,7 +7,6 @@ shard alone.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Callable
@@ -17,9 +16,11 @@ from typing import Protocol
 import torch
 from safetensors import safe_open
 
+from trainctl.config.safetensors_files import stored_tensors
 from trainctl.config.schema import ModelConfig, ModelFamily
 from trainctl.errors import TrainctlError
 from trainctl.plan import mup
+from trainctl.plan.disk_names import Part, parts_of
 
 CHUNK = 1 << 16
 """Elements drawn from one generator; part of what a seed means, so never change it."""
@@ -92,31 +93,38 @@ def _is_gpt2_residual(name: str) -> bool:
 
 
 class SafetensorsWeights:
-    """Weights of a transformers directory in safetensors, one file or sharded."""
+    """Weights of a transformers directory in safetensors, one file or sharded.
+
+    A rank reads the ranges that it keeps and no others, of experts too: see
+    `trainctl.plan.disk_names` for how published names become a model's.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        index = folder / "model.safetensors.index.json"
-        try:
-            if index.is_file():
-                self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            else:
-                with safe_open(folder / "model.safetensors", framework="pt") as file:
-                    self._files = dict.fromkeys(file.keys(), "model.safetensors")
-        except (OSError, ValueError, KeyError) as error:
-            raise TrainctlError(
-                f"model.initial_weights: {folder} has no readable safetensors ({error})",
-                hint="give a directory with model.safetensors or model.safetensors.index.json",
-            ) from None
+        self._stored = stored_tensors(folder)
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
-        if name not in self._files:
+        parts = parts_of(name, shape, self._stored)
+        if not parts:
             raise TrainctlError(f"model.initial_weights: {self._folder} has no tensor {name}")
-        with safe_open(self._folder / Path(self._files[name]).name, framework="pt") as file:
-            tensor = file.get_slice(name)
-            if tuple(tensor.get_shape()) != tuple(shape):
+        size = math.prod(parts[0].shape)
+        first, last = start // size, math.ceil(end / size)
+        pieces = [
+            self._piece(part, max(start - at, 0), min(end - at, size))
+            for at, part in zip(
+                range(first * size, last * size, size), parts[first:last], strict=True
+            )
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _piece(self, part: Part, start: int, end: int) -> torch.Tensor:
+        """Elements [start, end) of a flattened tensor of the files."""
+        shape = part.shape
+        with safe_open(self._folder / self._stored[part.name].file, framework="pt") as file:
+            tensor = file.get_slice(part.name)
+            if tuple(tensor.get_shape()) != shape:
                 raise TrainctlError(
-                    f"model.initial_weights: {name} has shape {tensor.get_shape()}, "
+                    f"model.initial_weights: {part.name} has shape {tensor.get_shape()}, "
                     f"the model's is {list(shape)}"
                 )
             width = math.prod(shape[1:])

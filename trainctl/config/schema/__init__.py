@@ -41,6 +41,7 @@ from trainctl.config.schema.model import (
     AttentionKind,
     ModelConfig,
     ModelFamily,
+    WeightsKind,
 )
 from trainctl.config.schema.optimization import (
     AdaptiveClipping,
@@ -112,6 +113,7 @@ __all__ = [
     "TokenizerConfig",
     "TokenizerKind",
     "TrainingConfig",
+    "WeightsKind",
     "ZeroStageConfig",
     "walk",
 ]

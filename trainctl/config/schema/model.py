@@ -29,6 +29,14 @@ class AttentionKind(Enum):
     flash_attention_2 = "flash_attention_2"
 
 
+class WeightsKind(Enum):
+    """Where the weights of step 0 come from."""
+
+    auto = "auto"
+    pretrained = "pretrained"
+    random = "random"
+
+
 @dataclass
 class ModelConfig:
     """The decoder to train: its published shape, so that planning needs no torch."""
@@ -39,10 +47,19 @@ class ModelConfig:
         None, "transformers' name of the architecture; read from config.json for family=hf."
     )
     path: str | None = option(
-        None, "Local transformers directory with config.json; required for family=hf."
+        None,
+        "Local transformers directory with config.json, or a name on the Hugging Face hub; "
+        "required for family=hf.",
+    )
+    weights: WeightsKind = option(
+        WeightsKind.auto,
+        "Weights of step 0: pretrained are those of model.path or model.initial_weights, random "
+        "ones are drawn from training.seed, auto takes pretrained ones where there are any.",
     )
     initial_weights: str | None = option(
-        None, "Directory of safetensors to start from; none initialises from training.seed."
+        None,
+        "Directory of safetensors, or run, whose weights to start from; none is model.path where "
+        "model.weights has it so.",
     )
     vocab_size: int = option(
         512, "Rows of the embedding.", unit="tokens", minimum=0, maximum=100_000_000
@@ -89,7 +106,23 @@ class ModelConfig:
     mup_base_head_dim: int | None = option(
         None, "Its head_dim; none means the same as this model's.", minimum=1
     )
+    num_experts: int | None = option(
+        None, "Experts of a sparse block; read from config.json.", minimum=1, maximum=100_000
+    )
+    experts_per_token: int | None = option(
+        None, "Experts that each token goes to; read from config.json.", minimum=1, maximum=100_000
+    )
+    tensors: list[str] = option(
+        [],
+        "Every parameter of a directory whose architecture has no closed form, as its own code "
+        "makes it; traced, never typed.",
+    )
     trust_remote_code: bool = option(False, "Let transformers run Python code found in model.path.")
     factory: str | None = option(
         None, "Your own function that makes the model, as module:function; the shape describes it."
     )
+
+    @property
+    def has_closed_form(self) -> bool:
+        """Whether its tensors follow from its shape: a family of ours, made by transformers."""
+        return self.family is not ModelFamily.hf and self.factory is None

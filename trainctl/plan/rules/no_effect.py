@@ -48,9 +48,19 @@ _DROPS = (ScheduleKind.step, ScheduleKind.milestones, ScheduleKind.plateau)
 
 NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
     (
-        ("model.path", "model.trust_remote_code"),
+        (
+            "model.trust_remote_code",
+            "model.tensors",
+            "model.num_experts",
+            "model.experts_per_token",
+        ),
         lambda c: c.model.family is ModelFamily.hf,
         "model.family=hf",
+    ),
+    (
+        ("model.path",),
+        lambda c: c.model.family is ModelFamily.hf or c.model.model_type is not None,
+        "model=hf",
     ),
     (
         ("model.sliding_window",),

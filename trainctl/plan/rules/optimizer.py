@@ -5,17 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from trainctl.config.schema import (
-    Accelerator,
-    LrScaling,
-    ModelFamily,
-    OffloadDevice,
-    OptimizerKind,
-)
+from trainctl.config.schema import Accelerator, LrScaling, OffloadDevice, OptimizerKind
 from trainctl.errors import Finding
-from trainctl.plan.groups import model_tensors
 from trainctl.plan.optimizers import CAPABILITIES, refusals
 from trainctl.plan.rules.draft import Draft, error, warning
+from trainctl.plan.shapes import all_tensors
 
 
 def optimizer_fits_the_layout(draft: Draft) -> Iterator[Finding]:
@@ -36,8 +30,8 @@ def groups_match_parameters(draft: Draft) -> Iterator[Finding]:
     config = draft.config
     if not config.optimizer.groups:
         return
-    left = [tensor.name for tensor in model_tensors(config)]
-    names_are_known = config.model.family is not ModelFamily.hf and config.model.factory is None
+    left = [tensor.name for tensor in all_tensors(config.model)]
+    names_are_known = config.model.has_closed_form or bool(config.model.tensors)
     for index, entry in enumerate(config.optimizer.groups):
         key = f"optimizer.groups[{index}]"
         try:

@@ -11,6 +11,7 @@ from trainctl.config.schema import (
     ModelFamily,
     OptimizerKind,
     TokenizerKind,
+    WeightsKind,
 )
 from trainctl.errors import Finding
 from trainctl.plan import average
@@ -34,6 +35,24 @@ def model_has_its_directory(draft: Draft) -> Iterator[Finding]:
             "model.path",
             "model.family=hf needs model.path, a transformers directory with config.json",
             "model.path=/path/to/model",
+        )
+
+
+def weights_have_one_source(draft: Draft) -> Iterator[Finding]:
+    """`model.weights` agrees with whether there are any to start from."""
+    config = draft.config
+    kind, folder = config.model.weights, config.model.initial_weights
+    if kind is WeightsKind.random and folder is not None:
+        yield error(
+            "model.weights",
+            f"model.weights=random, and model.initial_weights={folder} names others",
+            "leave one of them out",
+        )
+    if kind is WeightsKind.pretrained and folder is None and config.trains_itself:
+        yield error(
+            "model.weights",
+            "model.weights=pretrained, and there are none to start from",
+            "model=hf model.path=DIR, or model.initial_weights=DIR",
         )
 
 

@@ -1,0 +1,104 @@
+"""Directories of other architectures: trained from the weights that they have, and exported."""
+
+import json
+
+import pytest
+import torch
+from rank_processes import Case, tiny_config, tiny_plan, train_cases
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainctl.config.hf import fill_from_directory
+from trainctl.config.schema import ModelConfig, ModelFamily
+from trainctl.runs.checkpoints import newest_checkpoint
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events
+from trainctl.train.evaluation import inference
+from trainctl.train.export import export
+from trainctl.train.loaded import load
+
+STEPS, LR = 3, 1e-3
+SHAPE = {
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 256,
+    "pad_token_id": 1,
+}
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+
+CASES = {
+    "qwen2": ("qwen2", {}, {"zero_stage.stage": 3}),
+    "phi3": ("phi3", {}, {"zero_stage.stage": 1}),
+    "olmo2": ("olmo2", {}, {"zero_stage.stage": 2}),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 32}, {"zero_stage.stage": 0}),
+    "llama-3.1, tensor": ("llama", {"rope_parameters": ROPE}, {"parallelism.tensor": 2}),
+    "llama-3.1, pipeline": ("llama", {"rope_parameters": ROPE}, {"parallelism.pipeline": 2}),
+    "qwen3-moe": ("qwen3_moe", EXPERTS, {"zero_stage.stage": 3}),
+}
+
+
+def directory(folder, kind, changes):
+    """A directory with weights, as transformers writes them."""
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(kind, **(SHAPE | changes))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(
+        json.dumps({"bos_token_id": 0, "eos_token_id": [256, 3], "temperature": 0.6})
+    )
+    return fill_from_directory(ModelConfig(name="hf", family=ModelFamily.hf, path=str(folder)))
+
+
+def plan(model, settings):
+    config = tiny_config(steps=STEPS, sequence_length=64)
+    config.model, config.optimizer.lr = model, LR
+    config.zero_stage.stage = 1
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        setattr(getattr(config, section), name, value)
+    return tiny_plan(config, 2)
+
+
+@pytest.mark.slow
+def test_other_architectures_start_from_their_weights_train_and_come_back(tmp_path):
+    cases = {}
+    for number, (name, (kind, changes, settings)) in enumerate(CASES.items()):
+        model = directory(tmp_path / f"from-{number}", kind, changes)
+        assert model.initial_weights == model.path == str(tmp_path / f"from-{number}")
+        cases[name] = Case(plan(model, settings), RunPaths(tmp_path / f"run-{number}"))
+    train_cases(2, list(cases.values()))
+    ids = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(1))
+    for number, (name, case) in enumerate(cases.items()):
+        newest, _ = newest_checkpoint(case.run)
+        out = tmp_path / f"out-{number}"
+        export(case.plan.config, newest.path, out, dtype=torch.float32)
+        theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        ours = load(case.plan, newest.path, "cpu", lambda *_: None)
+        with inference(theirs), inference(ours.model):
+            difference = (theirs(ids).logits - ours.model(ids).logits).abs().max()
+        assert difference <= 2.5e-6, name
+        before = AutoModelForCausalLM.from_pretrained(tmp_path / f"from-{number}")
+        start = dict(before.named_parameters())
+        for parameter, tensor in theirs.named_parameters():
+            # A step of Adam moves an element by the learning rate at most: these are its weights.
+            assert (tensor - start[parameter]).abs().max() < 1.5 * STEPS * LR, (name, parameter)
+        losses = [e["loss"] for e in read_events(case.run.events) if e["event"] == "step"]
+        assert len(losses) == STEPS and losses[-1] < losses[0], name
+        settings = json.loads((out / "config.json").read_text())
+        assert (settings["bos_token_id"], settings["eos_token_id"]) == (0, 256), name
+        source = json.loads((tmp_path / f"from-{number}" / "generation_config.json").read_text())
+        assert json.loads((out / "generation_config.json").read_text()) == source
+        assert load_file(out / "model.safetensors"), name

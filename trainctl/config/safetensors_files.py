@@ -1,0 +1,152 @@
+"""What safetensors files hold, by their headers alone: names, types and shapes, no values.
+
+The form: eight bytes give the length of a JSON header, little-endian; the header gives each tensor
+its type, shape and range of bytes in the rest of the file (huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from trainctl.errors import TrainctlError
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OTHER_FORMS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Pickles: reading one may run code, so none is read."""
+
+MOST_HEADER_BYTES = 100_000_000
+"""The library's own limit."""
+
+WIDTHS = {
+    "F64": 8, "I64": 8, "U64": 8,
+    "F32": 4, "I32": 4, "U32": 4,
+    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of an element; types that are not here have none of their own."""
+
+READABLE = ("F64", "F32", "F16", "BF16")
+"""Types whose elements are the weights themselves; others need scales that stand elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        file: Name of the file, in its directory.
+        dtype: As the format names it: `BF16`.
+        shape: Its sizes.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * WIDTHS.get(self.dtype, 1)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a directory has weights as transformers writes them."""
+    return (folder / ONE_FILE).is_file() or (folder / INDEX).is_file()
+
+
+def has_pickled_weights(folder: Path) -> bool:
+    """Whether it has weights in a form that is not read."""
+    return any((folder / name).is_file() for name in OTHER_FORMS)
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a directory's safetensors, one file or sharded, by its name there.
+
+    Raises:
+        TrainctlError: There are none, or one of the files is missing, cut short or no safetensors;
+            names the file.
+    """
+    if (folder / INDEX).is_file():
+        files = weight_map(folder)
+    elif (folder / ONE_FILE).is_file():
+        return _header(folder / ONE_FILE)
+    else:
+        raise _unreadable(folder, f"has neither {ONE_FILE} nor {INDEX}")
+    headers = {file: _header(folder / file) for file in sorted(set(files.values()))}
+    for name, file in files.items():
+        if name not in headers[file]:
+            raise _unreadable(folder / INDEX, f"says that {name} is in {file}, and it is not")
+    return {name: headers[file][name] for name, file in files.items()}
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor, of a sharded directory.
+
+    Raises:
+        TrainctlError: The index is unreadable, or names a file outside the directory.
+    """
+    path = folder / INDEX
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except OSError as error:
+        raise _unreadable(path, f"cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _unreadable(path, f"is no index of weights ({error!r:.80})") from None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise _unreadable(path, "is no index of weights: weight_map gives no file for each name")
+    for file in files.values():
+        if Path(file).name != file:
+            raise _unreadable(path, f"names {file!r}, which is not in its own directory")
+    return files
+
+
+def _header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+                raise _unreadable(path, f"is no safetensors file, or cut short: {size:,} bytes")
+            content = json.loads(file.read(length).decode("utf-8"))
+    except OSError as error:
+        raise _unreadable(path, f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(path, f"has no safetensors header ({error!s:.80})") from None
+    if not isinstance(content, dict):
+        raise _unreadable(path, "has no safetensors header")
+    found, end = {}, 0
+    for name, entry in content.items():
+        if name != "__metadata__":
+            found[name], last = _entry(path, name, entry)
+            end = max(end, last)
+    if 8 + length + end != size:
+        raise _unreadable(
+            path, f"has {size:,} bytes, and its header speaks of {8 + length + end:,}: cut short?"
+        )
+    return found
+
+
+def _entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int]:
+    """A tensor, and where its bytes end."""
+    try:
+        tensor = StoredTensor(path.name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
+        start, end = map(int, entry["data_offsets"])
+    except (KeyError, TypeError, ValueError):
+        raise _unreadable(path, f"has a broken entry for {name}") from None
+    is_known = tensor.dtype in WIDTHS
+    if start < 0 or min(tensor.shape, default=0) < 0 or end < start:
+        raise _unreadable(path, f"has a broken entry for {name}")
+    if is_known and end - start != tensor.size_bytes:
+        raise _unreadable(path, f"has {end - start:,} bytes for {name}, which needs others")
+    return tensor, end
+
+
+def _unreadable(path: Path, why: str) -> TrainctlError:
+    return TrainctlError(
+        f"{path} {why}",
+        hint="copy or download the directory again, or start from random weights with "
+        "model.weights=random",
+    )

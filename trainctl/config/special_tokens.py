@@ -1,0 +1,171 @@
+"""What a tokenizer's files say: its ids, and the token that ends a document. JSON alone.
+
+The end of a document is the first of these that there is:
+
+1. `eos_token` of `tokenizer_config.json`, then of `special_tokens_map.json`, beside the tokenizer;
+2. `eos_token_id` of `generation_config.json`, then of `config.json`, beside it (the first of
+   several);
+3. a token of the vocabulary with one of the names in `END_NAMES`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.schema import TokenizerConfig, TokenizerKind
+from trainctl.errors import TrainctlError
+
+END_NAMES = (
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "<|eos|>",
+    "<|im_end|>",
+)
+"""Names that published tokenizers give to their end-of-document token, most specific first."""
+
+BYTE_END_OF_DOCUMENT = 256
+"""The byte tokenizer's one id that is not a byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """What is known of a tokenizer without its library.
+
+    Attributes:
+        vocab_size: All ids are below it; ids may leave gaps.
+        end_of_document: Id put after each document; None if there is none.
+        end_token: Its text.
+        found_in: What says so; empty if nothing does.
+    """
+
+    vocab_size: int
+    end_of_document: int | None = None
+    end_token: str = ""
+    found_in: str = ""
+
+    def in_words(self) -> str:
+        """Its ids and its end of document."""
+        if self.end_of_document is None:
+            return f"{self.vocab_size:,} ids, nothing ends a document"
+        token = f"{self.end_token} " if self.end_token else ""
+        where = f", by {self.found_in}" if self.found_in else ""
+        return f"{self.vocab_size:,} ids, {token}({self.end_of_document}) ends a document{where}"
+
+
+def tokenizer_file(config: TokenizerConfig) -> Path:
+    """The `tokenizers` file of a configuration that has one."""
+    path = Path(config.path or "").expanduser()
+    return path / "tokenizer.json" if config.kind is TokenizerKind.hf else path
+
+
+def tokenizer_facts(config: TokenizerConfig) -> TokenizerFacts:
+    """What the configured tokenizer's files say.
+
+    Raises:
+        TrainctlError: A file is missing or malformed; names it.
+    """
+    if config.kind is TokenizerKind.byte:
+        return TokenizerFacts(BYTE_END_OF_DOCUMENT + 1, BYTE_END_OF_DOCUMENT)
+    return read_facts(tokenizer_file(config))
+
+
+def read_facts(path: Path) -> TokenizerFacts:
+    """What a `tokenizers` file and those beside it say.
+
+    Raises:
+        TrainctlError: It is missing or malformed, or one beside it is; names the file.
+    """
+    vocabulary = _vocabulary(path)
+    size = max(vocabulary.values(), default=-1) + 1
+    if size == 0:
+        raise _malformed(path, "has no tokens")
+    for token, number, found_in in _ends(path, vocabulary):
+        return TokenizerFacts(size, number, token, found_in)
+    return TokenizerFacts(size)
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    """Ids by token; tokens that were added win."""
+    content = _read(path)
+    model = content.get("model")
+    listed = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(listed, dict):
+        found = dict(listed)
+    elif isinstance(listed, list):  # unigram: tokens with their scores
+        found = {
+            str(item[0]): number
+            for number, item in enumerate(listed)
+            if isinstance(item, list) and item
+        }
+    else:
+        raise _malformed(path, "is no tokenizers file: model.vocab is missing")
+    added = content.get("added_tokens") or []
+    for item in added if isinstance(added, list) else []:
+        if not isinstance(item, dict) or "content" not in item or "id" not in item:
+            raise _malformed(path, f"has a broken entry in added_tokens: {item!r:.80}")
+        found[str(item["content"])] = item["id"]
+    for token, number in found.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise _malformed(path, f"gives {token!r:.40} the id {number!r:.40}")
+    return found
+
+
+def _ends(path: Path, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
+    """Token, id and origin of what ends a document, the most binding first."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _beside(path, name).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is None:
+            continue
+        if not isinstance(token, str) or token not in vocabulary:
+            raise _malformed(
+                path.with_name(name), f"has eos_token {token!r:.60}, which {path.name} lacks"
+            )
+        yield token, vocabulary[token], f"eos_token of {name}"
+    names = {number: token for token, number in vocabulary.items()}
+    for name in ("generation_config.json", "config.json"):
+        number = _beside(path, name).get("eos_token_id")
+        number = number[0] if isinstance(number, list) and number else number
+        if isinstance(number, int) and number in names:
+            yield names[number], number, f"eos_token_id of {name}"
+    for token in END_NAMES:
+        if token in vocabulary:
+            yield token, vocabulary[token], "its name"
+
+
+def _beside(path: Path, name: str) -> dict[str, Any]:
+    """The object in a file beside the tokenizer's; empty if there is none."""
+    beside = path.with_name(name)
+    return _read(beside) if beside.is_file() else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TrainctlError(
+            f"cannot read {path}: {error.strerror}",
+            hint="give a tokenizers JSON file, or a transformers directory with tokenizer.json",
+        ) from None
+    except UnicodeDecodeError as error:
+        raise _malformed(path, f"is not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise _malformed(
+            path, f"is no JSON: {error.msg} in line {error.lineno}, column {error.colno}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise _malformed(path, f"is no JSON that can be read ({error!s:.80})") from None
+    if not isinstance(content, dict):
+        raise _malformed(path, "holds no JSON object")
+    return content
+
+
+def _malformed(path: Path, why: str) -> TrainctlError:
+    return TrainctlError(f"{path} {why}", hint="save the tokenizer again, or copy it anew")

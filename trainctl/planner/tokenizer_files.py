@@ -1,0 +1,75 @@
+"""A tokenizer's files held against the model, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainctl.config.schema import RunConfig, TokenizerKind
+from trainctl.config.special_tokens import TokenizerFacts, tokenizer_facts, tokenizer_file
+from trainctl.errors import Finding, Severity, TrainctlError
+
+NO_END, MALFORMED, OTHER_IDS = "TC154", "TC156", "TC157"
+
+
+def check_tokenizer_files(config: RunConfig) -> list[Finding]:
+    """What is wrong with the tokenizer of a run that trainctl trains; nothing if it is missing."""
+    if not config.trains_itself:
+        return []
+    if config.tokenizer.kind is TokenizerKind.byte:
+        return list(_bytes_for_pretrained(config))
+    if not config.tokenizer.path or not tokenizer_file(config.tokenizer).exists():
+        return []
+    try:
+        facts = tokenizer_facts(config.tokenizer)
+    except TrainctlError as error:
+        return [
+            Finding(rule=MALFORMED, key="tokenizer.path", message=error.message, hint=error.hint)
+        ]
+    return [*_ids_have_rows(config, facts), *_documents_end(config, facts)]
+
+
+def _ids_have_rows(config: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
+    rows = config.model.vocab_size
+    if facts.vocab_size <= rows:
+        return
+    is_fixed = config.model.initial_weights is not None or not config.model.has_closed_form
+    larger = f"model.vocab_size={-(-facts.vocab_size // 64) * 64}"
+    yield Finding(
+        rule=OTHER_IDS,
+        key="tokenizer.path",
+        message=f"the tokenizer has ids up to {facts.vocab_size - 1:,}, and the embedding has "
+        f"model.vocab_size={rows:,} rows",
+        hint="the tokenizer that belongs to the model" if is_fixed else larger,
+    )
+
+
+def _documents_end(config: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
+    if facts.end_of_document is not None:
+        return
+    needed = config.data.mask_documents
+    yield Finding(
+        rule=NO_END,
+        key="data.mask_documents" if needed else "tokenizer.path",
+        message="the tokenizer has no end-of-document token"
+        + (
+            ", by which data.mask_documents tells documents apart"
+            if needed
+            else ": documents follow each other without a mark"
+        ),
+        hint=f"name it as eos_token in {tokenizer_file(config.tokenizer).parent}"
+        "/tokenizer_config.json",
+        severity=Severity.error if needed else Severity.warning,
+    )
+
+
+def _bytes_for_pretrained(config: RunConfig) -> Iterator[Finding]:
+    folder = config.model.initial_weights
+    if folder is not None and (Path(folder).expanduser() / "tokenizer.json").is_file():
+        yield Finding(
+            rule=OTHER_IDS,
+            key="tokenizer.kind",
+            message=f"the weights of {folder} know its own tokenizer's ids, and text becomes bytes",
+            hint=f"tokenizer=hf tokenizer.path={folder}",
+            severity=Severity.warning,
+        )
