@@ -58,7 +58,7 @@ def test_a_stable_phase_is_made_longer_and_keeps_the_peak(
 ) -> None:
     paths = launched()
     save(paths, 80)
-    assert run(["resume", "runs/a", "training.steps=300"]) == 0
+    assert run(["resume", "runs/a", "training.steps=300", "--verbose"]) == 0
     said = capsys.readouterr()
     assert "training.steps: 100 -> 300" in said.err
     assert "stable_steps = 280" in said.out and "decay_steps = 20" in said.out
