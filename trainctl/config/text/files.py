@@ -29,10 +29,10 @@ _UNPACK = "unpack it first: {}"
 _EXPORT = 'write its text as JSONL first: one {"text": ...} a line'
 _LEAVE_OUT = "leave it out of data.paths, or get its text out first"
 _MAGIC = (
-    (b"\x1f\x8b", "gzip-compressed", _UNPACK.format("gunzip --keep FILE")),
-    (b"\x28\xb5\x2f\xfd", "zstd-compressed", _UNPACK.format("zstd --decompress FILE")),
-    (b"\xfd7zXZ\x00", "xz-compressed", _UNPACK.format("unxz --keep FILE")),
-    (b"\x04\x22\x4d\x18", "lz4-compressed", _UNPACK.format("lz4 -d FILE")),
+    (b"\x1f\x8b", "gzip-compressed", _UNPACK.format("gunzip < FILE > TEXT")),
+    (b"\x28\xb5\x2f\xfd", "zstd-compressed", _UNPACK.format("zstd --decompress < FILE > TEXT")),
+    (b"\xfd7zXZ\x00", "xz-compressed", _UNPACK.format("unxz < FILE > TEXT")),
+    (b"\x04\x22\x4d\x18", "lz4-compressed", _UNPACK.format("lz4 -d FILE TEXT")),
     (b"PK\x03\x04", "a zip archive", _UNPACK.format("unzip FILE")),
     (b"PK\x05\x06", "a zip archive", _UNPACK.format("unzip FILE")),
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK.format("7z x FILE")),
@@ -182,7 +182,7 @@ def no_text(head: bytes) -> tuple[str, str] | None:
         if head.startswith(magic):
             return kind, hint
     if head[:3] == b"BZh" and head[4:10] == b"1AY&SY":
-        return "bzip2-compressed", _UNPACK.format("bunzip2 --keep FILE")
+        return "bzip2-compressed", _UNPACK.format("bunzip2 < FILE > TEXT")
     if b"\x00" in head:
         return "binary (it has NUL bytes)", _LEAVE_OUT
     return None
