@@ -88,6 +88,10 @@ def test_a_run_is_shown_as_its_last_attempt_has_it_and_edits_are_named(
         error = capsys.readouterr().err
         assert "TC045" in error and "optimizer.lr: 0.0001 -> 0.5" in error
         assert f"trainctl resume {paths.root} optimizer.lr=0.5" in error
+    paths.config.write_text(text.replace("environment: {}", "environment: {API_KEY: hush}"))
+    assert run(["config", "show", run_directory]) == 0
+    error = capsys.readouterr().err
+    assert "TC045" in error and "launcher.environment" in error and "hush" not in error
     paths.config.write_text("a: [")
     assert run(["config", "show", run_directory]) == 0
     assert "is not valid YAML" in capsys.readouterr().err

@@ -300,7 +300,7 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split()[1] for line in steps] == ["5/6", "6/6"]
     assert any(line.startswith("evaluation at step 6: held-out loss ") for line in lines)
-    assert any("unigram entropy of the corpus's tokens" in line for line in lines)
+    assert any("unigram entropy" in line for line in lines)
     assert lines[lines.index("sampled text:") + 1].startswith("  def ")
     assert lines[-1] == f"run directory: {tmp_path / 'runs' / 'a'}"
     assert "training.stop_after_steps: 4 -> None" in resumed.stderr

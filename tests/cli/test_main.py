@@ -46,10 +46,10 @@ def test_every_finding_is_shown_with_key_source_and_hint(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
+        "warning[TC002]: odd",
         "error[TC001]: optimizer.lr: must be above 0, not -1 [sic]",
         "  set by: override optimizer.lr=-1",
         "  hint: 3e-4",
-        "warning[TC002]: odd",
         "error: 1 problem in this configuration",
     ]
 

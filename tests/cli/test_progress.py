@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -18,8 +19,11 @@ from typing import Any
 
 import pytest
 
+from trainctl.cli.activity import Activity
 from trainctl.cli.follow import Follower
+from trainctl.cli.live_line import LiveLine
 from trainctl.cli.progress import Progress, clock, event_lines, step_line
+from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import RunPaths
 
 
@@ -85,10 +89,7 @@ def test_clock(seconds: float | None, text: str) -> None:
 def test_evaluation_has_the_entropy_beside_it() -> None:
     event = {"event": "evaluation", "step": 5, "loss": 1.5, "unigram_entropy": 3.25}
     (line,) = event_lines(event)
-    assert line == (
-        "evaluation at step 5: held-out loss 1.5000 "
-        "(unigram entropy of the corpus's tokens: 3.2500)"
-    )
+    assert line == ("evaluation at step 5: held-out loss 1.5000 (tokens' unigram entropy 3.2500)")
 
 
 def test_bad_text_is_counted_when_a_run_starts() -> None:
@@ -105,7 +106,7 @@ def test_bad_text_is_counted_when_a_run_starts() -> None:
     where = "a\x1b.jsonl:7: byte 0xff is not UTF-8"
     bad = {"replaced": 1, "skipped": 1200, "examples": [where]}
     line = event_lines({**event, "bad_text": bad})[-1]
-    assert "1 documents repaired, 1,200 documents left out" in line
+    assert "1 document repaired, 1,200 documents left out" in line
     assert "\x1b" not in line and "jsonl:7" in line
 
 
@@ -259,6 +260,79 @@ def in_a_terminal(kind: str, *awaited: str) -> tuple[int, str]:
 def test_a_terminal_shows_that_something_is_compiled_and_then_steps() -> None:
     awaited = ("compiling cpu_adam", "compiled cpu_adam in 38 s", "step 1/2", "step 2/2")
     assert in_a_terminal("xterm-256color", *awaited)[0] == 6
+
+
+def test_steps_stay_above_the_line_that_is_drawn_anew() -> None:
+    """Each in a row of its own, once; and nothing is wider than the terminal."""
+    _, output = in_a_terminal("xterm-256color", "compiles", "compiled", "step 1/2", "step 2/2")
+    for number in (1, 2):
+        assert output.count(f"step {number}/2 loss 2.8123 lr 9.1e-04 grad_norm 0.81") == 1
+    drawn = re.findall(r"\x1b\[J([^\r\x1b\n]+)(?=\r)(?!\r\n)", output)
+    assert drawn and all(len(line) < 40 for line in drawn), drawn
+
+
+class Terminal(io.StringIO):
+    """One whose width is set from outside."""
+
+    columns = 40
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        raise OSError
+
+
+def test_a_line_is_erased_from_all_the_rows_that_a_narrower_terminal_gives_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    width = {"is": 40}
+    monkeypatch.setattr(LiveLine, "columns", property(lambda self: width["is"] - 1))
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with LiveLine(terminal) as line:
+        line.show("x" * 60)
+        assert terminal.getvalue() == "x" * 39
+        width["is"] = 15  # the 39 characters take three rows now
+        line.show("y" * 60)
+        assert terminal.getvalue() == "x" * 39 + "\r" + "\x1b[A" * 2 + "\x1b[J" + "y" * 14
+        before = len(terminal.getvalue())
+        print("a finding")
+        assert terminal.getvalue()[before:] == "\r\x1b[Ja finding\n" + "y" * 14
+    assert terminal.getvalue().endswith("\r\x1b[J")
+    assert sys.stdout is terminal
+
+
+def test_what_goes_on_between_records_is_said_with_its_time(tmp_path: Path) -> None:
+    """From the start to the end, as the preparation and the first rank tell it."""
+    run = RunPaths(tmp_path)
+    attempt = run.attempt(1)
+    attempt.root.mkdir(parents=True)
+    activity = Activity(run, 1)
+    assert activity.now()[0] == "starting"
+    Heartbeat(attempt.preparation).beat(Phase.start, doing="tokenizing: 1,234 documents")
+    assert activity.now()[0] == "tokenizing: 1,234 documents"
+    beat = Heartbeat(attempt.heartbeat(0)).beat
+    assert activity.now()[0] == "loading torch and DeepSpeed"
+    beat(Phase.start, doing="building the model and its engine")
+    assert activity.now()[0] == "building the model and its engine"
+    activity.see(build(None) | {"attempt": 1})
+    assert activity.now()[0] == "compiling cpu_adam"
+    activity.see(build(3.0))
+    activity.see({"event": "start"})
+    assert activity.now()[0] == "first step"
+    activity.see(step(1))
+    beat(Phase.step, 1)
+    assert activity.now()[0] == ""
+    for phase, doing, said in (
+        (Phase.evaluate, "", "evaluating"),
+        (Phase.save, "", "saving a checkpoint"),
+        (Phase.end, "sampling text", "sampling text"),
+        (Phase.end, "", "ending"),
+    ):
+        beat(phase, 1, doing)
+        text, seconds = activity.now()
+        assert text == said and 0 <= seconds < 60
 
 
 def test_a_terminal_that_cannot_draw_a_line_anew_gets_plain_lines() -> None:

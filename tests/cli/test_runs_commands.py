@@ -202,12 +202,15 @@ def test_status_and_logs_name_the_first_failure(
     assert first.startswith("first failure: rank 3") and rest[0] == "  ValueError: boom"
     heads = [line.partition(":")[0] for line in rest if line.startswith("==>")]
     assert heads == [
+        "==> records",
         "==> rank 0 on node-a",
         "==> rank 1 on node-a",
         "==> rank 2 on node-b",
         "==> rank 3 on node-b",
     ]
     assert "\x1b" not in out
+    # Also of a run without a terminal, whose launcher showed them to nobody.
+    assert "step 7/50 loss 1.0000 lr 1.0e-03 10 tokens/s\n" in out
     assert run(["runs", "logs", str(paths.root), "--rank", "2", "--lines", "2"]) == 0
     out = capsys.readouterr().out
     assert "line of rank 2" in out and "rank 3" not in out

@@ -18,13 +18,27 @@ SMALL = (*TINY, "hardware.devices_per_node=1", "training.evaluation_samples=2")
 
 def test_a_sweep_runs_every_combination_and_shows_the_best(tmp_path: Path) -> None:
     arguments = ("sweep", *SMALL, "optimizer.lr=1e-5,1e-2", "training.steps=5")
-    talk = trainctl(*arguments, "--sweep-dir", "s", cwd=tmp_path)
+    # It is killed before anything is saved, and goes on by its folder alone.
+    killed = start(*arguments, "--sweep-dir", "s", cwd=tmp_path)
+    first = tmp_path / "s" / "0"
+    deadline = time.monotonic() + 120
+    while not events(first, "launch") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    killed.kill()
+    killed.communicate()
+    while holder(RunPaths(first)) is not None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    talk = trainctl("sweep", "s", "--resume", cwd=tmp_path)
+    assert "0: resume (" in talk and "1: start (not started yet)" in talk
     assert "run 0 of 2: ended" in talk and "run 1 of 2: ended" in talk
     rows = json.loads(trainctl("sweep", "s", "--json", cwd=tmp_path))["runs"]
     assert [row["values"] for row in rows] == [{"optimizer.lr": "1e-05"}, {"optimizer.lr": "0.01"}]
     assert [row["run"]["state"] for row in rows] == ["finished", "finished"]
     assert rows[1]["held_out_loss"] < rows[0]["held_out_loss"] and rows[1]["best"]
     assert "finished" in trainctl("runs", "ls", "s", cwd=tmp_path)
+    talk = trainctl("sweep", "s", "--resume", cwd=tmp_path)
+    assert "0: leave (finished)" in talk and "1: leave (finished)" in talk
+    assert "nothing to do" in talk
     # What is refused is refused before anything starts.
     out = trainctl(
         "sweep", *SMALL, "optimizer.lr=1e-5,-1", "--sweep-dir", "t", cwd=tmp_path, code=2

@@ -28,6 +28,7 @@ COMPONENTS = {
     "gradients",
     "master_weights",
     "optimizer_states",
+    "weight_average",
     "activations",
     "logits",
     "communication_buffers",

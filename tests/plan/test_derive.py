@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import config_with, gpus
@@ -86,10 +87,13 @@ def test_the_nearest_legal_batches_of_a_message_are_legal(asked, micro, accumula
         return
     (finding,) = findings
     pairs = re.findall(r"(\d+) \(accumulation (\d+)\)", finding.hint)
-    pairs += [(str(asked), n) for n in re.findall(r"accumulation_steps=(\d+)", finding.hint)]
-    assert pairs
-    for legal, passes in pairs:
+    triples = [(legal, micro, passes) for legal, passes in pairs]
+    same = re.findall(r"(?:size=(\d+) training\.)?\S*accumulation_steps=(\d+)", finding.hint)
+    triples += [(asked, other or micro, passes) for other, passes in same]
+    assert triples
+    for legal, each, passes in triples:
         config.training.global_batch_size = int(legal)
+        config.training.micro_batch_size = int(each)
         config.training.gradient_accumulation_steps = int(passes)
         assert resolve(config, gpus(data)).plan is not None, finding.hint
 
@@ -102,7 +106,30 @@ def test_the_message_of_an_impossible_batch():
     )
     (finding,) = resolve(config, gpus(6)).findings
     assert finding.message == "train_batch_size=64 but micro 4 x accumulation 2 x data 6 = 48"
-    assert finding.hint == "nearest legal: 48 (accumulation 2) or 72 (accumulation 3)"
+    assert finding.hint == (
+        "the same batch on 4 devices (data 4); else on these, "
+        "nearest legal: 48 (accumulation 2) or 72 (accumulation 3)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("micro", "accumulation", "overrides"),
+    [
+        (3, None, {"micro_batch_size": 2}),
+        (3, 2, {"micro_batch_size": 2, "gradient_accumulation_steps": 4}),
+        (None, 3, {"gradient_accumulation_steps": 2}),
+        (4, 4, {"gradient_accumulation_steps": 2}),
+    ],
+)
+def test_what_keeps_the_batch_comes_first_and_is_legal(micro, accumulation, overrides):
+    asked = {"training__global_batch_size": 32, "training__micro_batch_size": micro}
+    asked["training__gradient_accumulation_steps"] = accumulation
+    (finding,) = resolve(config_with(**asked), gpus(4)).findings
+    positions = [finding.hint.index(f"training.{key}={n}") for key, n in overrides.items()]
+    assert max(positions) < finding.hint.index(" or ")
+    same = asked | {f"training__{key}": n for key, n in overrides.items()}
+    plan = resolve(config_with(**same), gpus(4)).plan
+    assert plan is not None and plan.batch.global_batch_size == 32
 
 
 @given(tensor=st.integers(1, 8), pipeline=st.integers(1, 8), sequence=st.integers(1, 8), data=sizes)

@@ -72,6 +72,14 @@ def test_muon_updates_the_matrices_of_the_blocks_and_nothing_else():
     assert {group.peak_lr(config) for group in others} == {config.optimizer.lr}
 
 
+def test_a_limit_of_the_norm_makes_a_group_of_its_own():
+    limit = {"match": "embed", "gradient_clipping": 0.1}
+    groups = parameter_groups(config_with(optimizer__groups=[limit, {"match": "norm"}]))
+    (own,) = [group for group in groups if "clip 0.1" in group.name]
+    assert own.parameters == ("model.embed_tokens.weight",)
+    assert len(groups) == 3 and len({group.name for group in groups}) == 3
+
+
 def test_a_learning_rate_falls_by_its_factor_for_each_block_above():
     config = config_with(optimizer__layer_lr_decay=0.5, model__num_layers=3)
     factors = {

@@ -896,6 +896,7 @@ ERRORS = [
         for changes in (
             {"gradients__centralize": True},
             {"gradients__adaptive_clipping": "mean"},
+            {"optimizer__groups": [{"match": "norm", "gradient_clipping": 0.1}]},
             {"stability__norm_spike_factor": 9.0},
             {"stability__norm_limit": 9.0},
             {"stability__on_bad_loss": "rewind"},

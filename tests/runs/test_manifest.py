@@ -43,7 +43,12 @@ def path(run: RunPaths) -> Path:
         files=2,
         metrics={"loss": 2.5},
         patience={"best": 2.5, "best_step": 10, "evaluations_since": 0},
-        loss_scale={"cur_scale": 8.0, "cur_iter": 3.0},
+        loss_scale={
+            "cur_scale": 8.0,
+            "cur_iter": 3.0,
+            "last_overflow_iter": -1.0,
+            "cur_hysteresis": 2.0,
+        },
         stability={"loss": [2.5, 10], "norm": [1.0, 10], "in_a_row": 0, "bad_step": 0},
         norms=[1.0, 2.0],
         layout={"zero_stage": 1, "data": 2},

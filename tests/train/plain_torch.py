@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,6 +79,9 @@ def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:
                 variance = gradients.noise / (1 + step) ** gradients.noise_decay
                 numbers = normal(f"{seed}/{step}/{piece.name}", torch.arange(parameter.numel()))
                 parameter.grad += (variance**0.5 * numbers).view(parameter.shape)
+        for entry in rule.groups:  # each is one group: all of it is decayed, or none
+            own = [p for p, piece in pieces.items() if re.search(entry.match, piece.name)]
+            nn.utils.clip_grad_norm_(own, entry.gradient_clipping)
         limit = rule.gradient_clipping
         if gradients.adaptive_clipping is AdaptiveClipping.percentile:
             limit = float(np.percentile([*norms, norm], gradients.adaptive_percentile))

@@ -5,6 +5,8 @@ import hashlib
 import json
 import math
 import os
+import threading
+import time
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.train.corpus import Corpus, build_corpus, build_users_corpus, cache_folder
+from trainctl.train.corpus_folder import locked
 from trainctl.train.prepare import _as_before
 from trainctl.train.tokenizer import ByteTokenizer
 
@@ -239,6 +242,26 @@ def test_a_cache_that_cannot_be_made_is_the_machines_fault(texts, monkeypatch):
     with pytest.raises(TrainctlError, match="cannot write the tokenized corpus") as caught:
         built(texts)
     assert caught.value.exit_code == ExitCode.environment
+
+
+def test_who_has_to_wait_is_told_for_whom(texts):
+    folder = cache_folder() / "corpus-x"
+    told: list[str] = []
+
+    def wait():
+        with locked(folder, told.append):
+            told.append("has it")
+
+    with locked(folder, told.append):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        while not told:
+            time.sleep(0.01)
+        assert f"waiting for process {os.getpid()} on " in told[0] and str(folder) in told[0]
+        assert folder.with_suffix(".lock").stat().st_mode & 0o077 == 0
+        assert told[1:] == []
+    waiting.join(timeout=10)
+    assert told[1:] == ["has it"]
 
 
 def test_a_bad_text_leaves_nothing_in_the_cache(texts):

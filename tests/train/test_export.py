@@ -190,7 +190,7 @@ def test_an_export_that_fails_leaves_nothing_and_one_that_was_killed_is_cleared(
 def test_too_small_a_disk_is_found_before_anything_is_written(tmp_path, small, monkeypatch):
     config, checkpoint = small
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(TrainctlError, match=r"0\.0 GB free") as caught:
+    with pytest.raises(TrainctlError, match=r" 1\.0 kB free") as caught:
         export(config, checkpoint, tmp_path / "out", dtype=torch.float32)
     assert caught.value.exit_code == ExitCode.environment
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

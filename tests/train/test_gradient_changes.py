@@ -11,6 +11,7 @@ from trainctl.config.schema import (
     AdaptiveClipping,
     DataType,
     GradientsConfig,
+    GroupOverride,
     OffloadDevice,
     RunConfig,
     ScheduleKind,
@@ -29,12 +30,13 @@ OPTIONS = {
     "centralize": {"centralize": True},
     "clip_value": {"clip_value": 2e-3},
     "noise": {"noise": 1e-6, "noise_decay": 0.55},
+    "group": {"group_clipping": 0.02},
     "percentile": {"adaptive_clipping": AdaptiveClipping.percentile, "adaptive_percentile": 25.0},
     "mean": {"adaptive_clipping": AdaptiveClipping.mean, "adaptive_factor": 0.5},
 }
 TOGETHER = {
     name: value
-    for option in ("centralize", "clip_value", "noise", "percentile")
+    for option in ("centralize", "clip_value", "noise", "group", "percentile")
     for name, value in OPTIONS[option].items()
 }
 
@@ -50,7 +52,10 @@ def config_of(stage, options):
     config.schedule.warmup_steps = 0
     config.checkpoint.at_end = False
     for name, value in options.items():
-        setattr(config.gradients, name, value)
+        if name == "group_clipping":
+            config.optimizer.groups = [GroupOverride(match="embed", gradient_clipping=value)]
+        else:
+            setattr(config.gradients, name, value)
     return config
 
 
@@ -79,9 +84,11 @@ def assert_as_reference(folder, stage, options, **layout):
     for step, (loss, norm) in expected.items():
         assert found[step][0] == pytest.approx(loss, rel=1e-5), step
         assert found[step][1] == pytest.approx(norm, rel=2e-5), step
+    records = [event for event in read_events(run.events) if event["event"] == "step"]
     if "adaptive_clipping" in options:
-        records = [event for event in read_events(run.events) if event["event"] == "step"]
         assert [event["clip_at"] for event in records] == pytest.approx(limits, rel=2e-5)
+    if "group_clipping" in options:
+        assert all(set(event["clipped_groups"]) == {"undecayed, clip 0.02"} for event in records)
 
 
 @pytest.mark.parametrize("stage", range(4))

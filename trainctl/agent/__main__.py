@@ -25,6 +25,7 @@ from trainctl.runs.causes import Cause, disk_is_full, exit_code, host_oom_kills
 from trainctl.runs.command import AttemptCommand, read_command
 from trainctl.runs.directory import read_plan
 from trainctl.runs.failures import describe, error_line, is_lost_peer, settle
+from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import (
     PARENT_VARIABLE,
@@ -144,8 +145,8 @@ class Agent:
         address, port = self._place.rendezvous or (command.address, command.port)
         if nodes > 1:
             use_interface_towards(address)
-        # A program of the user's is told a port; one that is asked for is used.
-        is_file = nodes == 1 and port is None and not command.is_users
+        # Other programs than trainctl's trainer are told a port; one that is asked for is used.
+        is_file = nodes == 1 and port is None and command.prepare
         rendezvous = NodeRendezvous(
             self._tag.run_id,
             self._node,
@@ -160,7 +161,17 @@ class Agent:
             # The first node alone where all share a cache; the others then find what it made.
             if self._node > 0:
                 rendezvous.await_mark("prepared", guard.yield_if_stopping)
-            prepare(plan, self._run, self._tell_corpus)
+            if self._node == 0:
+                shown = Heartbeat(self._attempt.preparation)
+                prepare(
+                    plan,
+                    self._run,
+                    self._tell_corpus,
+                    lambda text: shown.beat(Phase.start, doing=text),
+                )
+                shown.beat(Phase.start, doing="starting the ranks")
+            else:
+                prepare(plan, self._run, self._tell_corpus)
             rendezvous.mark("prepared")
 
         code = 0

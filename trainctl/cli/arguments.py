@@ -55,6 +55,10 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print plan, budget and commands; start nothing.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Start although the budget does not fit.")]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Show the reasons in the plan, and the whole budget."),
+]
 Detach = Annotated[
     bool, typer.Option("--detach", "-d", help="Start it and return; see `trainctl runs attach`.")
 ]

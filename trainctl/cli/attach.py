@@ -46,7 +46,9 @@ def follow_run(run: RunPaths, *, as_json: bool) -> int:
         if summary.state == "queued":
             say(f"job {summary.job.id if summary.job else '?'} waits in its queue")
     every = plan.config.logging.every_steps
-    with Progress(stop_step=plan.stop_step, every_steps=every, as_json=as_json) as progress:
+    with Progress(
+        stop_step=plan.stop_step, every_steps=every, as_json=as_json, run=run, attempt=first
+    ) as progress:
         for event in seen:
             progress(event)
         while True:

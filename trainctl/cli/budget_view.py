@@ -10,6 +10,8 @@ from trainctl.cli.console import put
 
 LABEL_WIDTH = 26
 BAR_WIDTH = 40
+LINE_WIDTH = 76
+"""Of the components in brief."""
 PARTIAL_BLOCKS = " ▏▎▍▌▋▊▉"
 """Eighths of a character cell."""
 
@@ -25,6 +27,43 @@ def show_budget(budget: Mapping[str, Any], *, host_capacity_bytes: int | None) -
     styles = {True: "good", False: "error", None: "warning"}
     for line in budget_lines(budget, host_capacity_bytes, unicode_bars=unicode_bars):
         put(line, style=styles[budget["fits"]] if line.startswith("  peak") else "")
+
+
+def show_brief_budget(budget: Mapping[str, Any]) -> None:
+    """Print the budget in a few lines on stdout; `show_budget` has the rest."""
+    styles = {True: "good", False: "error", None: "warning"}
+    first, *others = brief_lines(budget)
+    put(first, style=styles[budget["fits"]])
+    for line in others:
+        put(line)
+
+
+def brief_lines(budget: Mapping[str, Any]) -> list[str]:
+    """The peak and what it is made of, the host's memory, NVMe and disk: a line each."""
+    number = _number_format(budget["device_peak_bytes"])
+    result, between = _verdict(budget, number)
+    peak = f"{number(budget['device_peak_bytes'])}{result} ({between})"
+    lines = [f"Memory of a device, GiB: {peak}", f"  {_largest_parts(budget, number)}"]
+    for name, size in (
+        ("Host memory of a node", budget["host"]["bytes_per_node"]),
+        ("NVMe of a node", budget["nvme_bytes_per_node"]),
+    ):
+        lines += [f"{name}: {_number_format(size)(size)} GiB"] if size else []
+    return [*lines, _disk_line(budget)]
+
+
+def _largest_parts(budget: Mapping[str, Any], number: Any) -> str:
+    """As many of the peak's components as a line holds, and the sum of the others."""
+    sizes = sorted(((size, name) for name, size in budget["components"].items()), reverse=True)
+    line = ""
+    for count in range(1, len(sizes) + 1):
+        rest = sum(size for size, _ in sizes[count:])
+        parts = [f"{name} {number(size)}" for size, name in sizes[:count] if size]
+        longer = ", ".join(parts + ([f"other {number(rest)}"] if rest else []))
+        if line and len(longer) > LINE_WIDTH:
+            break
+        line = longer
+    return line
 
 
 def budget_lines(
@@ -58,9 +97,7 @@ def budget_lines(
     if budget["nvme_bytes_per_node"]:
         nvme = budget["nvme_bytes_per_node"]
         lines.append(f"NVMe of a node: {_number_format(nvme)(nvme)} GiB")
-    one, kept = budget["checkpoint_bytes"], budget["checkpoints_kept_bytes"]
-    number = _number_format(one)
-    lines.append(f"Checkpoints on disk: {number(one)} GiB each, {number(kept)} GiB kept")
+    lines.append(_disk_line(budget))
     if budget["weights_only_bytes"]:
         one, kept = budget["weights_only_bytes"], budget["weights_only_kept_bytes"]
         number = _number_format(one)
@@ -68,12 +105,23 @@ def budget_lines(
     return lines + [f"note: {note}" for note in budget["notes"]]
 
 
-def _peak_line(budget: Mapping[str, Any], number: Any) -> str:
+def _disk_line(budget: Mapping[str, Any]) -> str:
+    one, kept = budget["checkpoint_bytes"], budget["checkpoints_kept_bytes"]
+    number = _number_format(one)
+    return f"Checkpoints on disk: {number(one)} GiB each, {number(kept)} GiB kept"
+
+
+def _verdict(budget: Mapping[str, Any], number: Any) -> tuple[str, str]:
+    """What the peak is held against, and between what it lies."""
     verdict = {True: "fits", False: "does not fit", None: "too close to tell"}[budget["fits"]]
     low, high = budget["device_peak_low_bytes"], budget["device_peak_high_bytes"]
     capacity = budget["device_capacity_bytes"]
     result = f" of {number(capacity)}: {verdict}" if capacity else ", capacity unknown"
-    between = f"between {number(low)} and {number(high)}"
+    return result, f"between {number(low)} and {number(high)}"
+
+
+def _peak_line(budget: Mapping[str, Any], number: Any) -> str:
+    result, between = _verdict(budget, number)
     value = number(budget["device_peak_bytes"])
     return _line(f"peak, at {budget['peak_phase']}", f"{value}{result} ({between})", value)
 

@@ -65,7 +65,7 @@ def compare_with_checkpoint(run: RunPaths, checkpoint: CheckpointInfo, made: Run
 def _say_order(run: RunPaths, checkpoint: CheckpointInfo, before: RunPlan, made: RunPlan) -> None:
     """Say what the plan does to the order of the samples."""
     from trainctl.plan.sample_order import changes_of_order
-    from trainctl.runs.checkpoints import read_manifest
+    from trainctl.runs.manifest import read_manifest
     from trainctl.runs.records import read_events
 
     starts = read_events(run.events, "start")

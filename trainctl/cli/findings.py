@@ -10,8 +10,11 @@ from trainctl.errors import Finding, TrainctlError
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
-    """Each finding: severity, rule, key, message; then what set the key, and the hint."""
-    for finding in findings:
+    """Each finding: severity, rule, key, message; then what set the key, and the hint.
+
+    Errors come last, where a screen ends.
+    """
+    for finding in sorted(findings, key=lambda finding: finding.is_error):
         about = f"{finding.key}: " if finding.key else ""
         say(
             f"{finding.severity}[{finding.rule}]: {about}{finding.message}",

@@ -17,6 +17,7 @@ from trainctl.cli.arguments import (
     OfAttempt,
     Overrides,
     TargetAndOverrides,
+    Verbose,
     split_target,
     words_of,
 )
@@ -45,6 +46,7 @@ def launch(
     ] = ResumeMode.never,
     config_dir: ConfigDir = None,
     detach: Detach = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Check a configuration against the hardware, then train.
@@ -69,12 +71,19 @@ def launch(
                 dry_run=dry_run,
                 force=force,
                 as_json=as_json,
+                verbose=verbose,
                 detach=detach,
             )
             return
     composed = with_words(compose(overrides, config_dir), words)
     start.start_run(
-        composed, run_dir=run_dir, dry_run=dry_run, force=force, as_json=as_json, detach=detach
+        composed,
+        run_dir=run_dir,
+        dry_run=dry_run,
+        force=force,
+        as_json=as_json,
+        verbose=verbose,
+        detach=detach,
     )
 
 
@@ -97,6 +106,7 @@ def resume(
     force: Force = False,
     config_dir: ConfigDir = None,
     detach: Detach = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Continue a run (the newest, if none is named) from its newest complete checkpoint.
@@ -122,6 +132,7 @@ def resume(
         dry_run=dry_run,
         force=force,
         as_json=as_json,
+        verbose=verbose,
         step=step,
         attempt=attempt,
         from_start=from_start,

@@ -16,16 +16,20 @@ GROUPS_SHOWN = 8
 """Parameter groups that are listed; with a learning rate for each block there are very many."""
 
 
-def show_plan(plan: RunPlan) -> None:
+GROUPS_IN_BRIEF = 2
+
+
+def show_plan(plan: RunPlan, *, brief: bool = False) -> None:
     """Print the plan's summary on stdout."""
-    for line in plan_lines(plan):
+    for line in plan_lines(plan, brief=brief):
         put(line)
 
 
-def plan_lines(plan: RunPlan) -> list[str]:
+def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
     """Model, mesh, batch, steps and parameters, then the derived values with their reasons.
 
-    Settings of DeepSpeed's JSON are left to `trainctl config deepspeed` and `config why`.
+    In brief without the latter, so that plan and budget fit a screen of 24 lines. Settings of
+    DeepSpeed's JSON are left to `trainctl config deepspeed` and `config why`.
     """
     from trainctl.plan.deepspeed import flatten
     from trainctl.plan.shapes import count_parameters
@@ -45,21 +49,26 @@ def plan_lines(plan: RunPlan) -> list[str]:
         (
             "batch",
             f"{batch.global_batch_size} sequences = micro {batch.micro_batch_size}"
-            f" x accumulation {batch.gradient_accumulation_steps} x data {mesh.data},"
-            f" of {batch.sequence_length:,} tokens: {batch.tokens_per_step:,} tokens a step"
+            f" x accumulation {batch.gradient_accumulation_steps} x data {mesh.data}"
             + (f", from step {plan.ramp[-1].first_step + 1:,}" if plan.ramp else ""),
         ),
-        ("run", f"{steps}: {short_count(tokens)} tokens"),
+        (
+            "tokens",
+            f"{batch.sequence_length:,} a sequence, {batch.tokens_per_step:,} a step,"
+            f" {short_count(tokens)} in all",
+        ),
+        ("run", steps),
     ]
     rows += [("weights", text) for text in _weights(config)]
     rows += [("tokenizer", text) for text in _tokenizer(config)]
-    rows += [("optimizer", line) for line in _groups(plan)]
+    most = GROUPS_IN_BRIEF if brief else GROUPS_SHOWN
+    rows += [("optimizer", line) for line in _groups(plan, most)]
     rows += [("runs", program) for program in _users_code(config)]
     name = config.recipe or config.model.name
     lines = [f"Plan of {name}", *(f"  {label:<10}{text}" for label, text in rows)]
     settings = {key for key, _ in flatten(plan.deepspeed)}
     derived = [item for item in plan.derived if item.key not in settings]
-    if derived:
+    if derived and not brief:
         lines.append("  derived")
         lines += [f"    {item.key} = {item.value}: {item.reason}" for item in derived]
     return lines
@@ -95,7 +104,7 @@ def _tokenizer(config: RunConfig) -> Iterator[str]:
     yield f"{tokenizer.path or tokenizer.kind.value}: {facts.in_words()}"
 
 
-def _groups(plan: RunPlan) -> Iterator[str]:
+def _groups(plan: RunPlan, most: int) -> Iterator[str]:
     """The optimizer's parameter groups, with what they hold."""
     from trainctl.plan.groups import parameter_groups
 
@@ -103,15 +112,15 @@ def _groups(plan: RunPlan) -> Iterator[str]:
     if not config.trains_itself:
         return
     groups = parameter_groups(config)
-    for group in groups[:GROUPS_SHOWN]:
+    for group in groups[:most]:
         peak = group.peak_lr(config) * plan.lr_scale
         yield (
             f"{group.name}: {len(group.parameters)} tensors,"
             f" {short_count(group.elements)} parameters, peak lr {peak:g},"
             f" decay {group.weight_decay:g}"
         )
-    if len(groups) > GROUPS_SHOWN:
-        yield f"and {len(groups) - GROUPS_SHOWN} groups more"
+    if len(groups) > most:
+        yield f"and {len(groups) - most} groups more"
 
 
 def _users_code(config: RunConfig) -> Iterator[str]:

@@ -100,7 +100,7 @@ def plan(
     if exact and assessment.plan is not None:
         traced = TracedModel.from_json(trace_in_child(composed.config, folder))
         assessment = assess(composed.config, hardware, traced)
-    found = list(assessment.findings)
+    found = [*assessment.findings]
     if with_files:
         from trainctl.launch.refusals import refusals
 

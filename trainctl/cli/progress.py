@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from trainctl.cli.console import print_json, printable, put, rich_console
+from trainctl.cli.activity import Activity
+from trainctl.cli.console import print_json, printable, put
+from trainctl.cli.live_line import LiveLine, Refresher
 from trainctl.runs.records import number
 from trainctl.runs.stragglers import account
 
+if TYPE_CHECKING:
+    from trainctl.runs.layout import RunPaths
+
 Event = Mapping[str, Any]
+
+_BAR = 11
+"""Characters of the bar and a space, where there is room for it."""
 
 _PLAIN_TERMINALS = ("dumb", "unknown")
 """Values of TERM of terminals in which no line can be drawn anew, such as an editor's."""
@@ -28,24 +37,37 @@ class Progress:
         stop_step: Step at which this launch ends.
         every_steps: Interval of the plain lines (`logging.every_steps`).
         as_json: Print each record as a line of JSON on stdout, and nothing else there.
+        attempt: The running one, whose signs of life say what goes on between records.
+        run: Its run.
     """
 
-    def __init__(self, *, stop_step: int, every_steps: int, as_json: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        stop_step: int,
+        every_steps: int,
+        as_json: bool = False,
+        run: RunPaths | None = None,
+        attempt: int = 1,
+    ) -> None:
         self._stop_step = stop_step
         self._every_steps = every_steps
         self._as_json = as_json
         self._broken = False
-        self._live: Any = None
+        self._activity = Activity(run, attempt)
+        self._step: Event | None = None
+        self._left: float | None = None
+        self._live: LiveLine | None = None
         if sys.stdout.isatty() and not as_json and os.environ.get("TERM") not in _PLAIN_TERMINALS:
-            self._live = _live_line()
-            # Without a total the bar moves by itself: starting may take minutes.
-            self._task = self._live.add_task("starting", total=None)
+            self._live = LiveLine(sys.stdout)
+            self._refresher = Refresher(self._live, self._live_text)
         self._seconds_per_step = 0.0
         self._last_time: float | None = None
 
     def __enter__(self) -> Self:
         if self._live is not None:
-            self._live.start()
+            self._live.__enter__()
+            self._refresher.__enter__()
         return self
 
     def __exit__(
@@ -56,7 +78,8 @@ class Progress:
     ) -> None:
         if self._live is not None:
             with suppress(OSError):  # the terminal is closed, and the launch has its own exit code
-                self._live.stop()
+                self._refresher.__exit__(None, None, None)
+                self._live.__exit__(None, None, None)
 
     def __call__(self, event: Event) -> None:
         """Show one record."""
@@ -70,22 +93,37 @@ class Progress:
     def _show(self, event: Event) -> None:
         if self._as_json:
             print_json(event, indent=None)
-        elif event["event"] == "step":
+            return
+        self._activity.see(event)
+        if event["event"] == "step":
             self._show_step(event)
         else:
             for line in event_lines(event):
-                self._print(line)
-            if self._live is not None and event["event"] == "build":
-                what = f"compiling {event['operator']}" if event["seconds"] is None else "starting"
-                self._live.update(self._task, description=what)
+                put(line)
+        if self._live is not None:
+            self._live.show(self._live_text(self._live.columns))
 
     def _show_step(self, event: Event) -> None:
-        step = event["step"]
-        line = step_line(event, stop_step=self._stop_step, seconds_left=self._seconds_left(event))
-        if self._live is not None:
-            self._live.update(self._task, total=self._stop_step, completed=step, description=line)
-        elif step % self._every_steps == 0 or step == self._stop_step:
-            self._print(line)
+        step, self._step, self._left = event["step"], event, self._seconds_left(event)
+        if step % self._every_steps == 0 or step == self._stop_step:
+            put(step_line(event, stop_step=self._stop_step, seconds_left=self._left))
+
+    def _live_text(self, columns: int) -> str:
+        """The last step, and what goes on besides; the step alone where there is no room."""
+        doing, seconds = self._activity.now()
+        what = f"{doing} {clock(seconds)}" if doing else ""
+        if self._step is None:
+            return what
+        if what:
+            return f"step {self._step['step']}/{self._stop_step}: {what}"
+        line = step_line(self._step, stop_step=self._stop_step, seconds_left=self._left)
+        for part in (r" grad_norm \S+", r" lr \S+", r" MFU \S+"):
+            line = line if len(line) <= columns else re.sub(part, "", line)
+        return line if len(line) + _BAR >= columns else f"{self._bar(_BAR - 1)} {line}"
+
+    def _bar(self, width: int) -> str:
+        done = round(width * int(self._step["step"]) / self._stop_step) if self._step else 0
+        return "#" * done + "." * (width - done)
 
     def _seconds_left(self, event: Event) -> float | None:
         """From a running mean of the time between records, in which evaluations count too."""
@@ -98,29 +136,12 @@ class Progress:
         self._seconds_per_step += weight * (seconds - self._seconds_per_step)
         return self._seconds_per_step * (self._stop_step - int(event["step"]))
 
-    def _print(self, line: str) -> None:
-        if self._live is not None:
-            self._live.console.print(line, soft_wrap=True)
-        else:
-            put(line)
 
-
-def _live_line() -> Any:
-    from rich.progress import BarColumn, TextColumn
-    from rich.progress import Progress as Bar
-
-    return Bar(
-        BarColumn(bar_width=20),
-        TextColumn("{task.description}", markup=False),
-        console=rich_console(),
-    )
-
-
-def step_line(event: Event, *, stop_step: int, seconds_left: float | None) -> str:
+def step_line(event: Event, *, stop_step: int | None, seconds_left: float | None) -> str:
     """One optimizer step, such as ``step 20/200 loss 2.8123 lr 9.1e-04 …``."""
     norm = event.get("grad_norm")
     return (
-        f"step {event['step']}/{stop_step} loss {number(event['loss']):.4f}"
+        f"step {event['step']}/{stop_step or '?'} loss {number(event['loss']):.4f}"
         f" lr {event['learning_rate']:.1e}"
         + (f" grad_norm {number(norm):.2f}" if norm is not None else "")
         + f" {event['tokens_per_second']:,.0f} tokens/s"
@@ -129,13 +150,21 @@ def step_line(event: Event, *, stop_step: int, seconds_left: float | None) -> st
     )
 
 
+def record_lines(event: Event, *, stop_step: int | None) -> list[str]:
+    """Lines for any record, read after the fact: how long the rest will take is not known."""
+    if event["event"] == "step":
+        line = step_line(event, stop_step=stop_step, seconds_left=None)
+        return [line.removesuffix(f" eta {clock(None)}")]
+    return event_lines(event)
+
+
 def event_lines(event: Event) -> list[str]:
     """Lines for a record that is not a step; none for those that only a file needs."""
     match event["event"]:
         case "start":
             origin = f"resumed from {event['resumed_from']}" if event["resumed_from"] else "start"
             size = f"{event['world_size']} processes, {event['num_parameters']:,} parameters"
-            text = f"{event['train_tokens']:,} tokens, {event['held_out_tokens']:,} more held out"
+            text = f"{event['train_tokens']:,} + {event['held_out_tokens']:,} held-out tokens"
             passed_over = [f"checkpoint passed over: {problem}" for problem in event["passed_over"]]
             begins = ["the average of the weights begins here: the checkpoint has none"]
             average = begins if event.get("ema_begins") else []
@@ -149,7 +178,7 @@ def event_lines(event: Event) -> list[str]:
                 line += f", of the average {number(event['ema_loss']):.4f}"
             entropy = event.get("unigram_entropy")
             if entropy is not None:
-                line += f" (unigram entropy of the corpus's tokens: {entropy:.4f})"
+                line += f" (tokens' unigram entropy {entropy:.4f})"
             return [line]
         case "checkpoint":
             return [f"checkpoint at step {event['step']}: {event['path']}"]
@@ -219,7 +248,7 @@ def _bad_text_lines(event: Event) -> list[str]:
     if not bad:
         return []
     did = [
-        f"{bad[name]:,} documents {words}"
+        f"{bad[name]:,} document{'s' if bad[name] > 1 else ''} {words}"
         for name, words in (("replaced", "repaired"), ("skipped", "left out"))
         if bad[name]
     ]

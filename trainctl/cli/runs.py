@@ -102,11 +102,16 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")
     ] = False,
 ) -> None:
-    """Print the logs of all ranks, each with its node; the first error comes first."""
+    """Print the records of a run (its losses), and the logs of its ranks, each with its node.
+
+    The first error comes first.
+    """
     from trainctl.cli.console import printable, put, say
     from trainctl.cli.intact import open_or_newest
+    from trainctl.cli.progress import record_lines
     from trainctl.runs.directory import last_attempt
     from trainctl.runs.logs import LogFollower, logs_of, tails
+    from trainctl.runs.records import EventFollower
 
     paths = open_or_newest(run)
     number = attempt if attempt is not None else last_attempt(paths)
@@ -122,6 +127,9 @@ def logs(
     if failure is not None and not rank:
         _show_failure(failure)
     follower = LogFollower(chosen, rank or ())
+    records, stop_step = EventFollower(paths.events, number), _stop_step(chosen)
+    if not rank:
+        _show_records(paths, chosen, lines)
     found = logs_of(chosen, rank or ())
     for log, tail in tails(found, lines):
         put(f"==> {log.label}: {log.path}")
@@ -131,11 +139,40 @@ def logs(
         say(f"attempt {number} has no such log yet")
     while follow:
         ended = not _goes_on(paths, chosen)
+        for event in records.poll() if not rank else []:
+            for line in record_lines(event, stop_step=stop_step):
+                put(f"records: {line}")
         for log, line in follower.poll():
             put(f"{log.label}: {printable(line)}")
         if ended:
             return
         time.sleep(_POLL_SECONDS)
+
+
+def _show_records(run: RunPaths, attempt: AttemptPaths, most: int) -> None:
+    """What the launch would have shown in its terminal: the last lines of it."""
+    from trainctl.cli.console import put
+    from trainctl.cli.progress import record_lines
+    from trainctl.runs.records import read_events
+
+    stop_step, events = _stop_step(attempt), read_events(run.events)
+    own = [event for event in events if event["attempt"] == attempt.number]
+    own = [event for event in own if event["event"] != "sample"]  # which would push out the rest
+    shown = [line for event in own for line in record_lines(event, stop_step=stop_step)]
+    if shown:
+        put(f"==> records: {run.events}")
+    for line in shown[-most:]:
+        put(line)
+
+
+def _stop_step(attempt: AttemptPaths) -> int | None:
+    """Where the attempt's plan ends; None where it cannot be read."""
+    from trainctl.runs.directory import read_plan
+
+    try:
+        return read_plan(attempt.plan).stop_step
+    except (OSError, ValueError, TrainctlError):
+        return None
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -52,8 +53,8 @@ def sample(
         drawn = [f"--prompt={text}", f"--tokens={tokens}", f"--temperature={temperature}"]
         if seed is not None:
             drawn.append(f"--seed={seed}")
-        where_and_what = ["--device", device.value, "--weights", weights.value]
-        arguments = [paths.root, checkpoint, *drawn, *where_and_what]
+        arguments: list[str | Path] = [paths.root, checkpoint, *drawn]
+        arguments += ["--device", device.value, "--weights", weights.value]
         result = run_offline("sample", arguments, meter)
     if as_json:
         asked = {"prompt": text, "temperature": temperature}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainctl.errors import Finding, Severity, TrainctlError
 
@@ -26,14 +26,21 @@ def passed_over_findings(run: RunPaths, standing: Standing | None) -> list[Findi
 
 
 def changes_text(changes: Sequence[Change]) -> str:
-    """Such as ``optimizer.lr: 0.003 -> 0.1, zero_stage.stage: 1 -> 2``."""
-    from trainctl.config.codec import to_plain
+    """Such as ``optimizer.lr: 0.003 -> 0.1, zero_stage.stage: 1 -> 2``; secrets are not shown."""
+    return ", ".join(
+        f"{change.key}: {_shown(change.key, change.left)} -> {_shown(change.key, change.right)}"
+        for change in changes
+    )
 
-    return ", ".join(f"{c.key}: {to_plain(c.left)} -> {to_plain(c.right)}" for c in changes)
+
+def _shown(key: str, value: Any) -> str:
+    from trainctl.config.codec import to_plain
+    from trainctl.config.secrets import redact_setting
+
+    return redact_setting(f"{key}={to_plain(value)}").partition("=")[2]
 
 
 def _edited(run: RunPaths) -> list[Finding]:
-    from trainctl.config.codec import to_plain
     from trainctl.runs.attempts import edited_by_hand
 
     hint = f"give it as an override: trainctl resume {run.root}"
@@ -44,7 +51,9 @@ def _edited(run: RunPaths) -> list[Finding]:
         return [_warning(EDITED, message, "it is there to be read; leave it as it was")]
     if not changes:
         return []
-    overrides = " ".join(f"{change.key}={to_plain(change.right)}" for change in changes[:4])
+    overrides = " ".join(
+        f"{change.key}={_shown(change.key, change.right)}" for change in changes[:4]
+    )
     message = (
         f"{run.config} was edited after the run was made, which has no effect: "
         f"{changes_text(changes)}"

@@ -35,6 +35,7 @@ def start_run(
     dry_run: bool,
     force: bool,
     as_json: bool,
+    verbose: bool = False,
     detach: bool = False,
 ) -> None:
     """Start a new run in a new directory; with `detach` only start it.
@@ -48,10 +49,13 @@ def start_run(
     if not dry_run:
         go_on_without_reader()
     planned = plan(composed, with_files=True, tokenize=True)
-    made = _accept(planned, force=force, as_json=as_json)
+    made = _accept(planned, force=force, as_json=as_json, verbose=verbose or dry_run)
     if dry_run:
+        from trainctl.launch.choose import has_scheduler
         from trainctl.runs.layout import RunPaths
 
+        if has_scheduler(made.config):  # which is handed files, and looks at no machine
+            _check_machine(planned, made, run_dir or DEFAULT_ROOT)
         _show_start(planned, made, RunPaths(run_dir or Path("runs/NEW")), as_json=as_json)
         return
     _check_machine(planned, made, run_dir or DEFAULT_ROOT)
@@ -67,6 +71,7 @@ def resume_run(
     dry_run: bool,
     force: bool,
     as_json: bool,
+    verbose: bool = False,
     step: int | None = None,
     attempt: int | None = None,
     from_start: bool = False,
@@ -82,6 +87,7 @@ def resume_run(
         dry_run: Only show.
         force: Start although the budget does not fit.
         as_json: Records on stdout as JSON lines, nothing else.
+        verbose: Show the whole plan and budget.
         step: Of the checkpoint to go on from; those after it are left behind.
         attempt: Whose configuration it is; None is the one that stands for the run.
         from_start: Begin anew, leaving all checkpoints behind.
@@ -112,7 +118,7 @@ def resume_run(
         if not composed.config.trains_itself:
             checkpoint = None
         elif checkpoint is None and not from_start:
-            _require_nothing_saved(run)
+            require_nothing_saved(run)
         folder = program.folder(composed.config, run)
         planned = plan(composed, with_files=True, tokenize=True, folder=folder)
         _show_changes(diff(before, planned.composed.config), run, attempt or standing.number)
@@ -121,7 +127,7 @@ def resume_run(
         if checkpoint is not None and planned.assessment.plan is not None:
             check_goes_on(planned.composed.config, checkpoint.path)
             compare_with_checkpoint(run, checkpoint, planned.assessment.plan)
-        made = _accept(planned, force=force, as_json=as_json)
+        made = _accept(planned, force=force, as_json=as_json, verbose=verbose or dry_run)
         say(_resuming(run, made, checkpoint, from_start=from_start))
         if dry_run:
             _show_start(planned, made, run, as_json=as_json)
@@ -133,7 +139,7 @@ def resume_run(
         _run_attempt(run, made, checkpoint_bytes=size, as_json=as_json, detach=detach)
 
 
-def _require_nothing_saved(run: RunPaths) -> None:
+def require_nothing_saved(run: RunPaths) -> None:
     """Refuse to begin anew where checkpoints were saved, and none of them can be gone on from.
 
     Raises:
@@ -207,17 +213,26 @@ def _is_done(run: RunPaths, checkpoint: CheckpointInfo, planned: Planned) -> boo
     return False
 
 
-def _accept(planned: Planned, *, force: bool, as_json: bool) -> RunPlan:
-    """Show plan, findings and budget; give the plan, or refuse it."""
-    from trainctl.cli.budget_view import show_budget
+def _accept(planned: Planned, *, force: bool, as_json: bool, verbose: bool) -> RunPlan:
+    """Show plan, budget and findings; give the plan, or refuse it.
+
+    In brief, that what follows stays on the screen; whole where that is asked for, or it does not
+    fit.
+    """
+    from trainctl.cli.budget_view import show_brief_budget, show_budget
     from trainctl.cli.plan_view import show_plan
     from trainctl.config.user_code import not_applied
 
     made, budget = planned.assessment.plan, planned.assessment.budget
     if made is None or budget is None or planned.errors_but_fit:
         raise TrainctlError.from_findings(planned.findings)
+    is_brief = not verbose and not planned.errors
     if not as_json:
-        show_plan(made)
+        show_plan(made, brief=is_brief)
+    if not as_json and is_brief:
+        show_brief_budget(budget.to_json())
+        put("--verbose shows the reasons and the whole budget")
+    elif not as_json:
         show_budget(budget.to_json(), host_capacity_bytes=planned.hardware.host_memory_bytes)
     show_findings([*planned.findings, *not_applied(planned.composed)])
     if planned.errors:
@@ -265,7 +280,13 @@ def _run_attempt(
             return
         shown: Progress | Follower
         if made.config.trains_itself or as_json:
-            shown = Progress(stop_step=made.stop_step, every_steps=every, as_json=as_json)
+            shown = Progress(
+                stop_step=made.stop_step,
+                every_steps=every,
+                as_json=as_json,
+                run=run,
+                attempt=attempt.number,
+            )
         else:
             shown = Follower(run)
         with shown as on_event:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,11 +12,14 @@ from trainctl.cli.arguments import ConfigDir, Force, Json, split_target
 from trainctl.errors import ExitCode, TrainctlError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from trainctl.config.compose import Composed
+    from trainctl.config.schema import LauncherKind
     from trainctl.config.sweep import SweepPoint
     from trainctl.plan.types import RunPlan
     from trainctl.runs.layout import AttemptPaths, RunPaths
+    from trainctl.runs.sweeps import Left, Sweep
 
 Started = list[tuple["RunPaths", "AttemptPaths"]]
 
@@ -40,6 +43,10 @@ def sweep(
         int | None,
         typer.Option(metavar="N", min=1, help="Runs at a time: here 1, in Slurm all, unless set."),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with FOLDER: start what is new, resume what was cut."),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan every run and list them; start nothing.")
     ] = False,
@@ -51,13 +58,21 @@ def sweep(
 
     Every combination is planned and checked before the first one starts.
 
-    Example: trainctl sweep recipe=125m optimizer.lr=1e-4,3e-4 schedule=cosine,wsd
+    Examples: trainctl sweep recipe=125m optimizer.lr=1e-4,3e-4 schedule=cosine,wsd;
+    trainctl sweep sweeps/NAME --resume
     """
-    from trainctl.cli.console import go_on_without_reader, put, say
-    from trainctl.config.schema import LauncherKind
+    from trainctl.cli.console import go_on_without_reader, put
     from trainctl.config.sweep import expand_sweep
 
     target, overrides = split_target(arguments)
+    if resume:
+        if target is None or overrides or sweep_dir is not None or config_dir is not None:
+            raise TrainctlError(
+                "--resume goes on with a sweep as it was made",
+                hint="trainctl sweep FOLDER --resume, without overrides and folders",
+            )
+        _go_on(Path(target), parallel, dry_run=dry_run, force=force, as_json=as_json)
+        return
     if target is not None and not overrides:
         _show(Path(target), as_json=as_json)
         return
@@ -69,26 +84,143 @@ def sweep(
             put(f"{index}: {' '.join(point.overrides)}")
         return
     go_on_without_reader()
-    folder, started = _make(sweep_dir, arguments or [], points, plans)
+    folder, started = _make(sweep_dir, arguments or [], points, plans, config_dir)
     put(f"sweep: {folder}")
+    _begin(folder, kind, plans[0], started, parallel, as_json=as_json)
+
+
+def _begin(
+    folder: Path,
+    kind: LauncherKind,
+    plan: RunPlan,
+    started: Started,
+    parallel: int | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Run attempts that were made, here or in Slurm."""
+    from trainctl.cli.console import say
+    from trainctl.config.schema import LauncherKind
+    from trainctl.runs.layout import RunPaths
+    from trainctl.runs.lock import hold
+
     if kind is LauncherKind.slurm:
-        _submit(folder, plans[0], started, parallel)
+        _submit(folder, plan, started, parallel)
         return
-    _run_queue(folder, started, parallel or 1, as_json=as_json)
+    with hold(RunPaths(folder)):  # so that nobody goes on with a sweep that is going on
+        _run_queue(folder, started, parallel or 1, as_json=as_json)
     say(f"`trainctl sweep {folder}` shows this again")
 
 
+def _go_on(
+    folder: Path, parallel: int | None, *, dry_run: bool, force: bool, as_json: bool
+) -> None:
+    """Start what was never started of a sweep, resume what was cut off, leave the rest.
+
+    Raises:
+        TrainctlError: It is no sweep, is going on, or a run's plan is refused now.
+    """
+    from trainctl.cli.console import go_on_without_reader, put, say
+    from trainctl.runs.layout import RunPaths
+    from trainctl.runs.lock import hold
+    from trainctl.runs.sweeps import Next, read_sweep, what_is_left
+
+    folder = folder.resolve()
+    record = read_sweep(folder)
+    with hold(RunPaths(folder)):
+        left = what_is_left(folder)
+        for item in left:
+            put(f"{item.index}: {item.next} ({item.why})")
+        waiting = [item for item in left if item.next is not Next.leave]
+        plans = [_plan_again(item, record, force=force) for item in waiting]
+        if dry_run:
+            return
+        if not waiting:
+            say("nothing to do: trainctl resume FOLDER/INDEX goes on with a run that is left alone")
+            return
+        go_on_without_reader()
+        kind = _kind(plans)
+        started = [_attempt_again(item, plan) for item, plan in zip(waiting, plans, strict=True)]
+        _begin(folder, kind, plans[0], started, parallel, as_json=as_json)
+
+
+def _plan_again(item: Left, record: Sweep, *, force: bool) -> RunPlan:
+    """The plan of what is left of a run, by its own directory if it is there."""
+    from trainctl.cli.planning import compose
+    from trainctl.cli.start import require_nothing_saved
+    from trainctl.config.compose import recompose
+    from trainctl.launch import program
+    from trainctl.runs.attempts import config_of
+    from trainctl.runs.checkpoints import newest_checkpoint
+    from trainctl.runs.sweeps import Next
+
+    values = record.points[item.index]
+    if item.next is Next.make:
+        overrides = _recorded(item, record)
+        own = None if record.config_dir is None else Path(record.config_dir)
+        return _checked(lambda: compose(overrides, own), values, force=force)
+    config = config_of(item.run)
+    if config.trains_itself and newest_checkpoint(item.run)[0] is None:
+        require_nothing_saved(item.run)
+    folder = program.folder(config, item.run)
+    return _checked(lambda: recompose(config, ()), values, force=force, folder=folder)
+
+
+def _recorded(item: Left, record: Sweep) -> tuple[str, ...]:
+    """The overrides of a run that is not there.
+
+    Raises:
+        TrainctlError: They were not recorded, or hold a secret, which is never (exit code 5).
+    """
+    from trainctl.config.secrets import REDACTED
+
+    overrides = record.runs[item.index] if item.index < len(record.runs) else ()
+    if overrides and not any(REDACTED in text for text in overrides):
+        return overrides
+    raise TrainctlError(
+        f"run {item.index} is not there, and what it was to be is not recorded in full",
+        hint=f"trainctl launch ... --run-dir {item.run.root} makes it",
+        exit_code=ExitCode.run_state,
+    )
+
+
+def _attempt_again(item: Left, plan: RunPlan) -> tuple[RunPaths, AttemptPaths]:
+    from trainctl.runs.directory import create_run, last_attempt, new_attempt
+    from trainctl.runs.lock import hold
+    from trainctl.runs.sweeps import Next
+
+    run = item.run
+    if item.next is Next.make:
+        run = create_run(plan.config, run_dir=run.root, argv=sys.argv)
+    elif item.next is Next.start:
+        return run, run.attempt(last_attempt(run))
+    with hold(run):
+        return run, new_attempt(run, plan)
+
+
 def _plan(point: SweepPoint, config_dir: Path | None, *, force: bool) -> RunPlan:
+    from trainctl.cli.planning import compose
+
+    return _checked(lambda: compose(point.overrides, config_dir), point.values, force=force)
+
+
+def _checked(
+    composing: Callable[[], Composed],
+    values: Mapping[str, str],
+    *,
+    force: bool,
+    folder: Path | None = None,
+) -> RunPlan:
     """The plan of a run; errors name the run's values.
 
     Raises:
         TrainctlError: It is refused.
     """
-    from trainctl.cli.planning import compose, plan
+    from trainctl.cli.planning import plan
     from trainctl.launch.choose import launcher
 
     try:
-        planned = plan(compose(point.overrides, config_dir), with_files=True, tokenize=True)
+        planned = plan(composing(), with_files=True, folder=folder, tokenize=True)
         made = planned.assessment.plan
         errors = planned.errors_but_fit if force else planned.errors
         if made is None or errors:
@@ -99,7 +231,7 @@ def _plan(point: SweepPoint, config_dir: Path | None, *, force: bool) -> RunPlan
         if any(finding.is_error for finding in found):
             raise TrainctlError.from_findings(found)
     except TrainctlError as error:
-        where = " ".join(f"{key}={value}" for key, value in point.values.items())
+        where = " ".join(f"{key}={value}" for key, value in values.items())
         raise TrainctlError(
             f"{error.message}; the run is {where or 'the only one'}",
             hint=error.hint,
@@ -109,7 +241,7 @@ def _plan(point: SweepPoint, config_dir: Path | None, *, force: bool) -> RunPlan
     return made
 
 
-def _kind(plans: Sequence[RunPlan]) -> Any:
+def _kind(plans: Sequence[RunPlan]) -> LauncherKind:
     """The launcher of all runs.
 
     Raises:
@@ -141,12 +273,13 @@ def _make(
     overrides: Sequence[str],
     points: Sequence[SweepPoint],
     plans: Sequence[RunPlan],
+    config_dir: Path | None,
 ) -> tuple[Path, Started]:
     """Make the sweep's folder, its runs and the first attempt of each."""
     from trainctl.runs.directory import create_run, new_attempt
     from trainctl.runs.sweeps import new_sweep
 
-    folder = new_sweep(sweep_dir, overrides, [point.values for point in points])
+    folder = new_sweep(sweep_dir, overrides, points, config_dir)
     started = []
     for index, plan in enumerate(plans):
         run = create_run(plan.config, run_dir=folder / str(index), argv=sys.argv)
@@ -159,7 +292,8 @@ def _submit(folder: Path, plan: RunPlan, started: Started, parallel: int | None)
     from trainctl.launch import slurm, slurm_script
     from trainctl.runs.atomic import write_text
 
-    script = slurm_script.array_script(plan, folder, count=len(started), parallel=parallel)
+    tasks = [int(run.root.name) for run, _ in started]
+    script = slurm_script.array_script(plan, folder, tasks=tasks, parallel=parallel)
     write_text(folder / slurm_script.SCRIPT, script)
     job = slurm.submit_array(folder, started)
     say(f"array {job} of {len(started)} runs is submitted; `trainctl sweep {folder}` shows them")
@@ -183,6 +317,7 @@ def _run_queue(folder: Path, started: Started, parallel: int, *, as_json: bool) 
     try:
         run_queue(started, parallel=parallel, on_end=on_end)
     except QueueStopped as stopped:
+        say(f"trainctl sweep {folder} --resume goes on with it")
         raise typer.Exit(128 + stopped.number) from None
     finally:
         _show(folder, as_json=as_json)

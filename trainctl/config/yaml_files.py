@@ -83,13 +83,33 @@ def read_document(path: Path, shown: str) -> Document:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else None
         written = "".join(text.splitlines()[line - 1 : line]) if line else ""
-        is_indented_by_tab = "\t" in written[: len(written) - len(written.lstrip())]
-        hint = "indent with spaces: YAML takes no tabs" if is_indented_by_tab else ""
+        hint = _yaml_hint(str(error.problem), written)
         return _unreadable(shown, f"is not valid YAML: {error.problem}", line, hint)
     except yaml.YAMLError as error:
         return _unreadable(shown, f"is not valid YAML: {first_line(error)}")
     except (RecursionError, ValueError) as error:
         return _unreadable(shown, f"is not a usable mapping: {first_line(error)}")
+
+
+def _yaml_hint(problem: str, written: str) -> str:
+    """What is mostly behind a problem of the parser's, by the line where it gave up."""
+    if "\t" in written[: len(written) - len(written.lstrip())]:
+        return "indent with spaces: YAML takes no tabs"
+    if "mapping values are not allowed" in problem:
+        return 'a value with ": " in it stands in quotes, and each key in a line of its own'
+    if "',' or" in problem:
+        return "close the bracket that was opened in this line or above it"
+    if "cannot start any token" in problem:
+        return "put a value that begins with @, ` or % in quotes"
+    if "expected key" in problem or "block end" in problem:
+        return "give the keys of one section the same number of spaces in front"
+    if "alias" in problem or "anchor" in problem:
+        return "put a value that begins with * or & in quotes"
+    if "quoted scalar" in problem or "unexpected end" in problem:
+        return "close the quotes that were opened in this line or above it"
+    if "another document" in problem:
+        return "leave out the line of ---: a file holds one document"
+    return "look at this line and the one above it: colons, quotes, brackets, indentation"
 
 
 def compose_bounded(text: str) -> yaml.Node | None:

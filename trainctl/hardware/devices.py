@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from trainctl.config.quantities import memory_text
 from trainctl.config.schema import Accelerator, DataType, RunConfig
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding
@@ -45,12 +46,12 @@ def are_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
         yield problem(
             "TC122",
             "hardware.device_memory_bytes",
-            f"the plan is for devices of {planned / 2**30:.1f} GiB, and this machine has "
-            f"{smallest.name} with {smallest.memory_bytes / 2**30:.1f} GiB",
+            f"the plan is for devices of {memory_text(planned)}, and this machine has "
+            f"{smallest.name} with {memory_text(smallest.memory_bytes)}",
             "hardware=auto",
         )
         return
-    yield f"{len(here)} x {smallest.name}, {smallest.memory_bytes / 2**30:.1f} GiB each"
+    yield f"{len(here)} x {smallest.name}, {memory_text(smallest.memory_bytes)} each"
 
 
 def _cores(hardware: Hardware) -> str | Finding:

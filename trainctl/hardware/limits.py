@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainctl.config.quantities import memory_text
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware.detect import host_memory_limit
@@ -74,12 +75,12 @@ def memory_is_there(config: RunConfig, hardware: Hardware) -> Iterator[str | Fin
     limit = host_memory_limit()
     planned = hardware.host_memory_bytes
     if planned is None or limit >= planned * 0.97:  # kernels and firmware keep some to themselves
-        yield f"{limit / 2**30:.1f} GiB may be used"
+        yield f"{memory_text(limit)} may be used"
         return
     yield problem(
         "TC131",
         "hardware.host_memory_bytes",
-        f"the plan is for {planned / 2**30:.1f} GiB of host memory, and {limit / 2**30:.1f} GiB "
+        f"the plan is for {memory_text(planned)} of host memory, and {memory_text(limit)} "
         "may be used here (of the machine, or its control group)",
         "more memory for the job or container, or hardware.host_memory_bytes=null",
     )

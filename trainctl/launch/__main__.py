@@ -1,4 +1,4 @@
-"""`python -m trainctl.launch RUN_DIR --attempt N`: the launcher of a run that has no terminal.
+"""`python -m trainctl.launch RUN_DIR [--attempt N]`: the launcher of a run that has no terminal.
 
 It is detached from one, or a scheduler's job runs it. A job that was requeued runs the same command
 again: what it finds in the run directory tells it to make the next attempt.
@@ -38,7 +38,7 @@ def main() -> int:
     """Run the attempt, or one that follows it, to its end; the launch's exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainctl.launch")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--attempt", type=int, help="else the newest")
     parser.add_argument("--lock", type=int, help="descriptor of the run's lock, held already")
     given = parser.parse_args()
     die_with_parent(death_signal=signal.SIGTERM)  # only where it was told to
@@ -61,7 +61,7 @@ def main() -> int:
     return code
 
 
-def _launch(run: RunPaths, number: int) -> tuple[int, RunPlan]:
+def _launch(run: RunPaths, number: int | None) -> tuple[int, RunPlan]:
     attempt, plan = _next_attempt(run, number)
     checkpoint, _ = newest_checkpoint(run)
     if checkpoint is not None and checkpoint.step >= plan.stop_step:
@@ -83,12 +83,13 @@ def _launch(run: RunPaths, number: int) -> tuple[int, RunPlan]:
     return outcome.exit_code, plan
 
 
-def _next_attempt(run: RunPaths, number: int) -> tuple[AttemptPaths, RunPlan]:
+def _next_attempt(run: RunPaths, number: int | None) -> tuple[AttemptPaths, RunPlan]:
     """The attempt if nothing has run of it yet, else a new one with the newest plan."""
-    plan = read_plan(run.attempt(last_attempt(run)).plan)
+    newest = last_attempt(run)
+    plan = read_plan(run.attempt(newest).plan)
     launched = {event["attempt"] for event in read_events(run.events, "launch")}
-    if number == last_attempt(run) and number not in launched:
-        return run.attempt(number), plan
+    if number in (None, newest) and newest not in launched:
+        return run.attempt(newest), plan
     return new_attempt(run, plan), plan
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from trainctl.config.quantities import disk_text
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.hardware import Hardware
@@ -142,8 +143,8 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise TrainctlError(
-            f"a checkpoint takes {needed_bytes / 1e9:.1f} GB, and {folder} has "
-            f"{free_bytes / 1e9:.1f} GB free",
+            f"a checkpoint takes {disk_text(needed_bytes)}, and {folder} has "
+            f"{disk_text(free_bytes)} free",
             hint="free space, or name a directory on another disk with --run-dir",
             exit_code=ExitCode.environment,
         )

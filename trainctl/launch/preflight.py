@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 
+from trainctl.config.quantities import disk_text, memory_text
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, Finding, Severity
 from trainctl.hardware.resolve import MEMORY_TOLERANCE
@@ -155,8 +156,7 @@ def _devices(report: Report, plan: RunPlan) -> Iterator[Finding]:
         yield _problem(
             "TC186",
             "hardware.host_memory_bytes",
-            f"{host} has {found / 2**30:.1f} GiB of memory, and the plan is for "
-            f"{memory / 2**30:.1f} GiB",
+            f"{host} has {memory_text(found)} of memory, and the plan is for {memory_text(memory)}",
             f"hardware.host_memory_bytes={found}",
         )
 
@@ -180,8 +180,8 @@ def _accelerators(report: Report, plan: RunPlan) -> Iterator[Finding]:
         yield _problem(
             "TC186",
             "hardware.device_memory_bytes",
-            f"{host.name} has {smallest['name']} with {smallest['memory_bytes'] / 2**30:.1f} GiB, "
-            f"and the plan is for {planned / 2**30:.1f} GiB",
+            f"{host.name} has {smallest['name']} with {memory_text(smallest['memory_bytes'])}, "
+            f"and the plan is for {memory_text(planned)}",
             f"hardware.device_memory_bytes={smallest['memory_bytes']}",
         )
 
@@ -242,8 +242,8 @@ def _storage(report: Report, checkpoint_bytes: int | None) -> Iterator[Finding]:
         yield _problem(
             "TC188",
             "",
-            f"a checkpoint takes {checkpoint_bytes / 1e9:.1f} GB, and {host} sees "
-            f"{storage['free_bytes'] / 1e9:.1f} GB free where the run is kept",
+            f"a checkpoint takes {disk_text(checkpoint_bytes)}, and {host} sees "
+            f"{disk_text(storage['free_bytes'])} free where the run is kept",
             "free space, or name a directory on another disk with --run-dir",
         )
 

@@ -134,8 +134,9 @@ def submit_array(folder: Path, attempts: Sequence[tuple[RunPaths, AttemptPaths]]
         for run, _ in attempts:
             _set_status(run, State.failed, int(error.exit_code), error.message)
         raise
-    for index, (_, attempt) in enumerate(attempts):
-        record = Job(kind="slurm", id=f"{job}_{index}", submitted=now, host=socket.gethostname())
+    for run, attempt in attempts:
+        task = f"{job}_{run.root.name}"
+        record = Job(kind="slurm", id=task, submitted=now, host=socket.gethostname())
         write_job(attempt, record)
     return job
 

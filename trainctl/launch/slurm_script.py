@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainctl.config.schema import Accelerator
@@ -37,22 +37,24 @@ def job_script(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> str:
     return "\n".join(lines) + "\n"
 
 
-def array_script(plan: RunPlan, folder: Path, *, count: int, parallel: int | None) -> str:
+def array_script(plan: RunPlan, folder: Path, *, tasks: Sequence[int], parallel: int | None) -> str:
     """The script of a sweep: an array whose task K runs the run `folder/K`.
 
     Args:
         plan: What every task asks for.
         folder: Of the sweep.
-        count: How many runs it has.
+        tasks: Which of its runs; each goes on with its newest attempt.
         parallel: How many of them run at a time; None leaves it to the cluster.
     """
     limit = f"%{parallel}" if parallel is not None else ""
     log = RunPaths(folder / ARRAY_TASK).attempt(1).launcher_log
     run = f'{shlex.quote(str(folder))}/"$SLURM_ARRAY_TASK_ID"'
-    launch = f"{shlex.quote(sys.executable)} -m trainctl.launch {run} --attempt 1"
+    launch = f"{shlex.quote(sys.executable)} -m trainctl.launch {run}"
+    is_whole = list(tasks) == list(range(len(tasks)))
+    indices = f"0-{len(tasks) - 1}" if is_whole else ",".join(map(str, tasks))
     lines = [
         "#!/bin/bash",
-        *_directives(plan, folder.name, log, array=f"0-{count - 1}{limit}"),
+        *_directives(plan, folder.name, log, array=f"{indices}{limit}"),
         "",
         "# Task K trains the run K of this folder; see sweep.json for its values.",
         *_modules(plan),

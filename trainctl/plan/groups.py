@@ -9,6 +9,8 @@ One rule for the plan, which prints the groups, and the trainer, which makes the
   times three factors: that of the first entry of `optimizer.groups` whose pattern is found in its
   canonical name, `optimizer.layer_lr_decay` to the power of the blocks above it (arXiv:1801.06146,
   section 3.1), and muP's, by whose inverse the weight decay is multiplied.
+- An entry of `optimizer.groups` may also limit the gradient norm of its group: of the tensors that
+  are updated by the same numbers, as the plan lists them.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ class GroupKey:
         is_decayed: Whether `optimizer.weight_decay` is for them.
         lr_factor: Of the base learning rate.
         weight_decay: Their decay.
+        clip_at: Largest norm of their gradient together; 0 for none of their own.
     """
 
     uses_muon: bool
     is_decayed: bool
     lr_factor: float
     weight_decay: float
+    clip_at: float = 0.0
 
     def name(self, config: RunConfig) -> str:
         """Unique among the groups of a config, and the same on every layout."""
@@ -46,6 +50,8 @@ class GroupKey:
             words.append(f"lr x{self.lr_factor:.6g}")
         if self.weight_decay != (config.optimizer.weight_decay if self.is_decayed else 0.0):
             words.append(f"decay {self.weight_decay:.6g}")
+        if self.clip_at:
+            words.append(f"clip {self.clip_at:.6g}")
         return ", ".join(words)
 
     def peak_lr(self, config: RunConfig) -> float:
@@ -99,9 +105,12 @@ def parameter_groups(config: RunConfig) -> tuple[ParameterGroup, ...]:
 
 def in_order(keys: Iterable[GroupKey]) -> list[GroupKey]:
     """Keys in the order of the optimizer's groups: Muon's, the decayed, the others."""
-    return sorted(
-        keys, key=lambda k: (not k.uses_muon, not k.is_decayed, -k.lr_factor, -k.weight_decay)
-    )
+
+    def place(key: GroupKey) -> tuple[bool, bool, float, float, float]:
+        numbers = (-key.lr_factor, -key.weight_decay, key.clip_at)
+        return (not key.uses_muon, not key.is_decayed, *numbers)
+
+    return sorted(keys, key=place)
 
 
 def group_of(
@@ -141,7 +150,9 @@ def group_of(
         * optimizer.layer_lr_decay ** blocks_above(config, name, kind)
         * mup.lr_factor(model, optimizer, kind)
     )
+    clip_at = override.gradient_clipping if override is not None else None
     return GroupKey(
+        clip_at=clip_at or 0.0,
         uses_muon=(
             optimizer.kind is OptimizerKind.muon
             and kind is TensorKind.hidden

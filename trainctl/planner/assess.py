@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainctl.config.quantities import memory_text
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.memory.budget import MemoryBudget, budget
-from trainctl.memory.constants import GIB
 from trainctl.memory.traced import TracedModel
 from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
@@ -110,4 +110,4 @@ def _largest_part(memory: MemoryBudget) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB"
+    return memory_text(size)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import ceil, floor, inf
 
+from trainctl.config.quantities import memory_text
 from trainctl.errors import ExitCode, Finding
-from trainctl.memory.constants import GIB
 from trainctl.planner.assess import assess
 from trainctl.planner.space import Space
 
@@ -78,12 +78,12 @@ def _not_shared(space: Space, key: str, legal: list[int]) -> Finding:
 def _does_not_fit(space: Space, least_bytes: int | None, larger: str) -> Finding:
     hardware, states = space.hardware, space.left_out.least_bytes
     capacity = hardware.device_memory_bytes
-    of = f" of {capacity / GIB:,.1f} GiB" if capacity else ""
+    of = f" of {memory_text(capacity)}" if capacity else ""
     needs = ""
     if least_bytes is not None:
-        needs = f": the least that was tried needs {least_bytes / GIB:,.1f} GiB"
+        needs = f": the least that was tried needs {memory_text(least_bytes)}"
     elif states < inf:
-        needs = f": weights and optimizer states alone need {states / GIB:,.1f} GiB"
+        needs = f": weights and optimizer states alone need {memory_text(states)}"
     settled = _left_open(space, (*SHARING, *SAVING))
     return Finding(
         rule=NOTHING_FITS,

@@ -19,6 +19,10 @@ _LINE_BYTES = 128
 """A beat overwrites the one before it, so all have the same length."""
 
 
+_DOING = 40
+"""Characters of `doing`, which leave room for the rest of the line."""
+
+
 class Phase(StrEnum):
     """What a rank is doing."""
 
@@ -42,11 +46,13 @@ class Beat:
         monotonic: Seconds of this machine's monotonic clock.
         phase: What the rank turned to.
         step: Optimizer steps that it had done.
+        doing: In words for whoever watches; empty where the phase says it all.
     """
 
     monotonic: float
     phase: Phase
     step: int
+    doing: str = ""
 
 
 class Heartbeat:
@@ -62,7 +68,7 @@ class Heartbeat:
         self._step = 0
         self.beat(Phase.start)
 
-    def beat(self, phase: Phase, step: int | None = None) -> None:
+    def beat(self, phase: Phase, step: int | None = None, doing: str = "") -> None:
         """Say what this rank turns to now.
 
         A disk that is full costs the beat and no more: the file has its blocks after the first.
@@ -70,9 +76,11 @@ class Heartbeat:
         Args:
             phase: What.
             step: Optimizer steps done; None leaves it as it was.
+            doing: In a few plain words.
         """
         self._step = self._step if step is None else step
         record = {"monotonic": time.monotonic(), "phase": phase.value, "step": self._step}
+        record |= {"doing": doing[:_DOING]} if doing else {}
         line = json.dumps(record).ljust(_LINE_BYTES - 1) + "\n"
         try:
             os.pwrite(self._descriptor, line.encode(), 0)
@@ -84,6 +92,7 @@ def read_beat(path: Path) -> Beat | None:
     """The last beat; None before the first, or in the middle of one."""
     try:
         record = read_json(path)
-        return Beat(float(record["monotonic"]), Phase(record["phase"]), int(record["step"]))
+        doing = str(record.get("doing", ""))
+        return Beat(float(record["monotonic"]), Phase(record["phase"]), int(record["step"]), doing)
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -72,6 +72,11 @@ class AttemptPaths:
         return self.root / "heartbeats" / f"rank-{rank}"
 
     @property
+    def preparation(self) -> Path:
+        """As the heartbeat of a rank, of what is done on the first node before there are ranks."""
+        return self.root / "heartbeats" / "preparation"
+
+    @property
     def store(self) -> Path:
         """Where the ranks of a single node meet; gone when they have ended."""
         return self.root / "store"

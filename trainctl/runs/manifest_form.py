@@ -170,7 +170,7 @@ _OPTIONAL: dict[str, Check] = {
     "kept_for": _text,
     "patience": _PATIENCE,
     "layout": _named(_count),
-    "loss_scale": _either_none_or("cur_scale"),
+    "loss_scale": _either_none_or("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
     "stability": _stability,
     "norms": _many(_number),
     "ema": _either_none_or("steps"),

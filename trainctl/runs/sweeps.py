@@ -7,17 +7,21 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.reading import read_json
+from trainctl.config.sweep import SweepPoint
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_json
+from trainctl.runs.causes import Cause
+from trainctl.runs.directory import is_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.listing import RunSummary, summarise
 from trainctl.runs.provenance import redact_argv
 from trainctl.runs.records import number, read_events
+from trainctl.runs.status import State
 
 SWEEP_SCHEMA = 1
 """Version of `sweep.json`."""
@@ -33,11 +37,16 @@ class Sweep:
         created: Unix seconds.
         overrides: As typed.
         points: The swept keys of each run and its values, by its index.
+        runs: All overrides of each run, with one value each: a run that is not there is made anew
+            from them.
+        config_dir: The user's own folder of configuration, if one was named.
     """
 
     created: float
     overrides: tuple[str, ...]
     points: tuple[dict[str, str], ...]
+    runs: tuple[tuple[str, ...], ...] = ()
+    config_dir: str | None = None
     schema: int = SWEEP_SCHEMA
 
 
@@ -58,13 +67,49 @@ class Result:
     held_out_loss: float | None
 
 
-def new_sweep(folder: Path | None, overrides: Sequence[str], points: Sequence[Any]) -> Path:
+class Next(StrEnum):
+    """What going on with a sweep does with a run."""
+
+    make = "make"
+    """There is no such run yet."""
+    start = "start"
+    """Its newest attempt was made, and never started."""
+    resume = "resume"
+    """It was cut off: another attempt, from its newest checkpoint or the beginning."""
+    leave = "leave"
+    """It is done, or runs, or failed in a way that it would fail again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """What is left to do of a run of a sweep.
+
+    Attributes:
+        index: Its number.
+        run: Its directory.
+        next: What going on does with it.
+        why: In words.
+    """
+
+    index: int
+    run: RunPaths
+    next: Next
+    why: str
+
+
+def new_sweep(
+    folder: Path | None,
+    overrides: Sequence[str],
+    points: Sequence[SweepPoint],
+    config_dir: Path | None = None,
+) -> Path:
     """Make the folder of a sweep.
 
     Args:
         folder: The folder; None makes one under `sweeps/`.
         overrides: As typed.
-        points: Values of each run.
+        points: Of each run.
+        config_dir: The user's own folder of configuration.
 
     Raises:
         TrainctlError: It holds something already (exit code 5).
@@ -89,7 +134,11 @@ def new_sweep(folder: Path | None, overrides: Sequence[str], points: Sequence[An
             exit_code=ExitCode.run_state,
         )
     sweep = Sweep(
-        created=time.time(), overrides=tuple(redact_argv(overrides)), points=tuple(points)
+        created=time.time(),
+        overrides=tuple(redact_argv(overrides)),
+        points=tuple(point.values for point in points),
+        runs=tuple(tuple(redact_argv(point.overrides)) for point in points),
+        config_dir=None if config_dir is None else str(config_dir.absolute()),
     )
     write_json(folder / RECORD, to_plain(sweep))
     return folder
@@ -109,6 +158,43 @@ def read_sweep(folder: Path) -> Sweep:
             hint="trainctl sweep recipe=NAME KEY=1,2 makes one",
             exit_code=ExitCode.run_state,
         ) from None
+
+
+def what_is_left(folder: Path) -> list[Left]:
+    """What is left to do of each run, by index.
+
+    Raises:
+        TrainctlError: The folder is no sweep, or a run's record is damaged (exit code 5).
+    """
+    found = []
+    for index in range(len(read_sweep(folder).points)):
+        run = RunPaths((folder / str(index)).resolve())
+        what, why = _next(run)
+        found.append(Left(index=index, run=run, next=what, why=why))
+    return found
+
+
+def _next(run: RunPaths) -> tuple[Next, str]:
+    if not is_run(run.root):
+        return Next.make, "not made yet"
+    summary = summarise(run)
+    if summary.is_live or summary.state == State.finished:
+        return Next.leave, summary.state
+    if summary.state == State.failed and _fails_again(run, summary):
+        return Next.leave, f"failed by itself: {summary.message}"
+    launched = {event["attempt"] for event in read_events(run.events, "launch")}
+    if summary.attempt and summary.attempt not in launched:
+        return Next.start, "not started yet"
+    return Next.resume, f"{summary.state} at step {summary.step:,}"
+
+
+def _fails_again(run: RunPaths, summary: RunSummary) -> bool:
+    """Whether trainctl itself found that the training fails (a loss that is not finite, say)."""
+    if summary.exit_code != ExitCode.training_failed:
+        return False
+    failures = read_events(run.events, "failure")
+    causes = {event["cause"] for event in failures if event["attempt"] == summary.attempt}
+    return Cause.reported.value in causes
 
 
 def results(folder: Path) -> list[Result]:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -59,8 +60,7 @@ class BatchesAhead:
             max_workers=1,
             thread_name_prefix="batches",
             # Pinned memory belongs to a device's context, and a thread begins with the first's.
-            initializer=torch.cuda.set_device if self._pins else None,
-            initargs=(device,) if self._pins else (),
+            initializer=partial(torch.cuda.set_device, device) if self._pins else None,
         )
 
     def __enter__(self) -> BatchesAhead:

@@ -11,11 +11,28 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from trainctl.config.schema import AdaptiveClipping, GradientsConfig, RunConfig
+
+CLIPPING_EPSILON = 1e-6
+"""Added to the norm that a gradient is divided by, as DeepSpeed and torch do."""
+
+
+def clipped_groups(norms: Mapping[str, float], limits: Mapping[str, float]) -> dict[str, float]:
+    """What the gradients of parameter groups above their own limits are multiplied by.
+
+    Args:
+        norms: Of each group; finite.
+        limits: Of the groups that have one.
+    """
+    return {
+        name: limit / (norms[name] + CLIPPING_EPSILON)
+        for name, limit in limits.items()
+        if norms[name] + CLIPPING_EPSILON > limit
+    }
 
 
 class NormHistory:

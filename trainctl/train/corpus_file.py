@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +180,11 @@ def read_corpus(folder: Path) -> tuple[Corpus | None, str]:
     return (None, problem) if problem else (corpus, "")
 
 
-def blocks_of(stream: Any) -> Iterator[bytes]:
-    """The rest of a file, `BLOCK_BYTES` at a time."""
-    while block := stream.read(BLOCK_BYTES):
-        yield block
+def blocks_of(stream: BufferedReader) -> Iterator[memoryview]:
+    """The rest of a file, `BLOCK_BYTES` at a time; each is gone when the next is asked for."""
+    buffer = memoryview(bytearray(BLOCK_BYTES))  # one for all: fresh memory costs as much as CRC-32
+    while size := stream.readinto(buffer):
+        yield buffer[:size]
 
 
 def digest_of_splits(corpus: Corpus) -> str:

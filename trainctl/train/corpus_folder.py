@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import socket
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from trainctl.config.text.documents import BadText
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.access import open_lock
 from trainctl.runs.atomic import sync_directory, write_json
 from trainctl.train.corpus_file import (
     BLOCK_BYTES,
@@ -43,14 +45,17 @@ def locked(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
     """
     with _writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Who may only read the cache must not be able to hold it up.
-        lock = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = open_lock(folder.with_suffix(".lock"))
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            tell(f"waiting for another process that makes {folder}")
+            holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
+            tell(f"waiting for {holder}, which tokenizes the same text into {folder}")
             fcntl.flock(lock, fcntl.LOCK_EX)
+        with _writing(folder):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
     finally:
         os.close(lock)

@@ -15,6 +15,7 @@ from trainctl.plan.batches import Batch
 from trainctl.plan.groups import GroupKey, group_of, in_order
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
+from trainctl.train.clipping import CLIPPING_EPSILON
 from trainctl.train.data import IGNORED_LABEL, MicroBatch
 from trainctl.train.gradient_changes import centralize
 from trainctl.train.loss import LanguageModel
@@ -28,9 +29,6 @@ from trainctl.train.shards import Piece, Pieces
 from trainctl.train.stopwatch import Stopwatch
 from trainctl.train.swap import remove_swap_folder
 from trainctl.train.tensor_parallel import sum_partial_gradients
-
-CLIPPING_EPSILON = 1e-6
-"""Added to the norm that a gradient is divided by, as DeepSpeed and torch do."""
 
 
 class Engine:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from trainctl.config.quantities import disk_text
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerConfig, TokenizerKind
 from trainctl.config.special_tokens import BYTE_END_OF_DOCUMENT, tokenizer_facts
 from trainctl.errors import ExitCode, TrainctlError
@@ -140,7 +141,7 @@ def _new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
         _remove_leftovers(out)
         free_bytes = shutil.disk_usage(out.parent).free
         if free_bytes < needed_bytes:
-            sizes = f"{needed_bytes / 1e9:.1f} GB are needed and {free_bytes / 1e9:.1f} GB free"
+            sizes = f"{disk_text(needed_bytes)} are needed and {disk_text(free_bytes)} free"
             raise OSError(errno.ENOSPC, sizes)
         folder = out.with_name(f".{out.name}.{os.getpid()}.tmp")
         folder.mkdir()

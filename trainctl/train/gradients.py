@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -55,6 +55,9 @@ class Gradients:
         state: Its optimizer's geometry.
         process: This rank.
         config: The run's; tells the group of each parameter.
+
+    Attributes:
+        limits: Of the norms of parameter groups that have one of their own, wherever they are.
     """
 
     def __init__(
@@ -62,12 +65,15 @@ class Gradients:
     ) -> None:
         self._engine, self._state, self._process = engine, state, process
         self._wrapper = engine.deepspeed.optimizer
-        self._group_of = {
-            piece.name: group_key(piece, config).name(config) for piece in engine.pieces.values()
-        }
+        keys = {piece.name: group_key(piece, config) for piece in engine.pieces.values()}
+        self._group_of = {name: key.name(config) for name, key in keys.items()}
+        limits = {key.name(config): key.clip_at for key in keys.values() if key.clip_at}
         # A pipeline stage may have none of a group; all ranks add up the same list.
-        everywhere = process.gather(sorted(set(self._group_of.values())))
-        self._groups = sorted(set().union(*everywhere))
+        everywhere = process.gather((sorted(set(self._group_of.values())), limits))
+        self._groups = sorted(set().union(*(groups for groups, _ in everywhere)))
+        self.limits: dict[str, float] = {}
+        for _, found in everywhere:
+            self.limits |= found
         self._holder = _holder(engine, state, config)
 
     @property
@@ -108,6 +114,16 @@ class Gradients:
         assert self._holder is not None
         self._holder.ready()
         self._holder.change(change)
+
+    def scale_groups(self, factors: Mapping[str, float]) -> None:
+        """Multiply the gradients of parameter groups; a group that is not named keeps its own."""
+
+        def scale(place: Place, values: torch.Tensor) -> None:
+            factor = factors.get(self._group_of[place.name])
+            if factor is not None:
+                values.mul_(factor)
+
+        self.change(scale)
 
     def discard(self) -> None:
         """Clear them as an update does, without one: weights, moments and scale stay."""

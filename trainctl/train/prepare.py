@@ -22,19 +22,26 @@ def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def prepare(plan: RunPlan, run: RunPaths, tell: Callable[[str], None] = say) -> None:
+def prepare(
+    plan: RunPlan,
+    run: RunPaths,
+    tell: Callable[[str], None] = say,
+    show: Callable[[str], None] = lambda _: None,
+) -> None:
     """Tokenize the plan's corpus into the cache and say in `corpus.json` where it is.
 
     Args:
         plan: Of the attempt.
         run: Its run.
         tell: Called with a sentence where the cache is not as it should be.
+        show: Called with how far it has come, in a few words.
 
     Raises:
         TrainctlError: Files are missing, the text is shorter than one sample, the tokenizer has
             more ids than the model, or the corpus is not the one that this run started with.
     """
     config = plan.config
+    show("reading the corpus")
     tokenizer = load_tokenizer(config.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise TrainctlError(
@@ -43,9 +50,9 @@ def prepare(plan: RunPlan, run: RunPaths, tell: Callable[[str], None] = say) -> 
             hint=f"model.vocab_size={-(-tokenizer.vocab_size // 64) * 64}",
         )
     if config.data.factory is None:
-        corpus = build_corpus(config.data, tokenizer, Progress(), tell)
+        corpus = build_corpus(config.data, tokenizer, Progress(show), tell)
     else:
-        corpus = build_users_corpus(config.data, tokenizer, run.users_corpus, Progress(), tell)
+        corpus = build_users_corpus(config.data, tokenizer, run.users_corpus, Progress(show), tell)
     length = config.training.sequence_length
     if corpus.train.tokens <= length:
         raise TrainctlError(
@@ -120,12 +127,18 @@ def corpus_of(plan: RunPlan, run: RunPaths) -> Corpus:
 
 
 class Progress:
-    """A plain line on stderr every few seconds of tokenizing."""
+    """How many documents are tokenized: a plain line on stderr every few seconds, and shown more
+    often."""
 
-    def __init__(self) -> None:
-        self._last = time.monotonic()
+    def __init__(self, show: Callable[[str], None] = lambda _: None) -> None:
+        self._last = self._shown = time.monotonic()
+        self._show = show
 
     def __call__(self, done: int) -> None:
-        if time.monotonic() - self._last >= 5:
-            self._last = time.monotonic()
+        now = time.monotonic()
+        if now - self._shown >= 0.5:
+            self._shown = now
+            self._show(f"tokenizing: {done:,} documents")
+        if now - self._last >= 5:
+            self._last = now
             print(f"tokenizing: {done:,} documents", file=sys.stderr, flush=True)

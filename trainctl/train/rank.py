@@ -21,7 +21,9 @@ def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat)
     """
     # DeepSpeed calls collectives by names that newer torch warns of, at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    heartbeat.beat(Phase.start, doing="joining the other ranks")
     process = start_process(plan)
+    heartbeat.beat(Phase.start, doing="building the model and its engine")
     try:
         session = assemble(plan, run, process)
         events = EventWriter(run.events, attempt) if process.is_first else None

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainctl import __version__
+from trainctl.config.quantities import disk_text
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
@@ -183,7 +184,7 @@ def _check_space(folder: Path, needed: int) -> None:
     if usage.total > 0 and usage.free < needed:  # some network file systems tell nothing
         raise OSError(
             errno.ENOSPC,
-            f"it needs {needed / 1e9:.3f} GB and {usage.free / 1e9:.3f} GB are free",
+            f"it needs {disk_text(needed)} and {disk_text(usage.free)} are free",
             str(folder.parent),
         )
 

@@ -16,6 +16,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.batches import Batch
 from trainctl.train.ahead import BatchesAhead
 from trainctl.train.checkpoint import Checkpoint
+from trainctl.train.clipping import clipped_groups
 from trainctl.train.data import MicroBatch
 from trainctl.train.gradient_changes import elementwise
 from trainctl.train.gradients import Norms
@@ -41,6 +42,8 @@ class Step:
         batch: Its size.
         first_sample: Counter of its first sample.
         clip_at: What the norm was clipped at, if that follows from the norms of before.
+        clipped_groups: What the gradients of groups above their own limit were multiplied by,
+            before all were clipped; None if none was.
         z_loss: Beside the loss; None without one.
         intervention: The policy by which no update was made; None if there was one.
     """
@@ -52,6 +55,7 @@ class Step:
     batch: Batch
     first_sample: int
     clip_at: float | None = None
+    clipped_groups: dict[str, float] | None = None
     z_loss: float | None = None
     intervention: OnBadLoss | None = None
 
@@ -60,6 +64,7 @@ class Step:
         found = {
             "grad_norms": self.group_norms or None,
             "clip_at": self.clip_at,
+            "clipped_groups": self.clipped_groups,
             "z_loss": self.z_loss,
             "intervention": self.intervention and self.intervention.value,
         }
@@ -133,7 +138,9 @@ class Stepper:
         config, engine = session.plan.config, session.engine
         norm = norms.total if norms is not None else None
         limit = session.norms.limit(norm)
+        clipped: dict[str, float] = {}
         if norms is not None and norms.is_finite:  # fp16 may overflow: then no update is made
+            norms_now = norms
             change = elementwise(
                 config.gradients,
                 seed=config.training.seed,
@@ -142,11 +149,16 @@ class Stepper:
             )
             if change is not None:
                 session.gradients.change(change)
-                norm = session.gradients.norms().total
+                norms_now = session.gradients.norms()
+            clipped = clipped_groups(norms_now.groups, session.gradients.limits)
+            if clipped:
+                session.gradients.scale_groups(clipped)
+                norms_now = session.gradients.norms()
+            norm = norms_now.total
         engine.update(norm=norm, clip_at=limit)
         is_known = norms is not None and norms.is_finite
         noted = limit if session.norms.is_adaptive and is_known else None
-        step = self._count(loss, norms, batch, clip_at=noted)
+        step = self._count(loss, norms, batch, clip_at=noted, clipped_groups=clipped)
         if not engine.was_skipped:
             if session.average is not None:
                 with engine.times.part("optimizer"):
@@ -163,6 +175,7 @@ class Stepper:
         batch: Batch,
         *,
         clip_at: float | None = None,
+        clipped_groups: dict[str, float] | None = None,
         intervention: OnBadLoss | None = None,
     ) -> Step:
         progress, engine = self._session.progress, self._session.engine
@@ -174,6 +187,7 @@ class Stepper:
             batch=batch,
             first_sample=progress.samples,
             clip_at=clip_at,
+            clipped_groups=clipped_groups or None,
             z_loss=engine.z_loss,
             intervention=intervention,
         )

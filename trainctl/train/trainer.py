@@ -154,6 +154,7 @@ class Trainer:
         done = progress.step >= plan.stop_step or no_improvement
         if done:
             self._sample()
+        self._beat(Phase.end, "saving a checkpoint")
         self._finish_saving()
         complete = progress.step >= plan.total_steps
         reason = "complete" if complete else "stop_after_steps" if done else "stop_requested"
@@ -305,6 +306,7 @@ class Trainer:
         training = session.plan.config.training
         if training.sample_tokens == 0:
             return
+        self._beat(Phase.end, "sampling text")
         with inference(session.engine.deepspeed):
             text = sample_text(
                 session.engine.next_scores,
@@ -369,9 +371,9 @@ class Trainer:
                 path=str(self._profiler.folder.relative_to(self._session.run.root)),
             )
 
-    def _beat(self, phase: Phase) -> None:
+    def _beat(self, phase: Phase, doing: str = "") -> None:
         if self._heartbeat is not None:
-            self._heartbeat.beat(phase, self._session.progress.step)
+            self._heartbeat.beat(phase, self._session.progress.step, doing)
 
     def _record(self, event: str, **fields: object) -> None:
         if self._events is not None:

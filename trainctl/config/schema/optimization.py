@@ -38,6 +38,11 @@ class GroupOverride:
     weight_decay: float | None = option(
         None, "Their decay; none leaves what the rule gives.", minimum=0
     )
+    gradient_clipping: float | None = option(
+        None,
+        "Largest gradient norm of their group, before all are clipped; none or 0 has no limit.",
+        minimum=0,
+    )
 
 
 @dataclass
@@ -59,8 +64,8 @@ class OptimizerConfig:
     decay_embeddings: bool = option(False, "Apply weight_decay to embeddings too.")
     groups: list[GroupOverride] = option(
         [],
-        "Entries of match (a regular expression on parameter names), lr_factor and weight_decay; "
-        "the first whose match is found holds.",
+        "Entries of match (a regular expression on parameter names), lr_factor, weight_decay and "
+        "gradient_clipping; the first whose match is found holds.",
         example="[{match: norm, lr_factor: 0.5}]",
     )
     layer_lr_decay: float = option(
@@ -232,7 +237,8 @@ class AdaptiveClipping(Enum):
 class GradientsConfig:
     """What happens to a gradient between the backward pass and the update.
 
-    In this order: centralised, measured, clipped by value, given noise, clipped by its norm.
+    In this order: centralised, measured, clipped by value, given noise, clipped by the norm of its
+    group, clipped by the norm of all.
     """
 
     clip_value: float = option(

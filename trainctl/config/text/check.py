@@ -120,11 +120,12 @@ def _problem(file: Path, data: DataConfig) -> _Problem | None:
         kind, hint = found
         message = f"{file} is {kind}, not text"
         return _Problem(BINARY, kind, message, hint.replace("FILE", str(file)))
-    error = _in_lines(file, head, data) if file.suffix == ".jsonl" else _in_text(file, head, data)
-    if error is None:
+    look = _in_lines if file.suffix == ".jsonl" else _in_text
+    bad = look(file, head, data)
+    if bad is None:
         return None
-    rule = TEXT_KEY if isinstance(error, NoTextKey) else BAD_TEXT
-    return _Problem(rule, error.hint, error.message, error.hint)
+    rule = TEXT_KEY if isinstance(bad, NoTextKey) else BAD_TEXT
+    return _Problem(rule, bad.hint, bad.message, bad.hint)
 
 
 def _in_lines(file: Path, head: bytes, data: DataConfig) -> TrainctlError | None:

@@ -182,11 +182,11 @@ class Reader:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            return self._no_text(where, f"not JSON: {error.msg} at column {error.colno}")
+            return self._judge(where, f"not JSON: {error.msg} at column {error.colno}", None)
         except RecursionError:
-            return self._no_text(where, "not read: JSON nested too deeply")
+            return self._judge(where, "not read: JSON nested too deeply", None)
         except ValueError as error:  # an integer of thousands of digits
-            return self._no_text(where, f"not read: {error}")
+            return self._judge(where, f"not read: {error}", None)
         text = record.get(self._text_key) if isinstance(record, dict) else None
         if isinstance(text, str):
             text = self.clean(text, where)
@@ -195,7 +195,7 @@ class Reader:
         if self._policy is OnBadText.skip:
             return self._judge(where, f"no text under {self._text_key!r}", None)
         if not isinstance(record, dict):
-            return self._no_text(where, f"a JSON {_json_type(record)}, not an object")
+            return self._judge(where, f"a JSON {_json_type(record)}, not an object", None)
         raise NoTextKey(where, self._text_key, record)
 
     def _decoded(self, raw: bytes, where: str, *, whole: bool = False) -> str | None:
@@ -208,9 +208,6 @@ class Reader:
                 where = f"{where}:{line}"
             problem = f"byte 0x{raw[error.start]:02x} is not UTF-8"
             return self._judge(where, problem, raw.decode(errors="replace"))
-
-    def _no_text(self, where: str, problem: str) -> None:
-        self._judge(where, problem, None)
 
     def _judge(self, where: str, problem: str, repaired: str | None) -> str | None:
         """What to take in place of a bad text, by the policy; None to leave it out."""

@@ -13,6 +13,7 @@ from trainctl.plan.derive import (
     is_ramp_entry,
     samples_of_epoch,
 )
+from trainctl.plan.nearest import divisors, nearest_divisors
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples, warning
 from trainctl.plan.schedule import PERIODIC, decay_length, milestone_steps, warmup_length
 
@@ -44,7 +45,37 @@ def batch_is_possible(draft: Draft) -> Iterator[Finding]:
                 f"training.gradient_accumulation_steps={asked // each}, "
                 f"or training.global_batch_size={total}"
             )
-    yield error("training.global_batch_size", says, hint)
+    yield error("training.global_batch_size", says, _with_the_same_batch(draft) + hint)
+
+
+def _with_the_same_batch(draft: Draft) -> str:
+    """What trains the same on these ranks, or on fewer of them; empty where a hint has it already.
+
+    The ranks change nothing of the training as long as the global batch stays.
+    """
+    training, mesh = draft.config.training, draft.mesh
+    asked = training.global_batch_size
+    assert asked is not None and mesh is not None
+    micro, accumulation = training.micro_batch_size, training.gradient_accumulation_steps
+    if asked % mesh.data:
+        ranks = max(size for size in divisors(asked) if size <= mesh.data)
+        others = mesh.world_size // mesh.data
+        devices = f"{ranks * others} device{'s' if ranks * others > 1 else ''}"
+        return f"the same batch on {devices} (data {ranks}); else on these, "
+    each = asked // mesh.data
+    if micro is None:
+        near = nearest_divisors(each, accumulation or 1)[0]
+        same = f"training.gradient_accumulation_steps={near}, with micro {each // near}"
+    elif accumulation is not None and each % micro == 0:
+        return ""
+    else:
+        near = nearest_divisors(each, micro)[0]
+        if accumulation is None:
+            same = f"training.micro_batch_size={near}, with accumulation {each // near}"
+        else:
+            same = f"training.micro_batch_size={near} "
+            same += f"training.gradient_accumulation_steps={each // near}"
+    return f"the same batch: {same}; else "
 
 
 def batch_tokens_are_whole_sequences(draft: Draft) -> Iterator[Finding]:

@@ -5,12 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from trainctl.config.schema import (
-    Accelerator,
-    LrScaling,
-    OffloadDevice,
-    OptimizerKind,
-)
+from trainctl.config.schema import Accelerator, LrScaling, OffloadDevice, OptimizerKind
 from trainctl.errors import Finding
 from trainctl.plan.optimizers import CAPABILITIES, refusals
 from trainctl.plan.rules.draft import Draft, error, warning
@@ -51,6 +46,7 @@ def groups_match_parameters(draft: Draft) -> Iterator[Finding]:
         for name, limit, is_legal in (
             ("lr_factor", "above 0", entry.lr_factor > 0),
             ("weight_decay", "at least 0", (entry.weight_decay or 0) >= 0),
+            ("gradient_clipping", "at least 0", (entry.gradient_clipping or 0) >= 0),
         ):
             if not is_legal:
                 value = getattr(entry, name)

@@ -66,6 +66,8 @@ def _needs_gradients(config: RunConfig) -> Iterator[tuple[str, object]]:
         yield "gradients.centralize", "true"
     if gradients.noise > 0:
         yield "gradients.noise", gradients.noise
+    if any(entry.gradient_clipping for entry in config.optimizer.groups):
+        yield "optimizer.groups", "[...] with gradient_clipping"
     if stability.on_bad_loss not in (OnBadLoss.stop, OnBadLoss.warn):
         yield "stability.on_bad_loss", stability.on_bad_loss.value
     if stability.norm_spike_factor is not None:

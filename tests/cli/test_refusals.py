@@ -1,0 +1,47 @@
+"""What a launcher refuses of a configuration is found by `validate` and `launch --dry-run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainctl.cli.main import run as command
+
+TWO_NODES = ["hardware=2x2xcpu", "training.gradient_accumulation_steps=null"]
+PODS = ["launcher=kubernetes", "launcher.kubernetes_claims={c: /}"]
+IMAGE = "launcher.kubernetes_image=i"
+
+
+@pytest.mark.parametrize(
+    ("rule", "overrides"),
+    [
+        ("TC160", ["launcher=slurm", "launcher.slurm_partition='a b'"]),
+        ("TC160", ["launcher=slurm", "launcher.slurm_options=['--x; y']"]),
+        ("TC160", [*PODS, "launcher.kubernetes_image='a b'"]),
+        ("TC163", ["launcher=mpi", "launcher.mpi_hostfile=/nowhere/hosts"]),
+        ("TC164", PODS),
+        ("TC166", [*PODS, IMAGE, "launcher.kubernetes_secret=Keys"]),
+        ("TC168", ["launcher.environment.A='${oc.env:NOT_SET_ANYWHERE}'"]),
+        ("TC168", [*PODS, IMAGE, "launcher.environment.A='${oc.env:HOME}'"]),
+        ("TC169", ["launcher=ssh", *TWO_NODES, "launcher.hosts=[a,a]"]),
+        ("TC169", ["launcher=ssh", *TWO_NODES, "launcher.hostfile=/nowhere/hosts"]),
+        ("TC169", ["launcher=ssh", *TWO_NODES, "launcher.hosts=[a,b]", "launcher.include=c"]),
+    ],
+)
+def test_it_is_found_before_a_launch(
+    rule: str, overrides: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["validate"], ["launch", "--dry-run"]):
+        assert command([*words, "recipe=tiny", *overrides]) in (2, 4)
+        said = capfd.readouterr().err
+        assert f"error[{rule}]" in said and "set by: " in said
+
+
+def test_a_dry_run_finds_that_no_pod_would_see_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    claims = "launcher.kubernetes_claims={c: /elsewhere}"
+    words = ["launch", "--dry-run", "--run-dir", str(tmp_path / "run"), "recipe=tiny"]
+    assert command([*words, "launcher=kubernetes", IMAGE, claims]) == 2
+    assert "error[TC165]" in capfd.readouterr().err
