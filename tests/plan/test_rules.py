@@ -199,6 +199,20 @@ ERRORS = [
         "parallelism.tensor=2 with the bloom architecture",
         "parallelism.tensor=1",
     ),
+    (
+        "TC144",
+        {"model__weights": "random", "model__initial_weights": "w"},
+        gpus(1),
+        "model.initial_weights=w names others",
+        "leave one of them out",
+    ),
+    (
+        "TC144",
+        {"model__weights": "pretrained"},
+        gpus(1),
+        "there are none to start from",
+        "model.initial_weights=DIR",
+    ),
     ("TC015", {"model__mup": True}, gpus(1), "without the width", "model.mup_base_width=256"),
     (
         "TC015",

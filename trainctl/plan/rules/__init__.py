@@ -109,8 +109,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC092", escape.pass_through_agrees),
     ("TC093", stability.rewinding_has_a_checkpoint),
     ("TC094", run.model_has_a_shape),
-    ("TC144", run.weights_have_one_source),
     ("TC099", no_effect.settings_have_an_effect),
+    ("TC144", run.weights_have_one_source),
     ("TC195", precision.loss_scale_starts_above_its_least),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
