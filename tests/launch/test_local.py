@@ -94,12 +94,14 @@ def test_the_recorded_command_has_no_secrets(tmp_path: Path) -> None:
     run = RunPaths(tmp_path)
     attempt = run.attempt(1)
     attempt.root.mkdir(parents=True)
-    plan = make_plan(environment={"API_TOKEN": "hush", "PLAIN": "shown"})
+    plan = make_plan(environment={"API_TOKEN": "hush", "OTHER": "hush", "NCCL_DEBUG": "shown"})
     start = Start(plan=plan, run=run, attempt=attempt, environment={}, cores=2)
     command = render(start).command
     write_command(attempt, command)
     assert "hush" not in attempt.command.read_text()
-    assert json.loads(attempt.command.read_text())["nodes"][0]["environment"]["PLAIN"] == "shown"
+    assert (
+        json.loads(attempt.command.read_text())["nodes"][0]["environment"]["NCCL_DEBUG"] == "shown"
+    )
     assert read_command(attempt).rank_command == command.rank_command
 
 
