@@ -6,6 +6,7 @@ The first are what a guard has to survive; the second, undisturbed, are what it 
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +70,10 @@ def train(cases: list[Poisoned], process: Any) -> Outcome:
         _poison(session, case)
     session.training = _WithoutSamples(session.training, case.missing)  # type: ignore[assignment]
     error, exit_code = "", 0
-    with EventWriter(case.run.events if process.is_first else "/dev/null", case.attempt) as events:
+    writer = EventWriter(case.run.events, case.attempt) if process.is_first else nullcontext()
+    with writer as events:
         try:
-            Trainer(session, events if process.is_first else None).train()
+            Trainer(session, events).train()
         except TrainctlError as failure:
             error, exit_code = failure.message, int(failure.exit_code)
     digest, is_finite = _weights(session)
