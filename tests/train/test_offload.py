@@ -10,8 +10,9 @@ import pytest
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
 from trainctl.config.schema import DataType, OffloadDevice, PrecisionConfig
-from trainctl.runs.checkpoints import list_checkpoints, verify
+from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import verify
 
 STEPS, HALF = 6, 3
 

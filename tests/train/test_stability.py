@@ -13,8 +13,9 @@ from rank_processes import curve, tiny_config, tiny_plan, with_stop
 
 from trainctl.config.schema import DataType, OffloadDevice, OnBadLoss, ScheduleKind
 from trainctl.errors import ExitCode
-from trainctl.runs.checkpoints import list_checkpoints, verify
+from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import verify
 from trainctl.runs.records import read_events
 
 BATCH, STEPS = 8, 6
