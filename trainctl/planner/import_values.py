@@ -246,7 +246,7 @@ def _schedule(case: Case, wanted: Wanted) -> None:
         reason = "trainctl warms up linearly"
         wanted.left_out.append(("scheduler.params.warmup_type", "log", reason))
     peak = params.get("warmup_max_lr")
-    if is_number(peak):
+    if peak is not None and is_number(peak):
         wanted.settings["optimizer.lr"] = float(peak)
     for key in ("warmup_min_lr", "warmup_min_ratio"):
         if params.get(key):
