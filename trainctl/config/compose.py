@@ -263,11 +263,12 @@ def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
     try:
         read = fill_from_directory(model)
     except TrainctlError as error:
-        findings = error.findings or (
+        wrong = error.findings or (
             Finding(rule=NO_MODEL, message=error.message, hint=error.hint, key="model.path"),
         )
-        return [finding.set_by(_last_source(stack, "model.path")) for finding in findings]
-    filled, findings = to_plain(read), []
+        return [finding.set_by(_last_source(stack, "model.path")) for finding in wrong]
+    filled = to_plain(read)
+    findings: list[Finding] = []
     source = f"{model.path}/config.json"
     for name in FILLED:
         key, value = f"model.{name}", filled[name]
