@@ -69,7 +69,8 @@ def train(cases: list[Poisoned], process: Any) -> Outcome:
         _poison(session, case)
     session.training = _WithoutSamples(session.training, case.missing)  # type: ignore[assignment]
     error, exit_code = "", 0
-    with EventWriter(case.run.events if process.is_first else "/dev/null", case.attempt) as events:
+    unread = case.run.root / f"events-of-rank-{process.rank}.jsonl"
+    with EventWriter(case.run.events if process.is_first else unread, case.attempt) as events:
         try:
             Trainer(session, events if process.is_first else None).train()
         except TrainctlError as failure:
