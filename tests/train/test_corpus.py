@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import threading
 import time
 from collections import Counter
@@ -89,6 +90,14 @@ def test_the_cache_is_used_until_a_file_changes(texts):
     (texts / "3.txt").write_text("changed")
     second = build_corpus(config, ByteTokenizer(), calls.append)
     assert len(calls) == 44 and second.digest != first.digest
+
+
+def test_how_much_is_tokenized_together_changes_nothing(texts, monkeypatch):
+    config = files_config(texts)
+    together = build_corpus(config, ByteTokenizer())
+    shutil.rmtree(together.folder)
+    monkeypatch.setattr("trainctl.train.corpus_folder.AT_ONCE", 7)
+    assert build_corpus(config, ByteTokenizer()) == together
 
 
 def test_max_bytes_cuts_the_text(texts):

@@ -39,6 +39,10 @@ def test_a_tokenizer_file_and_directory_give_the_librarys_ids(tmp_path):
         TokenizerConfig(kind=TokenizerKind.file, path=str(tmp_path / "tokenizer.json"))
     )
     assert file.encode("the cat").tolist() == backend.encode("the cat").ids
+    texts = ["the cat", "", "on the mat", "a dog"]
+    assert [ids.tolist() for ids in file.encode_all(texts)] == [
+        backend.encode(text).ids for text in texts
+    ]
     assert file.vocab_size == backend.get_vocab_size()
     assert file.end_of_document == backend.token_to_id("</s>")
     (tmp_path / "tokenizer_config.json").write_text(

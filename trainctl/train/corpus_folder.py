@@ -31,6 +31,9 @@ from trainctl.train.corpus_file import (
 )
 from trainctl.train.tokenizer import Tokenizer
 
+AT_ONCE = 4 << 20
+"""Characters of text that are tokenized together: work for every core, and little memory."""
+
 
 @contextmanager
 def locked(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
@@ -111,10 +114,7 @@ def _tokenized(
     with _token_file(temporary, folder, "train") as train:
         with _token_file(temporary, folder, "held_out") as held_out:
             files = {"train": train, "held_out": held_out}
-            for done, (side, text) in enumerate(texts, 1):
-                ids = tokenizer.encode(text)
-                if tokenizer.end_of_document is not None:
-                    ids = np.append(ids, tokenizer.end_of_document)
+            for done, (side, ids) in enumerate(_encoded(texts, tokenizer), 1):
                 files[side].add(ids, dtype)
                 if side == "train":
                     counts += np.bincount(ids, minlength=len(counts))
@@ -131,6 +131,31 @@ def _tokenized(
         digest="",
     )
     return replace(corpus, digest=digest_of_splits(corpus))
+
+
+def _encoded(
+    texts: Iterator[tuple[str, str]], tokenizer: Tokenizer
+) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+    """Each text's side and ids, its end among them, in the order of the texts."""
+    end = tokenizer.end_of_document
+    for together in _together(texts):
+        encoded = tokenizer.encode_all([text for _, text in together])
+        for (side, _), ids in zip(together, encoded, strict=True):
+            yield side, ids if end is None else np.append(ids, end)
+
+
+def _together(texts: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """Texts in groups of `AT_ONCE` characters; a longer one is a group of its own."""
+    group: list[tuple[str, str]] = []
+    size = 0
+    for side, text in texts:
+        group.append((side, text))
+        size += len(text)
+        if size >= AT_ONCE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 @dataclass(slots=True)
