@@ -186,7 +186,12 @@ def test_a_fit_host_has_no_problem() -> None:
         ("TC186", gpus(), {"host": Host("n1", devices=(0, 9))}, "shows 8 devices"),
         ("TC186", gpus(device_memory_bytes=141 << 30), {}, "H100 with 80.0 GiB"),
         ("TC186", gpus(host_memory_bytes=512 << 30), {}, "64.0 GiB of memory"),
-        ("TC188", two_nodes(), {"facts": {"storage": {"free_bytes": 5, "problem": ""}}}, "0.0 GB"),
+        (
+            "TC188",
+            two_nodes(),
+            {"facts": {"storage": {"free_bytes": 5, "problem": ""}}},
+            "5 B free",
+        ),
         ("TC190", two_nodes(), {"clock_seconds": -31.0}, "31 s behind that of"),
         ("TC190", two_nodes(), {"clock_seconds": 7.0}, "7 s ahead of that of"),
         ("TC191", two_nodes(), {"facts": {"address": None}}, "no outer interface"),

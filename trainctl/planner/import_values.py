@@ -238,9 +238,7 @@ def _schedule(case: Case, wanted: Wanted) -> None:
         wanted.settings["schedule.warmup_steps"] = int(params["warmup_num_steps"])
     if "total_num_steps" in params:
         wanted.settings["training.steps"] = int(params["total_num_steps"])
-    if name == "WarmupDecayLR":
-        wanted.settings["schedule.floor_ratio"] = 0.0
-    if name == "WarmupCosineLR":
+    if name == "WarmupCosineLR":  # the line of WarmupDecayLR ends at 0, as trainctl's own does
         wanted.settings["schedule.floor_ratio"] = float(params.get("cos_min_ratio", 1e-4))
     if params.get("warmup_type", "log") == "log":
         reason = "trainctl warms up linearly"
