@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,13 @@ def test_another_model_or_optimizer_is_refused_and_leaves_the_run_as_it_was(
         assert run(["resume", "runs/a", *overrides]) == ExitCode.run_state, overrides
         assert problem in capsys.readouterr().err
         assert last_attempt(paths) == 1
+    small_checkpoints.save(paths, 160, states=states, scalars={"step": 160.0})  # nothing is left
+    for overrides, problem in REFUSED:
+        assert run(["resume", "runs/a", *overrides]) == ExitCode.run_state, overrides
+        assert problem in capsys.readouterr().err
+    assert run(["resume", "runs/a"]) == 0
+    assert "nothing to do" in capsys.readouterr().err and last_attempt(paths) == 1
+    shutil.rmtree(paths.checkpoints / "step-00000160")
     same = ["model.attention=eager", "model.name=x", "model.initializer_range=0.01"]
     elsewhere = ["zero_stage=1", "optimizer.lr=1e-4", "model.max_position_embeddings=4096"]
     assert run(["resume", "runs/a", *same, *elsewhere]) == 0

@@ -82,6 +82,7 @@ def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:
         for entry in rule.groups:  # each is one group: all of it is decayed, or none
             own = [p for p, piece in pieces.items() if re.search(entry.match, piece.name)]
             nn.utils.clip_grad_norm_(own, entry.gradient_clipping)
+        norm = float(torch.cat([p.grad.flatten().double() for p in pieces]).norm())
         limit = rule.gradient_clipping
         if gradients.adaptive_clipping is AdaptiveClipping.percentile:
             limit = float(np.percentile([*norms, norm], gradients.adaptive_percentile))

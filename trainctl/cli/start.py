@@ -122,10 +122,10 @@ def resume_run(
         folder = program.folder(composed.config, run)
         planned = plan(composed, with_files=True, tokenize=True, folder=folder)
         _show_changes(diff(before, planned.composed.config), run, attempt or standing.number)
-        if checkpoint is not None and _is_done(run, checkpoint, planned):
-            return
         if checkpoint is not None and planned.assessment.plan is not None:
             check_goes_on(planned.composed.config, checkpoint.path)
+            if _is_done(run, checkpoint, planned):
+                return
             compare_with_checkpoint(run, checkpoint, planned.assessment.plan)
         made = _accept(planned, force=force, as_json=as_json, verbose=verbose or dry_run)
         say(_resuming(run, made, checkpoint, from_start=from_start))

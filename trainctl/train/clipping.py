@@ -2,9 +2,9 @@
 
 ``percentile`` is AutoClip (arXiv:2007.14469): the limit of a step is a percentile of all norms so
 far, its own included. ``mean`` is a multiple of the mean of those before it. Both look back over
-the last `gradients.adaptive_window` updates that were made. Either takes the place of
-`optimizer.gradient_clipping`, which holds only where there is no norm yet to go by: for the first
-update of ``mean``.
+the last `gradients.adaptive_window` updates that were made: norms of what is clipped, after
+elements and groups were. Either takes the place of `optimizer.gradient_clipping`, which holds only
+where there is no norm yet to go by: for the first update of ``mean``.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class Step:
         factor: Of the peak learning rates.
         batch: Its size.
         first_sample: Counter of its first sample.
-        clip_at: What the norm was clipped at, if that follows from the norms of before.
+        clip_at: What the norm, as it was by then, was clipped at, if that follows from the norms of
+            before.
         clipped_groups: What the gradients of groups above their own limit were multiplied by,
             before all were clipped; None if none was.
         z_loss: Beside the loss; None without one.
@@ -137,7 +138,6 @@ class Stepper:
         session = self._session
         config, engine = session.plan.config, session.engine
         norm = norms.total if norms is not None else None
-        limit = session.norms.limit(norm)
         clipped: dict[str, float] = {}
         if norms is not None and norms.is_finite:  # fp16 may overflow: then no update is made
             norms_now = norms
@@ -155,6 +155,7 @@ class Stepper:
                 session.gradients.scale_groups(clipped)
                 norms_now = session.gradients.norms()
             norm = norms_now.total
+        limit = session.norms.limit(norm)
         engine.update(norm=norm, clip_at=limit)
         is_known = norms is not None and norms.is_finite
         noted = limit if session.norms.is_adaptive and is_known else None
@@ -164,8 +165,8 @@ class Stepper:
                 with engine.times.part("optimizer"):
                     session.average.follow()
             session.guard.accept(session.progress.step, loss, norms.total if norms else None)
-            if norms is not None:
-                session.norms.add(norms.total)
+            if norm is not None:
+                session.norms.add(norm)
         return step
 
     def _count(
