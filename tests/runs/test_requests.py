@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 
 from trainctl.runs.layout import RunPaths
@@ -24,6 +25,13 @@ def test_a_request_is_there_until_it_is_withdrawn(tmp_path: Path) -> None:
     withdraw_request(run, Request.stop)
     withdraw_request(run, Request.stop)
     assert pending_requests(run) == {Request.checkpoint}
+
+
+def test_whoever_may_write_the_run_may_follow_a_request(tmp_path: Path) -> None:
+    tmp_path.chmod(0o770)
+    run = RunPaths(tmp_path)
+    file_request(run, Request.stop)
+    assert stat.S_IMODE(run.requests.stat().st_mode) == 0o770
 
 
 def test_what_is_no_request_is_not_followed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import stat
 import threading
 from types import SimpleNamespace
 
@@ -131,6 +132,16 @@ def test_the_weights_alone_are_saved_beside_in_their_own_format(run, process, as
     assert torch.equal(values, torch.full((NUMEL,), 1.001).bfloat16().float())
     assert torch.all(saved_values(run, 3) == torch.tensor(1.001))
     assert not weights.was_updated and weights.manifest["states"] == ["master"]
+
+
+def test_a_run_that_a_group_goes_on_with_has_checkpoints_that_it_can_rotate(run, process):
+    run.checkpoints.mkdir()
+    for mode in (0o770, 0o700):
+        run.checkpoints.chmod(mode)
+        saver = Saver(run, process, PlainState(1.0), CheckpointConfig(keep=1))
+        saver.save(facts(mode))
+        (path,) = [info.path for info in checkpoints.list_checkpoints(run)]
+        assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
 def test_what_does_not_fit_is_not_begun(run, process, monkeypatch):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from trainctl.errors import TrainctlError
@@ -52,6 +53,16 @@ def make_folder(path: Path, mode: int | None = None) -> None:
     path.mkdir(mode=0o700)
     if wanted != 0o700:
         path.chmod(wanted | (stat.S_IMODE(path.stat().st_mode) & stat.S_ISGID))
+
+
+def ensure_folder(path: Path) -> None:
+    """Make a folder of its parent's mode, unless it is there.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    with suppress(FileExistsError):
+        make_folder(path)
 
 
 def file_mode(folder: Path) -> int:

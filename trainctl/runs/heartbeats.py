@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from trainctl.config.reading import read_json
+from trainctl.runs.access import ensure_folder
 
 _LINE_BYTES = 128
 """A beat overwrites the one before it, so all have the same length."""
@@ -63,7 +64,7 @@ class Heartbeat:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(exist_ok=True)
+        ensure_folder(path.parent)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._step = 0
         self.beat(Phase.start)
@@ -92,7 +93,7 @@ def read_beat(path: Path) -> Beat | None:
     """The last beat; None before the first, or in the middle of one."""
     try:
         record = read_json(path)
-        doing = str(record.get("doing", ""))
-        return Beat(float(record["monotonic"]), Phase(record["phase"]), int(record["step"]), doing)
+        when, phase, step = float(record["monotonic"]), Phase(record["phase"]), int(record["step"])
+        return Beat(when, phase, step, str(record.get("doing", "")))
     except (OSError, ValueError, TypeError, KeyError):
         return None

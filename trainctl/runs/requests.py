@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from enum import StrEnum
 
+from trainctl.runs.access import ensure_folder
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 
@@ -37,7 +38,7 @@ def file_request(run: RunPaths, request: Request, reason: str = "") -> None:
     Raises:
         OSError: The folder cannot be written.
     """
-    run.requests.mkdir(exist_ok=True)
+    ensure_folder(run.requests)
     write_json(
         run.requests / request.value, {"time": time.time(), "pid": os.getpid(), "reason": reason}
     )

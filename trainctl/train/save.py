@@ -17,6 +17,7 @@ from trainctl import __version__
 from trainctl.config.quantities import disk_text
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
+from trainctl.runs.access import make_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import FORMAT, write_manifest
 from trainctl.train import faults
@@ -146,7 +147,8 @@ def write_checkpoint(
 
     def prepare() -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         _check_space(folder, int(needed))
 
     def finish() -> None:
