@@ -136,10 +136,10 @@ def test_the_weights_alone_are_saved_beside_in_their_own_format(run, process, as
 
 def test_a_run_that_a_group_goes_on_with_has_checkpoints_that_it_can_rotate(run, process):
     run.checkpoints.mkdir()
-    for mode in (0o770, 0o700):
+    for step, mode in enumerate((0o770, 0o700), start=1):
         run.checkpoints.chmod(mode)
         saver = Saver(run, process, PlainState(1.0), CheckpointConfig(keep=1))
-        saver.save(facts(mode))
+        saver.save(facts(step))
         (path,) = [info.path for info in checkpoints.list_checkpoints(run)]
         assert stat.S_IMODE(path.stat().st_mode) == mode
 
