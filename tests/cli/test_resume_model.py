@@ -108,3 +108,20 @@ def test_the_weights_alone_are_no_place_to_go_on_from(
     assert "weights-00000090 has the weights alone" in capsys.readouterr().err
     assert run(["resume", "runs/a"]) == 0
     assert "from step-00000080" in capsys.readouterr().err
+
+
+def test_no_checkpoint_is_named_where_none_of_them_is_intact(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = launched()
+    states = ["master", "exp_avg", "exp_avg_sq"]
+    small_checkpoints.save(paths, 80, states=states, scalars={"step": 80.0})
+
+    def refuse(*_: Any, **__: Any) -> Outcome:
+        return Outcome(exit_code=ExitCode.run_state, state=State.failed, hint="--from-start")
+
+    monkeypatch.setattr("trainctl.launch.local.run_launch", refuse)
+    capsys.readouterr()
+    assert run(["resume", "runs/a"]) == ExitCode.run_state
+    said = capsys.readouterr().err
+    assert "--from-start" in said and "continues from" not in said

@@ -306,7 +306,8 @@ def _run_attempt(
         say(outcome.message)
     if not as_json and not outcome.exit_code:
         put(f"run directory: {run.root}")
-    if outcome.state in (State.failed, State.stopped):
+    # One that the run's own files refused does not go on from them: its hint says what does.
+    if outcome.state in (State.failed, State.stopped) and outcome.exit_code != ExitCode.run_state:
         _say_where_it_goes_on(run, made)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
