@@ -93,7 +93,7 @@ def read_beat(path: Path) -> Beat | None:
     """The last beat; None before the first, or in the middle of one."""
     try:
         record = read_json(path)
-        when, phase, step = float(record["monotonic"]), Phase(record["phase"]), int(record["step"])
-        return Beat(when, phase, step, str(record.get("doing", "")))
+        doing = str(record["doing"]) if "doing" in record else ""
+        return Beat(float(record["monotonic"]), Phase(record["phase"]), int(record["step"]), doing)
     except (OSError, ValueError, TypeError, KeyError):
         return None
