@@ -87,3 +87,12 @@ def test_memory_needs_no_length_of_the_run(capsys: pytest.CaptureFixture[str]) -
     assert run(["estimate-memory", *asked, "training.steps=10", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == found
     assert run(["validate", *asked]) == ExitCode.bad_input
+
+
+def test_of_what_is_wrong_the_length_is_not_told_where_memory_is_asked(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["model=hf", f"model.path={directory}", "hardware=2xcpu"]
+    assert run(["estimate-memory", *asked, "optimizer.lr=-1"]) == ExitCode.bad_input
+    told = capsys.readouterr().err
+    assert "optimizer.lr" in told and "training.steps" not in told
