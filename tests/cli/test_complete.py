@@ -73,10 +73,10 @@ def test_fish_shows_what_a_word_means() -> None:
             **ENVIRONMENT,
             "_TRAINCTL_COMPLETE": "complete_fish",
             "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-            "_TYPER_COMPLETE_ARGS": "trainctl launch optimizer.lr",
+            "_TYPER_COMPLETE_ARGS": "trainctl launch optimizer.beta1",
         },
     )
-    assert done.stdout == "optimizer.lr=0.0003\tPeak learning rate; the schedule scales it.\n"
+    assert done.stdout == "optimizer.beta1=0.9\tDecay of the first moment.\n"
 
 
 def test_a_users_own_options_are_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

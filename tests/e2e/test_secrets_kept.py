@@ -64,7 +64,7 @@ def test_a_program_gets_its_secrets_and_nothing_else_does(tmp_path: Path) -> Non
     said = trainctl("resume", str(run), cwd=tmp_path, **variables)
     assert has in said
     assert_nothing_shown(said)
-    for words in (["config", "show", run], ["config", "why", run, "launcher.environment"],
+    for words in (["config", "show", run], ["config", "why", "launcher.environment", run],
                   ["runs", "status", run, "--json"], ["runs", "logs", run]):  # fmt: skip
         assert_nothing_shown(trainctl(*map(str, words), cwd=tmp_path))
     for file in [path for path in run.rglob("*") if path.is_file()]:

@@ -23,7 +23,7 @@ def made() -> RunPlan:
         ("optimizer.lr", {"optimizer.params.lr"}),
         ("optimizer.beta1", {"optimizer.params.betas"}),
         ("zero_stage.stage", {"zero_optimization.stage"}),
-        ("schedule.kind", set()),
+        ("schedule.kind", {"schedule.floor_ratio"}),
         ("schedule.warmup_steps", {"warmup_steps"}),
         ("schedule.warmup_fraction", set()),  # the recipe sets the steps
         ("training.tokens", {"total_steps", "stop_step"}),

@@ -213,7 +213,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, small):
 def test_another_model_is_refused(tmp_path, small):
     config, checkpoint = small
     config.model.hidden_size = 128
-    with pytest.raises(TrainctlError, match="has shape") as caught:
+    with pytest.raises(TrainctlError, match="hidden_size was 64, and is 128") as caught:
         export(config, checkpoint, tmp_path / "out", dtype=torch.float32)
     assert caught.value.exit_code == ExitCode.run_state
     assert not (tmp_path / "out").exists()

@@ -92,7 +92,7 @@ def read_beat(path: Path) -> Beat | None:
     """The last beat; None before the first, or in the middle of one."""
     try:
         record = read_json(path)
-        doing = str(record.get("doing", ""))
+        doing = str(record["doing"]) if "doing" in record else ""
         return Beat(float(record["monotonic"]), Phase(record["phase"]), int(record["step"]), doing)
     except (OSError, ValueError, TypeError, KeyError):
         return None
