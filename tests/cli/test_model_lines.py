@@ -61,6 +61,8 @@ def test_the_plan_says_where_weights_and_ends_of_documents_come_from(
     assert "3 ids, [EOS] (2) ends a document, by its name" in shown
     assert run(["launch", "--dry-run", *words(directory), "model.weights=random"]) == 0
     assert "weights   random at step 0, by training.seed=" in capsys.readouterr().out
+    assert run(["launch", "--dry-run", "recipe=tiny"]) == 0
+    assert "tokenizer byte: 257 ids, id 256 ends a document" in capsys.readouterr().out
 
 
 def test_files_that_a_rank_would_fail_on_are_told_before(
@@ -87,3 +89,12 @@ def test_memory_needs_no_length_of_the_run(capsys: pytest.CaptureFixture[str]) -
     assert run(["estimate-memory", *asked, "training.steps=10", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == found
     assert run(["validate", *asked]) == ExitCode.bad_input
+
+
+def test_of_what_is_wrong_the_length_is_not_told_where_memory_is_asked(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["model=hf", f"model.path={directory}", "hardware=2xcpu"]
+    assert run(["estimate-memory", *asked, "optimizer.lr=-1"]) == ExitCode.bad_input
+    told = capsys.readouterr().err
+    assert "optimizer.lr" in told and "training.steps" not in told

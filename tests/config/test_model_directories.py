@@ -122,6 +122,13 @@ def test_experts_are_read_and_their_balancing_is_not_silent(
     assert (model.family, model.num_experts, model.experts_per_token) == (ModelFamily.hf, 8, 2)
     (warning,) = found.findings
     assert warning.rule == "TC155" and "router_aux_loss_coef=0.02" in warning.message
+    (warning,) = composed(directory(tmp_path / "b", kind, **keys)).findings
+    assert warning.rule == "TC155" and "router_aux_loss_coef" not in warning.message
+
+
+def test_experts_that_an_architecture_does_not_have_are_not_warned_of(tmp_path: Path) -> None:
+    found = composed(directory(tmp_path, "llama", num_local_experts=8, num_experts_per_tok=2))
+    assert "TC155" not in [finding.rule for finding in found.findings]
 
 
 def test_a_name_on_the_hub_says_what_to_do_without_a_network(

@@ -125,6 +125,21 @@ def test_other_architectures_are_traced_as_autograd_finds_them(kind: str, tmp_pa
     assert traced.block.saved * 3 * SEQUENCE == pytest.approx(total, rel=0.02)
 
 
+def test_experts_are_traced_in_every_format(tmp_path: Path) -> None:
+    """torch's grouped product has shapes for fake tensors in bf16 only."""
+    from trainctl.train.trace import trace
+
+    model = _directory(tmp_path, "mixtral")
+    in_bf16 = trace(_config(model), tmp_path)
+    in_fp16 = trace(_config(model, "fp16"), tmp_path)
+    assert in_fp16.parameters == in_bf16.parameters
+    assert in_fp16.block.saved == pytest.approx(in_bf16.block.saved, rel=0.01)
+    in_fp32 = trace(_config(model, "fp32"), tmp_path)
+    assert 1.5 * in_bf16.block.saved < in_fp32.block.saved < 2 * in_bf16.block.saved
+    mixed = trace(_config(model, "bf16", autocast=True), tmp_path)
+    assert in_bf16.block.saved < mixed.block.saved < in_fp32.block.saved
+
+
 def test_a_directory_is_budgeted_as_what_its_code_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

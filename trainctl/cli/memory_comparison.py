@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 ANY_STEPS = 1_000_000
 """More than any warmup or decay that is given in steps."""
 
+NO_LENGTH = "TC022"
+
 FITS = {True: "fits", False: "does not fit", None: "too close to tell"}
 
 
@@ -67,9 +69,10 @@ def compare_memory(
         try:
             composed = _of_some_length(compose_target(target, point.overrides, config_dir))
             planned = plan(composed, exact=exact, calibrated=calibrated)
-        except TrainctlError as error:
+        except TrainctlError as found:
+            error = _but_length(found)
             if len(points) == 1:
-                raise
+                raise error from None
             messages = tuple(finding.message for finding in error.findings) or (str(error),)
             compared.append(Compared(name=name, values=point.values, errors=messages))
             continue
@@ -85,6 +88,12 @@ def _of_some_length(composed: Composed) -> Composed:
         return composed
     training = replace(training, steps=ANY_STEPS)
     return replace(composed, config=replace(config, training=training))
+
+
+def _but_length(error: TrainctlError) -> TrainctlError:
+    """The same without what a wrong configuration is told of its length."""
+    found = [finding for finding in error.findings if finding.rule != NO_LENGTH]
+    return TrainctlError.from_findings(found) if found else error
 
 
 def show_comparison(compared: Sequence[Compared]) -> None:

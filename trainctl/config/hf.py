@@ -126,17 +126,17 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
 
 def warnings(model: ModelConfig) -> list[Finding]:
     """What the directory of a model asks for and training does not do."""
-    if (model.num_experts or 1) < 2:
+    if model.family is not ModelFamily.hf or (model.num_experts or 1) < 2:
         return []
     path, raw = _read(model.path)
     asked = raw.get("router_aux_loss_coef")
-    value = "" if asked is None else f"={asked}"
+    ignored = "" if asked is None else f"router_aux_loss_coef={asked} has no effect: "
     return [
         replace(
             _finding(
                 NOT_BALANCED,
-                f"{path}: router_aux_loss_coef{value} has no effect: the loss is the cross entropy "
-                "alone, and nothing keeps the experts equally busy",
+                f"{path}: {ignored}the loss is the cross entropy alone, and nothing keeps the "
+                "experts equally busy",
                 "watch the loss for experts that die out; for short fine-tuning it matters little",
             ),
             severity=Severity.warning,

@@ -54,9 +54,10 @@ class TokenizerFacts:
         """Its ids and its end of document."""
         if self.end_of_document is None:
             return f"{self.vocab_size:,} ids, nothing ends a document"
-        token = f"{self.end_token} " if self.end_token else ""
+        end = self.end_of_document
+        token = f"{self.end_token} ({end})" if self.end_token else f"id {end}"
         where = f", by {self.found_in}" if self.found_in else ""
-        return f"{self.vocab_size:,} ids, {token}({self.end_of_document}) ends a document{where}"
+        return f"{self.vocab_size:,} ids, {token} ends a document{where}"
 
 
 def tokenizer_file(config: TokenizerConfig) -> Path:

@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, PretrainedConfig, masking_utils
+from transformers.integrations import moe
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import AttentionKind, ModelConfig, ModelFamily, RunConfig
@@ -83,6 +84,7 @@ def _forward(model: PreTrainedModel, config: RunConfig, recorder: Recorder) -> N
     with (
         recorder,
         _documents_are_not_looked_for(config),
+        _experts_of_any_format(),
         torch.autocast("cpu", autocast, enabled=precision.autocast),
     ):
         model(input_ids=tokens, use_cache=False)
@@ -227,6 +229,21 @@ def _documents_are_not_looked_for(config: RunConfig) -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = original
+
+
+@contextmanager
+def _experts_of_any_format() -> Iterator[None]:
+    """Let transformers multiply experts that are not in bf16 one after the other: torch's grouped
+    product takes them on devices, but has shapes for fake tensors in bf16 only. Both keep the same
+    tensors."""
+    original = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda input, weight, offs: (
+        weight.dtype is torch.bfloat16 and original(input, weight, offs)
+    )
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = original
 
 
 def _fake_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
