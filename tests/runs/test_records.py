@@ -56,6 +56,17 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
         assert [event["step"] for event in follower.poll()] == [2, 3]
 
 
+def test_a_line_that_another_writer_left_torn_costs_only_itself(tmp_path: Path) -> None:
+    """As on a disk that was full for it, while this writer had the file open."""
+    path = tmp_path / "events.jsonl"
+    with EventWriter(path, 1) as writer:
+        writer.write("step", step=1)
+        with path.open("ab") as other:
+            other.write(b'{"event": "failu')
+        writer.write("failure", message="m")
+    assert [event["event"] for event in read_events(path)] == ["step", "failure"]
+
+
 def test_a_follower_sees_whole_lines_of_its_attempt_once(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     follower = EventFollower(path, 2)

@@ -108,7 +108,9 @@ def supervise(
                 writer.write("failure", **failure)
                 records.poll()
             except OSError as error:
-                records.failure = {**failure, **_full_disk(attempt, error)}
+                failure |= _full_disk(attempt, error)
+            # What could not be written, or read again, is said all the same.
+            records.failure = records.failure or failure
         outcome = _outcome(code, stop, records, stuck)
         with suppress(OSError):  # on a full disk the message has to do
             write_status(

@@ -65,7 +65,6 @@ class EventWriter:
         self._lock = open_lock(path.with_suffix(".lock"))
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, file_mode(path.parent))
-        self._torn = not _ends_with_newline(self._descriptor)
 
     def write(self, event: str, **fields: Any) -> Event:
         """Append one record and return it.
@@ -85,12 +84,12 @@ class EventWriter:
             **fields,
         }
         line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
-        data = (b"\n" if self._torn else b"") + line.encode(errors="backslashreplace")
+        data = line.encode(errors="backslashreplace")
         with _locked(self._lock, self._descriptor):
-            self._torn = True
+            if not _ends_with_newline(self._descriptor):
+                data = b"\n" + data  # this writer or another was cut short in its line
             while data:
                 data = data[os.write(self._descriptor, data) :]
-            self._torn = False
         return record
 
     def close(self) -> None:
