@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -56,7 +57,8 @@ def refused() -> Iterator[None]:
         assert all(finding.message and finding.rule for finding in error.findings)
 
 
-@settings(FUZZ, max_examples=300)
+@pytest.mark.timeout(1800)
+@settings(FUZZ, max_examples=200)
 @given(OVERRIDES)
 @example(["training.seed=" + "9" * 5000])
 @example(["model.name=" + "[" * 200 + "]" * 200])

@@ -10,7 +10,6 @@ import stat
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from trainctl.config.store import dump_config
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.types import RunPlan
 from trainctl.runs import provenance
-from trainctl.runs.access import folder_mode, make_folder
+from trainctl.runs.access import ensure_folder, folder_mode, make_folder
 from trainctl.runs.atomic import sync_directory, write_json, write_text
 from trainctl.runs.layout import AttemptPaths, RunPaths
 
@@ -68,9 +67,8 @@ def create_run(
     write_text(run.config, dump_config(config))
     if patch:
         write_text(run.patch, patch)
-    for path in (run.checkpoints, run.attempts):
-        with suppress(FileExistsError):
-            make_folder(path)
+    ensure_folder(run.checkpoints)
+    ensure_folder(run.attempts)
     record = {
         "schema": RUN_SCHEMA,
         "id": uuid.uuid4().hex,
@@ -196,6 +194,7 @@ def new_attempt(run: RunPaths, plan: RunPlan) -> AttemptPaths:
     number = last_attempt(run) + 1
     unfinished = AttemptPaths(run.attempts / f".{number}.tmp", number)
     shutil.rmtree(unfinished.root, ignore_errors=True)  # of a launch that ended in the middle
+    ensure_folder(run.attempts)
     make_folder(unfinished.root)
     make_folder(unfinished.logs)
     write_json(unfinished.deepspeed, plan.deepspeed)
