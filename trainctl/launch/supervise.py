@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -15,7 +16,7 @@ from typing import Any
 from trainctl.launch.agents import Agents
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.stop import Stop
-from trainctl.runs.causes import Cause
+from trainctl.runs.causes import Cause, disk_is_full
 from trainctl.runs.checkpoints import clean_temporary
 from trainctl.runs.failures import sentence
 from trainctl.runs.layout import AttemptPaths, RunPaths
@@ -104,11 +105,14 @@ def supervise(
             clean_temporary(attempt.run)  # of a save that the signal cut short
         if code != 0 and not records.failure and not stop.received and not stop.interrupted:
             failure = agents.describe_death()
+            # A short record may find room in the last page of its file where a long one did not.
+            if disk_is_full(attempt.run.root):
+                failure |= _full_disk(attempt, os.strerror(errno.ENOSPC))
             try:
                 writer.write("failure", **failure)
                 records.poll()
             except OSError as error:
-                failure |= _full_disk(attempt, error)
+                failure |= _full_disk(attempt, error.strerror)
             # What could not be written, or read again, is said all the same.
             records.failure = records.failure or failure
         outcome = _outcome(code, stop, records, stuck)
@@ -172,12 +176,12 @@ def _is_behind(event: Event, first: Event) -> bool:
     )
 
 
-def _full_disk(attempt: Attempt, error: OSError) -> dict[str, Any]:
+def _full_disk(attempt: Attempt, reason: str) -> dict[str, Any]:
     """What is said instead when nothing can be recorded, by a rank, the agent or this process."""
     return {
         "cause": Cause.disk_full.value,
         "message": f"the run stopped: nothing more can be written to {attempt.run.root} "
-        f"({error.strerror})",
+        f"({reason})",
         "hint": Cause.disk_full.hint,
     }
 
