@@ -1,4 +1,7 @@
-"""What a launcher refuses of a configuration by itself: found by `validate`, before any launch."""
+"""What a launcher refuses of a configuration by itself: found by `validate`, before any launch.
+
+A file for each launcher, apart from the code that starts it: whoever only checks loads none of it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ UNSET = "TC168"
 
 def refusals(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """What keeps the configuration's launcher from starting it, wherever it is started from."""
-    found = import_module(f"trainctl.launch.{config.launcher.kind.value}")
+    found = import_module(f"trainctl.launch.refusals.{config.launcher.kind.value}")
     own: list[Finding] = found.check_config(config, hardware)
     return [*own, *_unset_variables(config)]
 
