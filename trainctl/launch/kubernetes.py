@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from trainctl.config.references import references
 from trainctl.config.schema import Accelerator, KubernetesApi
 from trainctl.config.secrets import REDACTED
 from trainctl.errors import Finding, TrainctlError
@@ -73,7 +74,7 @@ def render(start: Start) -> Rendered:
     """The manifest and the command that applies it. Pure."""
     plan, run, attempt = start.plan, start.run, start.attempt
     # Only the pods know what the configuration refers to.
-    unknown = dict.fromkeys(program.references(plan.config), REDACTED)
+    unknown = dict.fromkeys(references(plan.config), REDACTED)
     start = replace(start, environment={**start.environment, **unknown})
     kinds = {KubernetesApi.jobset: _job_set, KubernetesApi.trainjob: _train_job}
     manifest = kinds[plan.config.launcher.kubernetes_api](plan, run, attempt, job_name(run))
@@ -156,7 +157,7 @@ def _variables(plan: RunPlan) -> list[dict[str, Any]]:
         {"name": "TRAINCTL_NODE", "valueFrom": {"fieldRef": {"fieldPath": index}}},
         *(
             {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
-            for name in program.references(plan.config)
+            for name in references(plan.config)
             if (secret := plan.config.launcher.kubernetes_secret) is not None
         ),
     ]

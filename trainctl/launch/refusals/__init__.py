@@ -9,10 +9,10 @@ import os
 from collections.abc import Iterator
 from importlib import import_module
 
+from trainctl.config.references import references
 from trainctl.config.schema import LauncherKind, RunConfig
 from trainctl.errors import ExitCode, Finding
 from trainctl.hardware import Hardware
-from trainctl.launch import program
 
 UNSET = "TC168"
 
@@ -28,7 +28,7 @@ def _unset_variables(config: RunConfig) -> Iterator[Finding]:
     """Variables that the configuration refers to, and that a start would not find."""
     launcher = config.launcher
     in_pods = launcher.kind is LauncherKind.kubernetes
-    for name in program.references(config):
+    for name in references(config):
         if in_pods and launcher.kubernetes_secret is None:
             yield Finding(
                 rule=UNSET,
