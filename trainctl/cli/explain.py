@@ -9,7 +9,8 @@ from trainctl.errors import TrainctlError
 
 if TYPE_CHECKING:
     from trainctl.config.compose import Composed
-    from trainctl.plan.types import Derived, RunPlan
+    from trainctl.config.derived import Derived
+    from trainctl.plan.types import RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

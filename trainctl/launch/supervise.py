@@ -180,8 +180,7 @@ def _full_disk(attempt: Attempt, reason: str) -> dict[str, Any]:
     """What is said instead when nothing can be recorded, by a rank, the agent or this process."""
     return {
         "cause": Cause.disk_full.value,
-        "message": f"the run stopped: nothing more can be written to {attempt.run.root} "
-        f"({reason})",
+        "message": f"the run stopped: nothing more can be written to {attempt.run.root} ({reason})",
         "hint": Cause.disk_full.hint,
     }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from trainctl.config.derived import Derived
 from trainctl.config.schema import (
     AdaptiveClipping,
     CompileKind,
@@ -27,7 +28,7 @@ from trainctl.plan import mup
 from trainctl.plan.learning_rate import lr_scale
 from trainctl.plan.optimizers import Maker, is_fused, maker
 from trainctl.plan.precision import formats
-from trainctl.plan.types import Batch, Derived, Mesh
+from trainctl.plan.types import Batch, Mesh
 
 ZERO_TESTED_OPTIMIZERS = (
     OptimizerKind.adamw,

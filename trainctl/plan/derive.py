@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil, floor
 
+from trainctl.config.derived import Derived
 from trainctl.config.schema import (
     ParallelismConfig,
     PipelinePartition,
@@ -21,7 +22,7 @@ from trainctl.hardware import Hardware
 from trainctl.plan.batches import Batches, BatchPhase
 from trainctl.plan.schedule import Curve, decay_length, floor_ratio, warmup_length
 from trainctl.plan.stages import blocks_of_stages
-from trainctl.plan.types import Batch, Derived, Mesh
+from trainctl.plan.types import Batch, Mesh
 
 Reasons = tuple[Derived, ...]
 

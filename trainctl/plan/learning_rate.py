@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import sqrt
 
+from trainctl.config.derived import Derived
 from trainctl.config.schema import (
     AdaptiveClipping,
     LrScaling,
@@ -22,7 +23,6 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.plan.batches import Batch
-from trainctl.plan.types import Derived
 
 SOURCES = {LrScaling.linear: "arXiv:1706.02677", LrScaling.sqrt: "arXiv:2205.10287"}
 

@@ -31,10 +31,10 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
+from trainctl.config.derived import Derived
 from trainctl.config.schema import ModelConfig, OptimizerConfig, OptimizerKind, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.shapes import head_dim, key_value_heads
-from trainctl.plan.types import Derived
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight")
 OUTPUT = "lm_head.weight"

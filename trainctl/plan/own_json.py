@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from trainctl.config.derived import Derived
 from trainctl.config.keys import leaves
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
 from trainctl.plan.deepspeed import flatten
 from trainctl.plan.deepspeed_rules import Surroundings, check
-from trainctl.plan.types import Derived, Mesh
+from trainctl.plan.types import Mesh
 
 
 def check_own_json(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from trainctl.config.derived import Derived
 from trainctl.config.schema import ActivationCheckpointingConfig, CheckpointingMode, RunConfig
-from trainctl.plan.types import Derived
 
 
 def is_wrapped(block: int, config: ActivationCheckpointingConfig) -> bool:

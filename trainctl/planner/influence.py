@@ -12,11 +12,12 @@ from copy import deepcopy
 from typing import Any, get_args
 
 from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.derived import Derived
 from trainctl.config.keys import Leaf, ValueProblem, accept, leaves
 from trainctl.config.schema import RunConfig
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.resolve import resolve
-from trainctl.plan.types import Derived, RunPlan
+from trainctl.plan.types import RunPlan
 
 
 def named_in(reason: str) -> list[str]:
