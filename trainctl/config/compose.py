@@ -134,9 +134,7 @@ def recompose(
         defaults = [{group: choice.option} for group, choice in asked.choices.items()]
         findings += _lay_files(stack, folders, defaults, asked.choices)
     named_model = "model" in asked.choices or any(s.key == "model.path" for s in asked.settings)
-    composed = _finish(
-        stack, asked, findings, overrides, fill_model=named_model, recipe=None
-    )
+    composed = _finish(stack, asked, findings, overrides, fill_model=named_model, recipe=None)
     if composed.has_error:
         raise TrainctlError.from_findings(composed.findings)
     return composed

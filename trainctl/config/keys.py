@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trainctl.config.codec import to_plain
 from trainctl.config.quantities import in_unit
-from trainctl.config.registry import names, section_class, unit_groups
+from trainctl.config.registry import names, new_section, unit_groups
 from trainctl.config.schema import RunConfig
 from trainctl.config.suggest import nearest
 
@@ -93,8 +93,8 @@ def leaves() -> dict[str, Leaf]:
 
 def keys_of(group: str, kind: str) -> dict[str, Leaf]:
     """The keys of a section under one kind, as that has them."""
-    hints = get_type_hints(section_class(group, kind))
-    section = section_class(group, kind)(kind=kind)
+    section = new_section(group, kind)
+    hints = get_type_hints(type(section))
     leaves = (
         Leaf(
             f"{group}.{item.name}",

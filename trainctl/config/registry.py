@@ -32,11 +32,13 @@ class Spec:
         name: As it is chosen, `GROUP=NAME`; also its `kind`.
         keys: The dataclass of its section: what all kinds of the group share, and its own keys.
         build: `module:function` that a rank calls; empty where there is nothing to build.
+        extra: Of trainctl's package: what has the packages that `build` needs.
     """
 
     name: str
     keys: type
     build: str = ""
+    extra: str = ""
 
 
 def add_folder(folder: Path) -> None:
@@ -106,25 +108,32 @@ def section_class(group: str, kind: str) -> type:
     return keys
 
 
+def new_section(group: str, kind: str, **values: Any) -> Any:
+    """A section of that kind, with its defaults where nothing else is given."""
+    return section_class(group, kind)(kind=kind, **values)
+
+
 @cache
 def own_keys(group: str) -> frozenset[str]:
     """Names of the keys that some kind of the group has, those that all share among them."""
     return frozenset(item.name for spec in specs(group) for item in fields(spec.keys))
 
 
-def function_of(spec: Spec) -> Any:
-    """What `build` names, imported: on a rank.
+def function_of(group: str, kind: str) -> Any:
+    """What a kind's `build` names, imported: on a rank.
 
     Raises:
         TrainctlError: A package that it needs is missing (exit code 4).
     """
+    spec = load(group, kind)
     module, _, name = spec.build.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as missing:
+        what = f"pip install 'trainctl[{spec.extra}]'" if spec.extra else "install it"
         raise TrainctlError(
-            f"{spec.name} cannot be built: {missing}",
-            hint=f"install what {module} imports",
+            f"{group}.kind={kind} needs a package that is missing ({missing})",
+            hint=f"{what}, or choose another {group}",
             exit_code=ExitCode.environment,
         ) from None
 

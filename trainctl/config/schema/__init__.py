@@ -1,10 +1,10 @@
 """Every configuration key: its type, default, meaning, unit and range. Standard library only.
 
 Each class of this package is one config group (`conf/<group>/`) or section. Where a group's options
-are units (`config.registry`), it is what they share, and each adds the keys of its own. `option` attaches to a
-field what the reference documentation, the range check and the error messages need. A value of
-``None`` means "derived": `trainctl.plan` computes it and records the reason. Enum members are named
-as users write them in YAML, with the value equal to the name.
+are units (`config.registry`), it is what they share, and each adds the keys of its own. `option`
+attaches to a field what the reference documentation, the range check and the error messages need. A
+value of ``None`` means "derived": `trainctl.plan` computes it and records the reason. Enum members
+are named as users write them in YAML, with the value equal to the name.
 """
 
 from __future__ import annotations

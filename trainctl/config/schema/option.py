@@ -6,7 +6,7 @@ from dataclasses import field, fields
 from functools import partial
 from typing import Any
 
-from trainctl.config.registry import section_class
+from trainctl.config.registry import new_section
 
 
 def option(
@@ -60,4 +60,4 @@ def _default(cls: type) -> Any:
     if not group:
         return cls()
     kind = next(item.default for item in fields(cls) if item.name == "kind")
-    return section_class(group, kind)(kind=kind)
+    return new_section(group, kind)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from trainctl.config.registry import Spec
+from trainctl.config.registry import Spec, load
 from trainctl.config.schema import OffloadDevice, OptimizerConfig
 from trainctl.config.schema.option import option
 
@@ -101,7 +101,6 @@ class DeepSpeedForm:
         parameters: In the order of the JSON; `lr` and `weight_decay` first.
         fixed: Parameters that make it this one, and why.
         has_torch_adam: Whether `torch_adam` chooses torch's class in place of DeepSpeed's.
-        takes_fused: Whether it is told by `fused` to update with one kernel.
         is_zero_tested: Whether DeepSpeed lists its class as tested with ZeRO
             (runtime/zero/utils.py).
         needs_adaptive_loss_scale: Whether its class refuses a fixed one in fp16.
@@ -112,7 +111,6 @@ class DeepSpeedForm:
     parameters: tuple[Parameter, ...]
     fixed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     has_torch_adam: bool = False
-    takes_fused: bool = False
     is_zero_tested: bool = False
     needs_adaptive_loss_scale: bool = False
 
@@ -199,6 +197,17 @@ class Optimizer(Spec):
     def matrix_rate(self, section: OptimizerConfig) -> float | None:
         """The peak learning rate of its matrices, if it is another than `lr`."""
         return getattr(section, self.matrix_lr) if self.matrix_lr else None
+
+
+def spec_of(section: OptimizerConfig) -> Optimizer:
+    """Of the kind that a configuration has.
+
+    Raises:
+        TrainctlError: A package that brings it is not installed here.
+    """
+    spec = load("optimizer", section.kind)
+    assert isinstance(spec, Optimizer)
+    return spec
 
 
 @dataclass

@@ -31,7 +31,6 @@ SPEC = Optimizer(
             "adam_w_mode": (False, "optimizer.kind=adam: the decay is part of the gradient"),
         },
         has_torch_adam=True,
-        takes_fused=True,
         is_zero_tested=True,
     ),
 )

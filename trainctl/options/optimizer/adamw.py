@@ -29,7 +29,6 @@ SPEC = Optimizer(
         also=("adam",),
         parameters=ADAM,
         has_torch_adam=True,
-        takes_fused=True,
         is_zero_tested=True,
     ),
 )

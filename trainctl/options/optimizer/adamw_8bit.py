@@ -19,6 +19,7 @@ SPEC = Optimizer(
     name="adamw_8bit",
     keys=WithMoments,
     build="trainctl.train.optimizers.adamw_8bit:build",
+    extra="fp8",
     needs="the block of 256",
     states=("exp_avg.codes", "exp_avg_sq.codes"),
     # A code, and a scale in fp32 for each block of 256.

@@ -27,12 +27,8 @@ from trainctl.options.optimizer import (
 class MuonConfig(WithMoments):
     """Its own keys."""
 
-    momentum: float = option(
-        0.95, "Decay of the matrices' momentum.", minimum=0, maximum=0.999999
-    )
-    matrix_lr: float | None = option(
-        None, "Learning rate of the matrices; none means lr.", above=0
-    )
+    momentum: float = option(0.95, "Decay of the matrices' momentum.", minimum=0, maximum=0.999999)
+    matrix_lr: float | None = option(None, "Learning rate of the matrices; none means lr.", above=0)
 
 
 SPEC = Optimizer(
@@ -65,7 +61,6 @@ SPEC = Optimizer(
             Parameter(name="muon_lr", keys=("matrix_lr",), is_rate=True, or_lr=True),
         ),
         has_torch_adam=True,
-        takes_fused=True,
         is_zero_tested=True,
     ),
 )

@@ -40,9 +40,6 @@ SPEC = Optimizer(
     width_rule=WidthRule.sgd,
     deepspeed=DeepSpeedForm(
         type="SGD",
-        parameters=parameters(
-            1e-3, Parameter(name="momentum", keys=("momentum",), default=0.0)
-        ),
-        takes_fused=True,
+        parameters=parameters(1e-3, Parameter(name="momentum", keys=("momentum",), default=0.0)),
     ),
 )
