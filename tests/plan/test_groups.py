@@ -24,7 +24,7 @@ def random_config(draw: random.Random):
         model__num_layers=draw.randint(1, 12),
         model__num_key_value_heads=None,
         model__tie_word_embeddings=draw.random() < 0.5,
-        optimizer__kind=draw.choice(names("optimizer")).value,
+        optimizer__kind=draw.choice(names("optimizer")),
         optimizer__weight_decay=draw.choice((0.0, 0.1)),
         optimizer__decay_embeddings=draw.random() < 0.5,
         optimizer__layer_lr_decay=draw.choice((1.0, 0.9)),

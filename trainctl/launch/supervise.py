@@ -112,7 +112,7 @@ def supervise(
                 writer.write("failure", **failure)
                 records.poll()
             except OSError as error:
-                failure |= _full_disk(attempt, error.strerror)
+                failure |= _full_disk(attempt, error.strerror or str(error))
             # What could not be written, or read again, is said all the same.
             records.failure = records.failure or failure
         outcome = _outcome(code, stop, records, stuck)

@@ -154,15 +154,22 @@ def reasons(config: RunConfig) -> Iterator[Derived]:
         return
     m = width_factor(model)
     widths = f"model.hidden_size {model.hidden_size} / model.mup_base_width {model.mup_base_width}"
-    yield Derived(key="mup.width_factor", value=m, reason=f"m = {widths}")
+    sources = ("model.hidden_size", "model.mup_base_width")
+    yield Derived(key="mup.width_factor", value=m, reason=f"m = {widths}", sources=sources)
     yield Derived(
         key="mup.hidden_deviation",
         value=model.initializer_range * initial_factor(model, TensorKind.hidden),
         reason=f"of initial hidden matrices: model.initializer_range {model.initializer_range:g}"
         " / sqrt(m)",
+        sources=("model.initializer_range",),
     )
     yield Derived(key="mup.output_multiplier", value=1 / m, reason="of the logits: 1 / m")
     if model.mup_base_head_dim is not None:
         why = f"sqrt(model.mup_base_head_dim {model.mup_base_head_dim}) / head width "
         scale = attention_factor(model) / math.sqrt(head_dim(model))
-        yield Derived(key="mup.attention_scale", value=scale, reason=f"{why}{head_dim(model)}")
+        yield Derived(
+            key="mup.attention_scale",
+            value=scale,
+            reason=f"{why}{head_dim(model)}",
+            sources=("model.mup_base_head_dim",),
+        )

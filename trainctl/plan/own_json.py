@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from trainctl.config.derived import Derived
-from trainctl.config.keys import leaves
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
@@ -58,9 +57,5 @@ def _overlap(key: str, other: str) -> bool:
 
 def _comes_from(key: str, settings: tuple[Derived, ...]) -> str:
     """The configuration key that a key of the JSON is derived from; empty if there is none."""
-    for setting in settings:
-        if _overlap(key, setting.key):
-            source = setting.reason.partition(":")[0].partition("=")[0].partition(",")[0].strip()
-            if source in leaves():
-                return source
-    return ""
+    near = (setting for setting in settings if _overlap(key, setting.key))
+    return next((setting.sources[0] for setting in near if setting.sources), "")

@@ -27,5 +27,6 @@ def wrapped_blocks(config: RunConfig) -> tuple[Derived, ...]:
             key="activation_checkpointing.wrapped_blocks",
             value=count,
             reason=f"activation_checkpointing.mode={settings.mode.value}: {which} of {layers}",
+            sources=("activation_checkpointing.mode",),
         ),
     )

@@ -125,6 +125,7 @@ def _format_reasons(config: RunConfig) -> tuple[Derived, ...]:
             value=getattr(used, name).value,
             reason=f"the format of the weights under precision.compute="
             f"{config.precision.compute.value}",
+            sources=("precision.compute",),
         )
         for name in ("gradient_accumulation", "communication")
         if getattr(config.precision, name) is None

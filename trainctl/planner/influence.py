@@ -1,12 +1,11 @@
 """What a configuration key turns into: the derived values and JSON keys that hang on it.
 
-Two ways of finding them complement each other. The reason of a derived value names the keys that it
-comes from; and a key that is changed, everything else being equal, changes what depends on it.
+Two ways of finding them complement each other. A derived value has the keys that it follows from;
+and a key that is changed, everything else being equal, changes what depends on it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, get_args
@@ -20,25 +19,22 @@ from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
 
 
-def named_in(reason: str) -> list[str]:
-    """The configuration keys that a reason names, in its order."""
-    words = re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)+", reason)
-    return [word for word in dict.fromkeys(words) if word in leaves()]
-
-
 def depending_on(key: str, plan: RunPlan) -> list[Derived]:
     """The derived values of a plan that come from a key, in the plan's order."""
     moved = _moved(key, plan)
     return [
         item
         for item in plan.derived
-        if item.key != key and (key in named_in(item.reason) or item.key in moved)
+        if item.key != key and (key in item.sources or item.key in moved)
     ]
 
 
 def _moved(key: str, plan: RunPlan) -> set[str]:
     """Names of the derived values that another value of the key would change."""
     before = {item.key: item.value for item in plan.derived}
+    kinds = leaves()[key].kinds
+    if kinds and getattr(plan.config, key.partition(".")[0]).kind not in kinds:
+        return set()
     for value in _other_values(leaves()[key], _value(plan.config, key)):
         plain = deepcopy(to_plain(plan.config))
         *parents, last = key.split(".")
@@ -76,8 +72,8 @@ def _other_values(leaf: Leaf, value: Any) -> Iterator[Any]:
         candidates = [2 * value, value + 1, value // 2, value - 1] if value is not None else [1, 2]
     elif kind is float:
         candidates = [value / 2, value * 2, 0.5] if value is not None else [0.5, 2.0]
-    elif kind is not str and hasattr(kind, "__members__"):
-        candidates = [member.value for member in kind]  # type: ignore[attr-defined]
+    elif leaf.choices:
+        candidates = [*leaf.choices]
     if type(None) in kinds:
         candidates.append(None)
     for candidate in candidates:
