@@ -48,7 +48,7 @@ from trainctl.memory.loss import loss_tokens
 from trainctl.memory.phases import phases, resident
 from trainctl.memory.runtime import fragmentation_of, reserved_bytes, runtime_of
 from trainctl.memory.stages import Stage
-from trainctl.memory.update import KERNEL
+from trainctl.options.optimizer import KERNEL
 from trainctl.plan.types import Batch, Mesh, RunPlan
 
 FP32 = 4

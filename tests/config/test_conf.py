@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainctl.config.catalog import leading_comment, options, shipped_root
+from trainctl.config.codec import to_plain
 from trainctl.config.compose import compose
 from trainctl.config.schema import (
     GROUPS,

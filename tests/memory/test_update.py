@@ -22,8 +22,8 @@ from trainctl.memory.engine import read_engine
 from trainctl.memory.groups import Group
 from trainctl.memory.phases import phases
 from trainctl.memory.stages import stages
+from trainctl.options.optimizer.adamw_8bit import AT_ONCE
 from trainctl.plan.groups import parameter_groups
-from trainctl.plan.optimizers import EIGHT_BIT_AT_ONCE
 from trainctl.train.optimizers import own_optimizer
 from trainctl.train.optimizers.partitioned import Part
 
@@ -104,9 +104,9 @@ def test_eight_bit_states_are_updated_a_stretch_at_a_time(monkeypatch: pytest.Mo
     """And not 53 bytes of each of the 525 million elements of a head."""
     whole_group = {"devices": 1, "zero_stage__stage": 0, "precision__compute": DataType.fp32}
     found = transient(optimizer__kind="adamw_8bit", **whole_group)
-    assert found == 53 * EIGHT_BIT_AT_ONCE
+    assert found == 53 * AT_ONCE
     whole, _ = one_update("adamw_8bit", DataType.bf16, 1)
-    monkeypatch.setattr("trainctl.train.optimizers.adamw_8bit.EIGHT_BIT_AT_ONCE", 2**14)
+    monkeypatch.setattr("trainctl.train.optimizers.adamw_8bit.AT_ONCE", 2**14)
     part, _ = one_update("adamw_8bit", DataType.bf16, 1)
     assert part == pytest.approx(whole * 2**14 / SHAPE.numel(), rel=0.05)
 

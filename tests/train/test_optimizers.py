@@ -199,7 +199,7 @@ def test_eight_bit_states_do_not_depend_on_how_much_is_updated_at_once(
     gradients = [torch.randn_like(first) for _ in range(3)]
     results = []
     for at_once in (2**22, 1024):
-        monkeypatch.setattr(adamw_8bit, "EIGHT_BIT_AT_ONCE", at_once)
+        monkeypatch.setattr(adamw_8bit, "AT_ONCE", at_once)
         tensor = torch.nn.Parameter(first.clone())
         optimizer = adamw_8bit.AdamW8bit([{"params": [tensor], "lr": 1e-2}], (0.9, 0.95), 1e-8)
         optimizer.bind({tensor: parts}, None)
