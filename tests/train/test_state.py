@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from trainctl.config.registry import new_section
+from trainctl.engines.shards import Piece, Shard
 from trainctl.train import state as state_module
-from trainctl.train.shards import Piece, Shard
 from trainctl.train.state import OptimizerState
 
 
@@ -23,7 +24,7 @@ def state_of(optimizer: torch.optim.Optimizer, kind: str) -> OptimizerState:
         stage=0,
         pieces=pieces,
         mesh=SimpleNamespace(replicas=SimpleNamespace(index=0, size=1)),
-        config=SimpleNamespace(optimizer=SimpleNamespace(kind=kind, momentum=0.9)),
+        config=SimpleNamespace(optimizer=new_section("optimizer", kind)),
         has_zenflow=False,
     )
     return OptimizerState(engine)  # type: ignore[arg-type]
