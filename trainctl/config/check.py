@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainctl.config.keys import ValueProblem, accept, leaf_of, leaves, range_problem, sections
-from trainctl.config.schema import GROUPS, RunConfig, walk
+from trainctl.config.keys import ValueProblem, accept, leaf_of, leaves, sections
+from trainctl.config.schema import GROUPS
 from trainctl.config.secrets import ENVIRONMENT
 from trainctl.config.suggest import DEEPSPEED_KEYS, OTHER_NAMES, did_you_mean, nearest_keys
 from trainctl.errors import Finding
@@ -34,18 +34,6 @@ class Setting:
     @property
     def key(self) -> str:
         return ".".join(self.path)
-
-
-def check_ranges(config: RunConfig) -> list[Finding]:
-    """Every number of a config that lies outside its documented range."""
-    findings = []
-    for key, item, value in walk(config):
-        problem = range_problem(item.metadata, value)
-        if problem:
-            findings.append(
-                Finding(rule=OUT_OF_RANGE, key=key, message=problem.message, hint=problem.hint)
-            )
-    return findings
 
 
 def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:

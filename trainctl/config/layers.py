@@ -78,10 +78,11 @@ class Stack:
 
         _keep_secrets()
         findings: list[Finding] = []
-        known = self._without_secrets()
+        known = OmegaConf.create(self._without_secrets())
         for setting in list(self.references.values()):
             try:
-                value = OmegaConf.create({**known, VALUE: setting.value})[VALUE]
+                known[VALUE] = setting.value
+                value = known[VALUE]
                 if OmegaConf.is_config(value):
                     value = OmegaConf.to_container(value, resolve=True)
             except (OmegaConfBaseException, RecursionError, ValueError) as error:
