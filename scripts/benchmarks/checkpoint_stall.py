@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from trainctl.config.schema import CheckpointConfig
+from trainctl.engines.process import Process
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
-from trainctl.train.process import Process
 from trainctl.train.saver import Saver
 from trainctl.train.state import MASTER, Fragment
 

@@ -25,6 +25,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainctl.config.schema import CheckpointingMode
+from trainctl.engines.deepspeed.process import start_process
+from trainctl.engines.process import Process, stop_process
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import read_plan
@@ -32,7 +34,6 @@ from trainctl.runs.layout import RunPaths
 from trainctl.train.corpus import Corpus
 from trainctl.train.data import PackedDataset
 from trainctl.train.model import TORCH_TYPES, transformers_config
-from trainctl.train.process import Process, start_process, stop_process
 from trainctl.train.throughput import peak_memory
 
 

@@ -21,7 +21,7 @@ from trainctl.config.schema import (
     KernelsConfig,
     ModelFamily,
 )
-from trainctl.train.data import MicroBatch
+from trainctl.engines.micro_batch import MicroBatch
 from trainctl.train.kernels import apply_kernels
 from trainctl.train.loss import LanguageModel
 from trainctl.train.recompute import wrap_blocks

@@ -23,8 +23,8 @@ from deepspeed.runtime.pipe.topology import (
 from deepspeed.utils import groups
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from trainctl.engines.mesh import join_mesh
 from trainctl.plan.types import Mesh
-from trainctl.train.mesh import join_mesh
 
 # Its shared-memory all-reduce would be compiled first; nothing is communicated here.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

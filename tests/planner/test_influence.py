@@ -7,7 +7,7 @@ import pytest
 from trainctl.cli.planning import compose, plan
 from trainctl.config.keys import leaves
 from trainctl.plan.types import RunPlan
-from trainctl.planner.influence import depending_on, named_in
+from trainctl.planner.influence import depending_on
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +37,6 @@ def made() -> RunPlan:
 def test_a_key_and_what_comes_from_it(made: RunPlan, key: str, names: set[str]) -> None:
     found = {item.key for item in depending_on(key, made)}
     assert names <= found if names else found == set()
-
-
-def test_a_longer_key_is_another_one() -> None:
-    assert named_in("training.global_batch_size: micro 4 x data 2") == [
-        "training.global_batch_size"
-    ]
-    assert named_in("optimizer.lr_scale and optimizer.beta1, optimizer.beta1") == [
-        "optimizer.beta1"
-    ]
 
 
 def test_every_key_can_be_asked_for(made: RunPlan) -> None:

@@ -7,8 +7,8 @@ from rank_processes import Case
 from torch.nn import functional
 from torch.utils import deterministic
 
+from trainctl.engines.process import Process, not_deterministic
 from trainctl.runs.records import EventWriter
-from trainctl.train.process import Process, not_deterministic
 from trainctl.train.session import assemble
 from trainctl.train.trainer import Trainer
 

@@ -10,9 +10,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from rank_processes import Case
 
+from trainctl.engines.process import Process
 from trainctl.runs.records import EventWriter
 from trainctl.train import zenflow
-from trainctl.train.process import Process
 from trainctl.train.session import Session, assemble
 from trainctl.train.trainer import Trainer
 

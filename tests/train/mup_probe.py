@@ -11,9 +11,9 @@ import torch
 from rank_processes import Case
 from torch import nn
 
+from trainctl.engines.process import Process
 from trainctl.train.evaluation import inference
 from trainctl.train.families import blocks_of, family_of
-from trainctl.train.process import Process
 from trainctl.train.session import Session, assemble
 from trainctl.train.trainer import Trainer
 

@@ -11,8 +11,8 @@ from torch import nn
 from torchao.optim import AdamW8bit
 
 from trainctl.config.schema import OptimizerConfig, OptimizerKind
+from trainctl.engines.process import Process
 from trainctl.runs.records import EventWriter
-from trainctl.train.process import Process
 from trainctl.train.session import assemble
 from trainctl.train.trainer import Trainer
 

@@ -15,8 +15,9 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from rank_processes import Case
 
 from trainctl.config.schema import OffloadDevice
+from trainctl.engines.deepspeed.process import start_process
+from trainctl.engines.process import Process, stop_process
 from trainctl.runs.records import EventWriter
-from trainctl.train.process import Process, start_process, stop_process
 from trainctl.train.session import Session, assemble
 from trainctl.train.trainer import Trainer
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from rank_processes import Case
 
+from trainctl.engines.process import Process
 from trainctl.runs.records import EventWriter
 from trainctl.train.checkpoint import Progress
 from trainctl.train.learning_rate import LearningRate
-from trainctl.train.process import Process
 from trainctl.train.session import assemble
 from trainctl.train.trainer import Trainer
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from trainctl.config.schema import ModelConfig
+from trainctl.engines.process import Process
 from trainctl.plan.identity import description
-from trainctl.train.process import Process
 from trainctl.train.state import MASTER, Fragment
 
 NUMEL = 1000

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import torch
 from rank_processes import Case
 
+from trainctl.engines import stopwatch
+from trainctl.engines.micro_batch import MicroBatch
+from trainctl.engines.process import Process
 from trainctl.runs.records import EventWriter
-from trainctl.train import stopwatch, stragglers
-from trainctl.train.data import MicroBatch
-from trainctl.train.process import Process
+from trainctl.train import stragglers
 from trainctl.train.session import Session, assemble
 from trainctl.train.trainer import Trainer
 

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.train.corpus import Corpus, Split
-from trainctl.train.data import IGNORED_LABEL, PackedDataset, TrainingData
+from trainctl.train.data import PackedDataset, TrainingData
 
 END = 256
 

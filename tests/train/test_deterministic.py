@@ -7,8 +7,8 @@ from pathlib import Path
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 
 from trainctl.config.schema import DataType
+from trainctl.engines.process import not_deterministic
 from trainctl.runs.layout import RunPaths
-from trainctl.train.process import not_deterministic
 
 
 def test_two_runs_have_the_same_curve_and_what_cannot_be_repeated_is_named(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from trainctl.config.schema import (
     RunConfig,
     ScheduleKind,
 )
+from trainctl.engines.shards import Shard
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.clipping import NormHistory
 from trainctl.train.gradient_changes import Place, elementwise, normal
 from trainctl.train.gradients import _totals
-from trainctl.train.shards import Shard
 
 STEPS = 5
 CLIPPING = 20.0  # more than any norm here

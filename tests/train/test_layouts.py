@@ -15,12 +15,12 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from trainctl.config.schema import DataType, ModelFamily, OptimizerKind, PipelinePartition
+from trainctl.engines.mesh import Axis
 from trainctl.plan.rules.layout import PARALLEL_ARCHITECTURES
 from trainctl.runs.records import read_events
 from trainctl.train.build import whole_pieces
 from trainctl.train.engine import parameter_groups
 from trainctl.train.families import FAMILIES
-from trainctl.train.mesh import Axis
 from trainctl.train.model import skeleton, transformers_config
 from trainctl.train.pipeline import PipelineEngine
 

@@ -14,7 +14,7 @@ import torch
 from test_recompute import built
 
 from trainctl.config.schema import CrossEntropyKind, KernelsConfig
-from trainctl.train.data import IGNORED_LABEL
+from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.train.loss import LanguageModel
 
 Z_LOSS = 0.02

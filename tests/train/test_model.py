@@ -9,8 +9,8 @@ from trainctl.config.schema import (
     ModelConfig,
     ModelFamily,
 )
+from trainctl.engines.micro_batch import MicroBatch
 from trainctl.train.build import materialise
-from trainctl.train.data import MicroBatch
 from trainctl.train.model import has_flash_attention, skeleton
 from trainctl.train.weights import SeedWeights
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainctl.train.shards import Shard, read_shard, read_whole
+from trainctl.engines.shards import Shard, read_shard, read_whole
 
 SHAPES = [((12, 8), 0, 1), ((8, 12), 1, 1), ((24,), 0, 1), ((4, 36), 1, 3), ((36,), 0, 3)]
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from trainctl.config.schema import OptimizerKind
+from trainctl.engines.shards import Piece, Shard
 from trainctl.train import state as state_module
-from trainctl.train.shards import Piece, Shard
 from trainctl.train.state import OptimizerState
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from trainctl.train import stopwatch
-from trainctl.train.stopwatch import Stopwatch, busy_seconds
+from trainctl.engines import stopwatch
+from trainctl.engines.stopwatch import Stopwatch, busy_seconds
 
 
 def test_parts_add_up_until_they_are_taken() -> None:

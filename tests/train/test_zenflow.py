@@ -13,11 +13,11 @@ from fork_server import RanksFailed
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
 from trainctl.config.schema import CheckpointingMode, DataType, OffloadDevice
+from trainctl.engines.shards import Shard, read_whole
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest, verify
 from trainctl.runs.records import read_events
-from trainctl.train.shards import Shard, read_whole
 from trainctl.train.state import Fragment, _of_transposed
 
 STEPS = 8

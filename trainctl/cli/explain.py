@@ -9,7 +9,8 @@ from trainctl.errors import TrainctlError
 
 if TYPE_CHECKING:
     from trainctl.config.compose import Composed
-    from trainctl.plan.types import Derived, RunPlan
+    from trainctl.config.derived import Derived
+    from trainctl.plan.types import RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +133,7 @@ def _value(composed: Composed, key: str) -> Any:
 
 
 def _sources(own: Derived, composed: Composed, plan: RunPlan | None) -> tuple[Explanation, ...]:
-    from trainctl.planner.influence import named_in
-
-    found = [explain(name, composed, plan) for name in named_in(own.reason) if name != own.key]
+    found = [explain(name, composed, plan) for name in own.sources if name != own.key]
     return tuple(each for each in found if each is not None)
 
 

@@ -54,7 +54,7 @@ def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
         if getattr(config.zero_stage, key):
             wanted["quantizer"] = f"zero_stage.{key}"
     if on_cpu and not config.trains_itself:
-        # Trainctl's own trainer tells DeepSpeed to do without it (train/process.py).
+        # Trainctl's own trainer tells DeepSpeed to do without it (engines/deepspeed/process.py).
         wanted["deepspeed_shm_comm"] = "script" if config.script is not None else "trainer"
     return {name: key for name, key in wanted.items() if not _prebuilt().get(name)}
 

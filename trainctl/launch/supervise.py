@@ -112,7 +112,7 @@ def supervise(
                 writer.write("failure", **failure)
                 records.poll()
             except OSError as error:
-                failure |= _full_disk(attempt, error.strerror)
+                failure |= _full_disk(attempt, error.strerror or str(error))
             # What could not be written, or read again, is said all the same.
             records.failure = records.failure or failure
         outcome = _outcome(code, stop, records, stuck)
@@ -180,8 +180,7 @@ def _full_disk(attempt: Attempt, reason: str) -> dict[str, Any]:
     """What is said instead when nothing can be recorded, by a rank, the agent or this process."""
     return {
         "cause": Cause.disk_full.value,
-        "message": f"the run stopped: nothing more can be written to {attempt.run.root} "
-        f"({reason})",
+        "message": f"the run stopped: nothing more can be written to {attempt.run.root} ({reason})",
         "hint": Cause.disk_full.hint,
     }
 

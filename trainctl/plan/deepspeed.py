@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from trainctl.config.derived import Derived
 from trainctl.config.schema import (
     AdaptiveClipping,
     CompileKind,
@@ -27,7 +28,7 @@ from trainctl.plan import mup
 from trainctl.plan.learning_rate import lr_scale
 from trainctl.plan.optimizers import Maker, is_fused, maker
 from trainctl.plan.precision import formats
-from trainctl.plan.types import Batch, Derived, Mesh
+from trainctl.plan.types import Batch, Mesh
 
 ZERO_TESTED_OPTIMIZERS = (
     OptimizerKind.adamw,
@@ -99,16 +100,19 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def _set(key: str, value: Any, reason: str) -> Derived:
-    return Derived(key=key, value=value, reason=reason)
+def _set(key: str, value: Any, *sources: str, why: str = "") -> Derived:
+    """A setting that follows from config keys; `why` says it where naming them is not enough."""
+    return Derived(key=key, value=value, reason=why or " and ".join(sources), sources=sources)
 
 
 def _batch(mesh: Mesh, batch: Batch) -> Iterator[Derived]:
     micro, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
     product = f"micro {micro} x accumulation {accumulation} x data {mesh.data}"
+    why = f"training.global_batch_size: {product}"
     total, per_rank, passes = BATCH_KEYS
-    yield _set(total, batch.global_batch_size, f"training.global_batch_size: {product}")
-    yield _set(per_rank, micro, "training.micro_batch_size, of a data-parallel rank")
+    yield _set(total, batch.global_batch_size, "training.global_batch_size", why=why)
+    why = "training.micro_batch_size, of a data-parallel rank"
+    yield _set(per_rank, micro, "training.micro_batch_size", why=why)
     yield _set(passes, accumulation, "training.gradient_accumulation_steps")
 
 
@@ -124,7 +128,7 @@ def _optimizer(config: RunConfig, hardware: Hardware, lr_scale: float) -> Iterat
         OptimizerKind.adafactor: "Adafactor",
     }.get(kind)
     if name is not None and not _is_own(config, hardware):
-        yield _set("optimizer.type", name, f"optimizer.kind={kind.value}")
+        yield _set("optimizer.type", name, "optimizer.kind", why=f"optimizer.kind={kind.value}")
         yield from _optimizer_params(config, hardware, lr_scale)
 
 
@@ -137,11 +141,11 @@ def _clipping(config: RunConfig) -> Derived:
     is_fp32 = formats(config.precision).weights is DataType.fp32
     if config.trains_itself and config.zero_stage.stage == 0 and is_fp32:
         why = "the trainer clips: without ZeRO DeepSpeed's norm is inexact, and each stage's own"
-        return _set("gradient_clipping", 0.0, why)
+        return _set("gradient_clipping", 0.0, why=why)
     adaptive = config.gradients.adaptive_clipping
     if config.trains_itself and adaptive is not AdaptiveClipping.none:
         why = f"gradients.adaptive_clipping={adaptive.value}: the trainer sets it at each update"
-        return _set("gradient_clipping", 0.0, why)
+        return _set("gradient_clipping", 0.0, "gradients.adaptive_clipping", why=why)
     limit = config.optimizer.gradient_clipping
     return _set("gradient_clipping", limit, "optimizer.gradient_clipping")
 
@@ -150,28 +154,30 @@ def _optimizer_params(config: RunConfig, hardware: Hardware, lr_scale: float) ->
     optimizer, zenflow, epsilon = config.optimizer, config.offload.zenflow, mup.epsilon(config)
     offloaded = config.offload.optimizer is not OffloadDevice.none
     kind, params = optimizer.kind, "optimizer.params"
-    schedule = "the peak; the trainer sets the schedule's value at each step"
-    scaled = "" if optimizer.lr_scaling is LrScaling.none else " x optimizer.lr_scaling"
-    yield _set(f"{params}.lr", optimizer.lr * lr_scale, f"optimizer.lr{scaled}: {schedule}")
-    groups = "the trainer's groups without decay override it"
-    yield _set(
-        f"{params}.weight_decay", optimizer.weight_decay, f"optimizer.weight_decay: {groups}"
-    )
+    scaling = () if optimizer.lr_scaling is LrScaling.none else ("optimizer.lr_scaling",)
+    rate = ("optimizer.lr", *scaling)
+    why = f"{' x '.join(rate)}: the peak; the trainer sets the schedule's value at each step"
+    yield _set(f"{params}.lr", optimizer.lr * lr_scale, *rate, why=why)
+    decay = "optimizer.weight_decay"
+    why = f"{decay}: the trainer's groups without decay override it"
+    yield _set(f"{params}.weight_decay", optimizer.weight_decay, decay, why=why)
     if kind not in (OptimizerKind.sgd, OptimizerKind.adafactor):
         betas = [optimizer.beta1, optimizer.beta2]
-        yield _set(f"{params}.betas", betas, "optimizer.beta1 and optimizer.beta2")
+        yield _set(f"{params}.betas", betas, "optimizer.beta1", "optimizer.beta2")
     if kind not in (OptimizerKind.sgd, OptimizerKind.adafactor, OptimizerKind.lion):
         by_width = "" if epsilon == optimizer.epsilon else " / mup.width_factor, as the gradients"
-        yield _set(f"{params}.eps", epsilon, f"optimizer.epsilon{by_width}")
+        why = f"optimizer.epsilon{by_width}"
+        yield _set(f"{params}.eps", epsilon, "optimizer.epsilon", why=why)
     if kind in (OptimizerKind.sgd, OptimizerKind.muon):
         yield _set(f"{params}.momentum", optimizer.momentum, "optimizer.momentum")
     if kind is OptimizerKind.muon:
         matrix_lr = optimizer.lr if optimizer.matrix_lr is None else optimizer.matrix_lr
-        why = "optimizer.lr" if optimizer.matrix_lr is None else "optimizer.matrix_lr"
-        yield _set(f"{params}.muon_lr", matrix_lr * lr_scale, f"{why}{scaled}")
+        source = "optimizer.lr" if optimizer.matrix_lr is None else "optimizer.matrix_lr"
+        rate = (source, *scaling)
+        yield _set(f"{params}.muon_lr", matrix_lr * lr_scale, *rate, why=" x ".join(rate))
     if kind is OptimizerKind.adam:
         why = "optimizer.kind=adam: the decay is part of the gradient"
-        yield _set(f"{params}.adam_w_mode", False, why)
+        yield _set(f"{params}.adam_w_mode", False, "optimizer.kind", why=why)
     # ZenFlow hands these parameters on to torch's AdamW, which does not know the key.
     if kind in (OptimizerKind.adamw, OptimizerKind.adam, OptimizerKind.muon) and not zenflow:
         why = (
@@ -179,56 +185,64 @@ def _optimizer_params(config: RunConfig, hardware: Hardware, lr_scale: float) ->
             if offloaded
             else "torch's own AdamW: nothing to compile"
         )
-        yield _set(f"{params}.torch_adam", not offloaded, why)
+        yield _set(f"{params}.torch_adam", not offloaded, why=why)
     if config.trains_itself and is_fused(config, hardware) and kind is not OptimizerKind.lion:
-        why = "optimizer.fused" if optimizer.fused else "one kernel updates all, on accelerators"
-        yield _set(f"{params}.fused", True, why)
+        why = "" if optimizer.fused else "one kernel updates all, on accelerators"
+        sources = ("optimizer.fused",) if optimizer.fused else ()
+        yield _set(f"{params}.fused", True, *sources, why=why)
 
 
 def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
     precision, used = config.precision, formats(config.precision)
     compute = f"precision.compute={precision.compute.value}"
-    wire_why = (
-        "the weights' format" if precision.communication is None else "precision.communication"
-    )
+    of_weights = "the weights' format"
+    on_wire = () if precision.communication is None else ("precision.communication",)
+    wire_why = "" if on_wire else of_weights
 
-    yield _set("bf16.enabled", used.weights is DataType.bf16, compute)
+    yield _set("bf16.enabled", used.weights is DataType.bf16, "precision.compute", why=compute)
     if used.weights is DataType.bf16:
         why = "no update is made from gradients that are not finite"
-        yield _set("bf16.check_grad_overflow", True, why)
+        yield _set("bf16.check_grad_overflow", True, why=why)
         if precision.master_weights is DataType.bf16:
             why = "precision.master_weights=bf16"
-            yield _set("bf16.bf16_master_weights_and_grads", True, why)
+            yield _set(
+                "bf16.bf16_master_weights_and_grads", True, "precision.master_weights", why=why
+            )
         if precision.optimizer_states is DataType.bf16:
-            yield _set("bf16.bf16_optimizer_states", True, "precision.optimizer_states=bf16")
+            why = "precision.optimizer_states=bf16"
+            yield _set("bf16.bf16_optimizer_states", True, "precision.optimizer_states", why=why)
 
-    yield _set("fp16.enabled", used.weights is DataType.fp16, compute)
+    yield _set("fp16.enabled", used.weights is DataType.fp16, "precision.compute", why=compute)
     if used.weights is DataType.fp16:
-        yield _set("fp16.loss_scale", precision.loss_scale, "precision.loss_scale; 0 adapts it")
+        why = "precision.loss_scale; 0 adapts it"
+        yield _set("fp16.loss_scale", precision.loss_scale, "precision.loss_scale", why=why)
         for name in ADAPTIVE_LOSS_SCALE:
             yield _set(f"fp16.{name}", getattr(precision, name), f"precision.{name}")
-        yield _set("fp16.consecutive_hysteresis", False, "DeepSpeed's default")
+        yield _set("fp16.consecutive_hysteresis", False, why="DeepSpeed's default")
         if precision.master_weights is DataType.fp16:
             why = "precision.master_weights=fp16"
-            yield _set("fp16.fp16_master_weights_and_grads", True, why)
+            yield _set(
+                "fp16.fp16_master_weights_and_grads", True, "precision.master_weights", why=why
+            )
 
     yield _set("torch_autocast.enabled", precision.autocast, "precision.autocast")
     if precision.autocast:
-        yield _set("torch_autocast.dtype", precision.compute.value, compute)
+        yield _set(
+            "torch_autocast.dtype", precision.compute.value, "precision.compute", why=compute
+        )
         # ZeRO sends the gradients of these in the compute type, whatever communication_data_type
         # says (runtime/torch_autocast.py), and all others in fp32.
         lower = list(MATRIX_MODULES) if used.communication is precision.compute else []
-        yield _set("torch_autocast.lower_precision_safe_modules", lower, wire_why)
+        key = "torch_autocast.lower_precision_safe_modules"
+        yield _set(key, lower, *on_wire, why=wire_why)
 
     accumulate = used.gradient_accumulation.value
-    why = (
-        "the weights' format"
-        if precision.gradient_accumulation is None
-        else "precision.gradient_accumulation"
-    )
-    yield _set("data_types.grad_accum_dtype", accumulate, why)
+    given = precision.gradient_accumulation is not None
+    sources = ("precision.gradient_accumulation",) if given else ()
+    why = "" if given else of_weights
+    yield _set("data_types.grad_accum_dtype", accumulate, *sources, why=why)
     wire = used.communication.value
-    yield _set("communication_data_type", wire, wire_why)
+    yield _set("communication_data_type", wire, *on_wire, why=wire_why)
 
 
 def _zero(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
@@ -259,10 +273,10 @@ def _zero(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
         yield _set(f"{prefix}.{name}", getattr(zero, field), f"zero_stage.{field}")
     if _is_own(config, hardware):
         why = f"{kind.value} is trainctl's own, which DeepSpeed does not list as tested with ZeRO"
-        yield _set("zero_allow_untested_optimizer", True, why)
+        yield _set("zero_allow_untested_optimizer", True, why=why)
     elif kind not in ZERO_TESTED_OPTIMIZERS:
         why = f"DeepSpeed does not list {kind.value} as tested with ZeRO"
-        yield _set("zero_allow_untested_optimizer", True, why)
+        yield _set("zero_allow_untested_optimizer", True, why=why)
 
 
 def _offload(zero: ZeroStageConfig, offload: OffloadConfig) -> Iterator[Derived]:
@@ -276,7 +290,7 @@ def _offload(zero: ZeroStageConfig, offload: OffloadConfig) -> Iterator[Derived]
         if offload.optimizer is OffloadDevice.nvme:
             yield _set(f"{prefix}.nvme_path", offload.nvme_path, "offload.nvme_path")
             why = "Adam's four tensors: weight, gradient and two moments"
-            yield _set(f"{prefix}.buffer_count", 4, why)
+            yield _set(f"{prefix}.buffer_count", 4, why=why)
         if offload.super_offload:
             yield _set(f"{prefix}.super_offload", True, "offload.super_offload")
         if offload.zenflow:
@@ -292,20 +306,20 @@ def _offload(zero: ZeroStageConfig, offload: OffloadConfig) -> Iterator[Derived]
         # DeepSpeed's defaults (runtime/swap_tensor/constants.py).
         defaults = {"block_size": 1_048_576, "queue_depth": 8, "intra_op_parallelism": 1}
         for name, value in (*defaults.items(), ("single_submit", False), ("overlap_events", True)):
-            yield _set(f"aio.{name}", value, "DeepSpeed's default, for NVMe")
+            yield _set(f"aio.{name}", value, why="DeepSpeed's default, for NVMe")
 
 
 def _zenflow(offload: OffloadConfig) -> Iterator[Derived]:
     prefix = "zero_optimization.zenflow"
     yield _set(f"{prefix}.topk_ratio", offload.zenflow_topk_ratio, "offload.zenflow_topk_ratio")
     why = "offload.zenflow: intervals are steps"
-    yield _set(f"{prefix}.select_strategy", "step", why)
+    yield _set(f"{prefix}.select_strategy", "step", "offload.zenflow", why=why)
     select = 0 if offload.zenflow_select_interval is None else offload.zenflow_select_interval
-    why = "offload.zenflow_select_interval; 0 chooses once"
-    yield _set(f"{prefix}.select_interval", select, why)
+    source = "offload.zenflow_select_interval"
+    yield _set(f"{prefix}.select_interval", select, source, why=f"{source}; 0 chooses once")
     update = offload.zenflow_update_interval
-    why = "offload.zenflow_update_interval"
-    yield _set(f"{prefix}.update_interval", "auto" if update is None else update, why)
+    source = "offload.zenflow_update_interval"
+    yield _set(f"{prefix}.update_interval", "auto" if update is None else update, source)
     warmup = offload.zenflow_warmup_steps
     yield _set(f"{prefix}.full_warm_up_rounds", warmup, "offload.zenflow_warmup_steps")
     overlap = offload.zenflow_overlap_step
@@ -315,7 +329,7 @@ def _zenflow(offload: OffloadConfig) -> Iterator[Derived]:
 def _parallelism(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
     if mesh.pipeline > 1:
         why = "the trainer wraps the blocks that are recomputed"
-        yield _set("pipeline.activation_checkpoint_interval", 0, why)
+        yield _set("pipeline.activation_checkpoint_interval", 0, why=why)
     if config.trains_itself:
         return  # it hands DeepSpeed its own mesh (docs/decisions/009-*.md)
     if mesh.tensor > 1 and mesh.pipeline == 1:  # AutoTP refuses a PipelineModule
@@ -326,19 +340,20 @@ def _parallelism(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
         # With sequence ranks the engine sends gradients in this format (runtime/engine.py).
         wire = formats(config.precision).communication.value
         why = "as communication_data_type; its default is fp32"
-        yield _set("seq_parallel_communication_data_type", wire, why)
+        yield _set("seq_parallel_communication_data_type", wire, why=why)
 
 
 def _compile(kernels: KernelsConfig) -> Iterator[Derived]:
     if kernels.compile is CompileKind.deepcompile:
-        yield _set("compile.deepcompile", True, "kernels.compile=deepcompile")
+        why = "kernels.compile=deepcompile"
+        yield _set("compile.deepcompile", True, "kernels.compile", why=why)
 
 
 def _reporting(config: RunConfig) -> Iterator[Derived]:
     own = "the trainer reports itself"
     if config.trains_itself:
-        yield _set("steps_per_print", STEPS_PER_PRINT, own)
-        yield _set("wall_clock_breakdown", False, own)
+        yield _set("steps_per_print", STEPS_PER_PRINT, why=own)
+        yield _set("wall_clock_breakdown", False, why=own)
     else:
         yield _set("steps_per_print", config.logging.every_steps, "logging.every_steps")
     yield _set("log_level", config.logging.deepspeed_level, "logging.deepspeed_level")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil, floor
 
+from trainctl.config.derived import Derived
 from trainctl.config.schema import (
     ParallelismConfig,
     PipelinePartition,
@@ -21,7 +22,7 @@ from trainctl.hardware import Hardware
 from trainctl.plan.batches import Batches, BatchPhase
 from trainctl.plan.schedule import Curve, decay_length, floor_ratio, warmup_length
 from trainctl.plan.stages import blocks_of_stages
-from trainctl.plan.types import Batch, Derived, Mesh
+from trainctl.plan.types import Batch, Mesh
 
 Reasons = tuple[Derived, ...]
 
@@ -65,7 +66,7 @@ def derive_batch(training: TrainingConfig, data: int) -> tuple[Batch | None, Rea
     asked = training.global_batch_size
     if asked is None and training.global_batch_tokens is not None:
         asked, why = _whole_sequences(training, training.global_batch_tokens, data)
-        reasons.append(_reason("global_batch_size", asked, why))
+        reasons.append(_reason("global_batch_size", asked, why, "training.global_batch_tokens"))
 
     if micro is None and (accumulation is None or asked is None):
         micro = 1
@@ -109,15 +110,16 @@ def derive_stages(config: RunConfig) -> tuple[tuple[int, ...], Reasons]:
     )
     if parallelism.pipeline == 1:
         return blocks, ()
-    why = (
-        "parallelism.stage_blocks"
-        if parallelism.stage_blocks
-        else f"parallelism.pipeline_partition={parallelism.pipeline_partition.value}: the heaviest "
-        "stage is made as light as possible"
-        if parallelism.pipeline_partition is not PipelinePartition.uniform
-        else "parallelism.pipeline_partition=uniform"
+    source = (
+        "parallelism.stage_blocks" if parallelism.stage_blocks else "parallelism.pipeline_partition"
     )
-    return blocks, (Derived(key="parallelism.stage_blocks", value=list(blocks), reason=why),)
+    partition = parallelism.pipeline_partition
+    why = source if parallelism.stage_blocks else f"{source}={partition.value}"
+    if not parallelism.stage_blocks and partition is not PipelinePartition.uniform:
+        why += ": the heaviest stage is made as light as possible"
+    return blocks, (
+        Derived(key="parallelism.stage_blocks", value=list(blocks), reason=why, sources=(source,)),
+    )
 
 
 def derive_ramp(training: TrainingConfig, batch: Batch | None) -> tuple[Batches | None, Reasons]:
@@ -150,7 +152,8 @@ def derive_ramp(training: TrainingConfig, batch: Batch | None) -> tuple[Batches 
         if first <= last:
             return None, ()
         key = f"global_batch_size of steps {last + 1} to {first}"
-        reasons.append(Derived(key=key, value=size, reason=why))
+        sources = ("training.batch_ramp",)
+        reasons.append(Derived(key=key, value=size, reason=why, sources=sources))
     if not phases:
         return batches, ()
     batches = Batches((*phases, BatchPhase(first_step=first, batch=batch)))
@@ -170,8 +173,7 @@ def derive_total_steps(
 ) -> tuple[int | None, Reasons]:
     """Optimizer steps of the whole run: `training.steps`, else tokens or epochs, rounded up."""
     if training.steps is not None:
-        why = "training.steps"
-        return training.steps, (Derived(key="total_steps", value=training.steps, reason=why),)
+        return training.steps, (_total(training.steps, "training.steps", "training.steps"),)
     if batches is None:
         return None, ()
     if is_counted_in_epochs(training):
@@ -179,13 +181,20 @@ def derive_total_steps(
     if training.tokens is None:
         return None, ()
     steps = batches.steps_for(training.tokens)
-    each = (
-        "with the batches of training.batch_ramp"
-        if len(batches.phases) > 1
-        else f"/ {batches.at(0).tokens_per_step:_} tokens per step"
-    )
+    each, ramp = _of_ramp(batches, f"/ {batches.at(0).tokens_per_step:_} tokens per step")
     why = f"training.tokens {training.tokens:_} {each}, rounded up"
-    return steps, (Derived(key="total_steps", value=steps, reason=why),)
+    return steps, (_total(steps, why, "training.tokens", *ramp),)
+
+
+def _total(steps: int, why: str, *sources: str) -> Derived:
+    return Derived(key="total_steps", value=steps, reason=why, sources=sources)
+
+
+def _of_ramp(batches: Batches, otherwise: str) -> tuple[str, tuple[str, ...]]:
+    """How a quantity of the whole run is divided into steps, in words, and by which key."""
+    if len(batches.phases) > 1:
+        return "with the batches of training.batch_ramp", ("training.batch_ramp",)
+    return otherwise, ()
 
 
 def is_counted_in_epochs(training: TrainingConfig) -> bool:
@@ -204,17 +213,13 @@ def _steps_of_epochs(training: TrainingConfig, batches: Batches) -> tuple[int | 
     if training.epochs is None or samples == 0:
         return None, ()
     steps = batches.steps_for(ceil(training.epochs * samples) * training.sequence_length)
-    each = (
-        "with the batches of training.batch_ramp"
-        if len(batches.phases) > 1
-        else f"/ {batches.at(0).global_batch_size:_} per step"
-    )
+    each, ramp = _of_ramp(batches, f"/ {batches.at(0).global_batch_size:_} per step")
     why = (
         f"training.epochs {training.epochs:g} x {samples:_} samples (training.epoch_tokens"
         f" {training.epoch_tokens:_} / sequence_length {training.sequence_length}) {each},"
         " rounded up"
     )
-    return steps, (Derived(key="total_steps", value=steps, reason=why),)
+    return steps, (_total(steps, why, "training.epochs", "training.epoch_tokens", *ramp),)
 
 
 def derive_stop_step(training: TrainingConfig, total_steps: int) -> tuple[int, Reasons]:
@@ -222,8 +227,8 @@ def derive_stop_step(training: TrainingConfig, total_steps: int) -> tuple[int, R
     if training.stop_after_steps is None or training.stop_after_steps >= total_steps:
         why = "total_steps: this launch goes to the end"
         return total_steps, (Derived(key="stop_step", value=total_steps, reason=why),)
-    stop = training.stop_after_steps
-    return stop, (Derived(key="stop_step", value=stop, reason="training.stop_after_steps"),)
+    stop, source = training.stop_after_steps, "training.stop_after_steps"
+    return stop, (Derived(key="stop_step", value=stop, reason=source, sources=(source,)),)
 
 
 def derive_warmup_steps(
@@ -231,7 +236,15 @@ def derive_warmup_steps(
 ) -> tuple[int, Reasons]:
     """Optimizer steps of the linear warmup; a fraction is rounded to the nearest step."""
     steps, why = warmup_length(schedule, total_steps, batches)
-    return steps, (Derived(key="warmup_steps", value=steps, reason=why),)
+    sources = (_length_key(schedule, "warmup"),)
+    return steps, (Derived(key="warmup_steps", value=steps, reason=why, sources=sources),)
+
+
+def _length_key(schedule: ScheduleConfig, phase: str) -> str:
+    """The key that says how long the warmup or the decay is: steps, else tokens, else a share."""
+    names = (f"{phase}_steps", f"{phase}_tokens")
+    given = (name for name in names if getattr(schedule, name) is not None)
+    return f"schedule.{next(given, f'{phase}_fraction')}"
 
 
 def derive_stable_steps(
@@ -249,7 +262,12 @@ def derive_stable_steps(
         decay_steps=decay,
     )
     return (
-        Derived(key="decay_steps", value=decay, reason=why),
+        Derived(
+            key="decay_steps",
+            value=decay,
+            reason=why,
+            sources=(_length_key(schedule, "decay"),),
+        ),
         Derived(
             key="stable_steps",
             value=min(total_steps, curve.stable_steps),
@@ -266,7 +284,9 @@ def derive_shape(
     found = []
     if schedule.floor_ratio is None and schedule.kind is not ScheduleKind.constant:
         floor, why = floor_ratio(schedule)
-        found.append(Derived(key="schedule.floor_ratio", value=floor, reason=why))
+        found.append(
+            Derived(key="schedule.floor_ratio", value=floor, reason=why, sources=("schedule.kind",))
+        )
     curve = Curve(
         config=schedule, batches=batches, total_steps=total_steps, warmup_steps=warmup_steps
     )
@@ -275,7 +295,12 @@ def derive_shape(
         "restart_steps": (curve.restarts, "at the peak in the update after each"),
     }
     found += [
-        Derived(key=key, value=list(steps), reason=f"schedule.kind={schedule.kind.value}, {why}")
+        Derived(
+            key=key,
+            value=list(steps),
+            reason=f"schedule.kind={schedule.kind.value}, {why}",
+            sources=("schedule.kind",),
+        )
         for key, (steps, why) in turns.items()
         if steps
     ]
@@ -299,5 +324,5 @@ def _whole_sequences(training: TrainingConfig, tokens: int, data: int) -> tuple[
     return count, why if count == wanted else f"{why}, to the nearest multiple of {shared}"
 
 
-def _reason(name: str, value: int, why: str) -> Derived:
-    return Derived(key=f"training.{name}", value=value, reason=why)
+def _reason(name: str, value: int, why: str, *sources: str) -> Derived:
+    return Derived(key=f"training.{name}", value=value, reason=why, sources=sources)

@@ -1,6 +1,6 @@
 """What `training.deterministic` asks of the libraries: variables that every rank starts with.
 
-What torch is told besides is in `trainctl.train.process`. docs/resume.md says what it costs.
+What torch is told besides is in `trainctl.engines.process`. docs/resume.md says what it costs.
 """
 
 from __future__ import annotations

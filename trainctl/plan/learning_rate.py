@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import sqrt
 
+from trainctl.config.derived import Derived
 from trainctl.config.schema import (
     AdaptiveClipping,
     LrScaling,
@@ -22,7 +23,6 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.plan.batches import Batch
-from trainctl.plan.types import Derived
 
 SOURCES = {LrScaling.linear: "arXiv:1706.02677", LrScaling.sqrt: "arXiv:2205.10287"}
 
@@ -50,11 +50,17 @@ def reasons(config: RunConfig, batch: Batch) -> Iterator[Derived]:
             rates["matrix_lr"] = optimizer.matrix_lr
         for name, rate in rates.items():
             why = f"optimizer.{name} {rate:g} x {factor}, {source}"
-            yield Derived(key=f"peak_{name}", value=rate * scale, reason=why)
+            sources = (f"optimizer.{name}", "optimizer.lr_scaling_batch_size")
+            yield Derived(key=f"peak_{name}", value=rate * scale, reason=why, sources=sources)
     if config.trains_itself and config.gradients.adaptive_clipping is not AdaptiveClipping.none:
         kind = config.gradients.adaptive_clipping.value
         fixed = f"optimizer.gradient_clipping {optimizer.gradient_clipping:g}"
         why = f"decides alone, in place of {fixed}"
         if config.gradients.adaptive_clipping is AdaptiveClipping.mean:
             why = f"decides alone from the second update on, {fixed} for the first"
-        yield Derived(key="clip_at", value=kind, reason=f"gradients.adaptive_clipping={kind} {why}")
+        yield Derived(
+            key="clip_at",
+            value=kind,
+            reason=f"gradients.adaptive_clipping={kind} {why}",
+            sources=("gradients.adaptive_clipping", "optimizer.gradient_clipping"),
+        )

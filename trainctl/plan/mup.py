@@ -31,10 +31,10 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
+from trainctl.config.derived import Derived
 from trainctl.config.schema import ModelConfig, OptimizerConfig, OptimizerKind, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.shapes import head_dim, key_value_heads
-from trainctl.plan.types import Derived
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight")
 OUTPUT = "lm_head.weight"
@@ -165,15 +165,22 @@ def reasons(config: RunConfig) -> Iterator[Derived]:
         return
     m = width_factor(model)
     widths = f"model.hidden_size {model.hidden_size} / model.mup_base_width {model.mup_base_width}"
-    yield Derived(key="mup.width_factor", value=m, reason=f"m = {widths}")
+    sources = ("model.hidden_size", "model.mup_base_width")
+    yield Derived(key="mup.width_factor", value=m, reason=f"m = {widths}", sources=sources)
     yield Derived(
         key="mup.hidden_deviation",
         value=model.initializer_range * initial_factor(model, TensorKind.hidden),
         reason=f"of initial hidden matrices: model.initializer_range {model.initializer_range:g}"
         " / sqrt(m)",
+        sources=("model.initializer_range",),
     )
     yield Derived(key="mup.output_multiplier", value=1 / m, reason="of the logits: 1 / m")
     if model.mup_base_head_dim is not None:
         why = f"sqrt(model.mup_base_head_dim {model.mup_base_head_dim}) / head width "
         scale = attention_factor(model) / math.sqrt(head_dim(model))
-        yield Derived(key="mup.attention_scale", value=scale, reason=f"{why}{head_dim(model)}")
+        yield Derived(
+            key="mup.attention_scale",
+            value=scale,
+            reason=f"{why}{head_dim(model)}",
+            sources=("model.mup_base_head_dim",),
+        )

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from trainctl.config.derived import Derived
 from trainctl.config.schema import (
     Accelerator,
     DataType,
@@ -22,7 +23,6 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.hardware import Hardware
-from trainctl.plan.types import Derived
 
 _HOST = (OffloadDevice.none, OffloadDevice.cpu)
 _EVERYWHERE = (*_HOST, OffloadDevice.nvme)

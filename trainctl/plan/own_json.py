@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from trainctl.config.keys import leaves
+from trainctl.config.derived import Derived
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
 from trainctl.plan.deepspeed import flatten
 from trainctl.plan.deepspeed_rules import Surroundings, check
-from trainctl.plan.types import Derived, Mesh
+from trainctl.plan.types import Mesh
 
 
 def check_own_json(
@@ -57,9 +57,5 @@ def _overlap(key: str, other: str) -> bool:
 
 def _comes_from(key: str, settings: tuple[Derived, ...]) -> str:
     """The configuration key that a key of the JSON is derived from; empty if there is none."""
-    for setting in settings:
-        if _overlap(key, setting.key):
-            source = setting.reason.partition(":")[0].partition("=")[0].partition(",")[0].strip()
-            if source in leaves():
-                return source
-    return ""
+    near = (setting for setting in settings if _overlap(key, setting.key))
+    return next((setting.sources[0] for setting in near if setting.sources), "")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from trainctl.config.derived import Derived
 from trainctl.config.schema import ActivationCheckpointingConfig, CheckpointingMode, RunConfig
-from trainctl.plan.types import Derived
 
 
 def is_wrapped(block: int, config: ActivationCheckpointingConfig) -> bool:
@@ -27,5 +27,6 @@ def wrapped_blocks(config: RunConfig) -> tuple[Derived, ...]:
             key="activation_checkpointing.wrapped_blocks",
             value=count,
             reason=f"activation_checkpointing.mode={settings.mode.value}: {which} of {layers}",
+            sources=("activation_checkpointing.mode",),
         ),
     )

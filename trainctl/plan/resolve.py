@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainctl.config.derived import Derived
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
@@ -28,7 +29,7 @@ from trainctl.plan.precision import formats
 from trainctl.plan.recompute import wrapped_blocks
 from trainctl.plan.rules import Draft, check
 from trainctl.plan.techniques import not_yet
-from trainctl.plan.types import Derived, RunPlan
+from trainctl.plan.types import RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +125,7 @@ def _format_reasons(config: RunConfig) -> tuple[Derived, ...]:
             value=getattr(used, name).value,
             reason=f"the format of the weights under precision.compute="
             f"{config.precision.compute.value}",
+            sources=("precision.compute",),
         )
         for name in ("gradient_accumulation", "communication")
         if getattr(config.precision, name) is None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from trainctl.config.derived import Derived
 from trainctl.config.schema import RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.batches import Batch as Batch
@@ -13,22 +14,6 @@ from trainctl.plan.batches import Batches, BatchPhase
 
 PLAN_SCHEMA = 1
 """Version of `plan.json`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Derived:
-    """A value that nobody typed, and why it is what it is.
-
-    Attributes:
-        key: Name that users ask for: a config key (`training.global_batch_size`), a key of
-            DeepSpeed's JSON (`train_batch_size`), or a quantity of the plan (`total_steps`).
-        value: The value.
-        reason: The arithmetic or the rule, with the numbers.
-    """
-
-    key: str
-    value: Any
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,28 +1,22 @@
 """What a configuration key turns into: the derived values and JSON keys that hang on it.
 
-Two ways of finding them complement each other. The reason of a derived value names the keys that it
-comes from; and a key that is changed, everything else being equal, changes what depends on it.
+Two ways of finding them complement each other. A derived value has the keys that it follows from;
+and a key that is changed, everything else being equal, changes what depends on it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, get_args
 
 from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.derived import Derived
 from trainctl.config.keys import Leaf, ValueProblem, accept, leaves
 from trainctl.config.schema import RunConfig
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.resolve import resolve
-from trainctl.plan.types import Derived, RunPlan
-
-
-def named_in(reason: str) -> list[str]:
-    """The configuration keys that a reason names, in its order."""
-    words = re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)+", reason)
-    return [word for word in dict.fromkeys(words) if word in leaves()]
+from trainctl.plan.types import RunPlan
 
 
 def depending_on(key: str, plan: RunPlan) -> list[Derived]:
@@ -31,7 +25,7 @@ def depending_on(key: str, plan: RunPlan) -> list[Derived]:
     return [
         item
         for item in plan.derived
-        if item.key != key and (key in named_in(item.reason) or item.key in moved)
+        if item.key != key and (key in item.sources or item.key in moved)
     ]
 
 

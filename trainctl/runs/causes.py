@@ -97,7 +97,9 @@ _PATTERNS = [
 
 _SMALL_FILE_BYTES = 16_384
 
-_DATA_CODE = re.compile(r'^  File ".*/trainctl/train/(corpus|data|order|tokenizer)\.py", line')
+_DATA_CODE = re.compile(
+    r'^  File ".*/trainctl/(train/(corpus|data|order|tokenizer)|engines/micro_batch)\.py", line'
+)
 _FRAME = re.compile(r'^  File ".*/trainctl/')
 
 

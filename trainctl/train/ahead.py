@@ -16,8 +16,9 @@ from functools import partial
 
 import torch
 
+from trainctl.engines.micro_batch import MicroBatch
 from trainctl.plan.batches import Batch
-from trainctl.train.data import MicroBatch, TrainingData
+from trainctl.train.data import TrainingData
 
 STEPS_AHEAD = 2
 """Made ahead at most: one may be slow, as when it is read from a disk for the first time."""

@@ -14,9 +14,9 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from trainctl.train.mesh import ProcessMesh
-from trainctl.train.shards import Piece, Pieces, Shard, read_shard
-from trainctl.train.swap import copy_from_swap_buffers
+from trainctl.engines.deepspeed.swap import copy_from_swap_buffers
+from trainctl.engines.mesh import ProcessMesh
+from trainctl.engines.shards import Piece, Pieces, Shard, read_shard
 from trainctl.train.weights import WeightSource
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainctl.train.mesh import Axis
+from trainctl.engines.mesh import Axis
 
 Transformation = Callable[[torch.Tensor, Axis], torch.Tensor]
 

@@ -11,23 +11,23 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import CompileKind, RunConfig
+from trainctl.engines.deepspeed.sequence_parallel import SequenceParallelAttention
+from trainctl.engines.deepspeed.swap import remove_swap_folder
+from trainctl.engines.mesh import ProcessMesh
+from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
+from trainctl.engines.process import Process
+from trainctl.engines.shards import Piece, Pieces
+from trainctl.engines.stopwatch import Stopwatch
 from trainctl.plan.batches import Batch
 from trainctl.plan.groups import GroupKey, group_of, in_order
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.train.clipping import CLIPPING_EPSILON
-from trainctl.train.data import IGNORED_LABEL, MicroBatch
 from trainctl.train.gradient_changes import centralize
 from trainctl.train.loss import LanguageModel
-from trainctl.train.mesh import ProcessMesh
 from trainctl.train.model import has_flash_attention
 from trainctl.train.optimizers import own_optimizer
 from trainctl.train.precision import LossScale, share_groups, stop_at_smallest
-from trainctl.train.process import Process
-from trainctl.train.sequence_parallel import SequenceParallelAttention
-from trainctl.train.shards import Piece, Pieces
-from trainctl.train.stopwatch import Stopwatch
-from trainctl.train.swap import remove_swap_folder
 from trainctl.train.tensor_parallel import sum_partial_gradients
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainctl.train.data import MicroBatch, PackedDataset
+from trainctl.engines.micro_batch import MicroBatch
+from trainctl.train.data import PackedDataset
 from trainctl.train.tokenizer import Tokenizer
 
 Score = Callable[[MicroBatch], tuple[float, int]]

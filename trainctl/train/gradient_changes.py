@@ -13,8 +13,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainctl.config.schema import GradientsConfig
-from trainctl.train.mesh import Axis
-from trainctl.train.shards import Piece, Pieces, Shard
+from trainctl.engines.mesh import Axis
+from trainctl.engines.shards import Piece, Pieces, Shard
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -20,9 +20,9 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from trainctl.config.schema import CompileKind, RunConfig
+from trainctl.engines.process import Process
 from trainctl.train.engine import Engine, group_key
 from trainctl.train.gradient_changes import Place
-from trainctl.train.process import Process
 from trainctl.train.state import Fragment, OptimizerState
 
 

@@ -12,12 +12,12 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from trainctl.config.schema import AttentionKind
+from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.train.build import materialise
 from trainctl.train.checkpoint import Checkpoint
-from trainctl.train.data import MicroBatch
 from trainctl.train.evaluation import inference
 from trainctl.train.loss import summed_cross_entropy
 from trainctl.train.model import TORCH_TYPES, has_flash_attention, portable, skeleton

@@ -10,10 +10,10 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import CrossEntropyKind, KernelsConfig
+from trainctl.engines.mesh import Axis
+from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.train.cross_entropy import chunked_cross_entropy, fuse_head
-from trainctl.train.data import IGNORED_LABEL
 from trainctl.train.families import family_of
-from trainctl.train.mesh import Axis
 from trainctl.train.tensor_parallel import gather_vocabulary, vocabulary_parallel_cross_entropy
 
 

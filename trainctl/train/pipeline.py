@@ -21,15 +21,15 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+from trainctl.engines.mesh import Axis, ProcessMesh
+from trainctl.engines.micro_batch import MicroBatch, document_lengths
+from trainctl.engines.process import Process
+from trainctl.engines.shards import Pieces
 from trainctl.plan.types import RunPlan
-from trainctl.train.data import MicroBatch, document_lengths
 from trainctl.train.engine import Engine
 from trainctl.train.families import family_of
 from trainctl.train.loss import summed_cross_entropy, summed_losses
-from trainctl.train.mesh import Axis, ProcessMesh
 from trainctl.train.model import has_flash_attention
-from trainctl.train.process import Process
-from trainctl.train.shards import Pieces
 from trainctl.train.tensor_parallel import gather_vocabulary
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 
+from trainctl.engines.deepspeed.process import start_process
+from trainctl.engines.process import not_deterministic, stop_process
 from trainctl.plan.types import RunPlan
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
-from trainctl.train.process import not_deterministic, start_process, stop_process
 from trainctl.train.session import assemble
 from trainctl.train.trainer import Trainer
 

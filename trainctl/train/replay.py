@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainctl.config.schema import DataType, ModelFamily
+from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import number, read_events, step_curve
-from trainctl.train.process import Process
 
 FP32_TOLERANCE = 1e-5
 """Relative; another layout adds in another order, and another device rounds otherwise."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import MANIFEST, read_manifest, verify_files
 from trainctl.train.checkpoint import Checkpoint
-from trainctl.train.process import Process
 
 
 def newest_intact(run: RunPaths, process: Process) -> Checkpoint | None:

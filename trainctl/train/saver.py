@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from trainctl.config.schema import CheckpointConfig
+from trainctl.engines.process import Process
 from trainctl.runs.layout import RunPaths
-from trainctl.train.process import Process
 from trainctl.train.save import Part, part_of, write_checkpoint
 from trainctl.train.state import OptimizerState
 

@@ -13,6 +13,10 @@ import deepspeed
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from trainctl.engines.deepspeed.swap import with_own_swap_folder
+from trainctl.engines.mesh import ProcessMesh, join_mesh
+from trainctl.engines.process import Process
+from trainctl.engines.shards import Pieces
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
@@ -27,19 +31,15 @@ from trainctl.train.engine import Engine
 from trainctl.train.gradients import Gradients
 from trainctl.train.kernels import apply_kernels
 from trainctl.train.learning_rate import LearningRate
-from trainctl.train.mesh import ProcessMesh, join_mesh
 from trainctl.train.model import TORCH_TYPES, skeleton
 from trainctl.train.patience import Patience
 from trainctl.train.pipeline import PipelineEngine, cut_to_stage
 from trainctl.train.precision import convert_to_fp8
-from trainctl.train.process import Process
 from trainctl.train.recompute import wrap_blocks
 from trainctl.train.replay import Replay
 from trainctl.train.restore import newest_intact, weights_of
-from trainctl.train.shards import Pieces
 from trainctl.train.stability import Guard
 from trainctl.train.state import OptimizerState
-from trainctl.train.swap import with_own_swap_folder
 from trainctl.train.tensor_parallel import shard_model
 from trainctl.train.tokenizer import Tokenizer, load_tokenizer
 from trainctl.train.weights import SafetensorsWeights, SeedWeights, WeightSource

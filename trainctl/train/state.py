@@ -19,12 +19,12 @@ from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
+from trainctl.engines.shards import Piece, Shard
 from trainctl.errors import TrainctlError
 from trainctl.plan.optimizers import state_names
 from trainctl.train.build import partition_range
 from trainctl.train.engine import Engine
 from trainctl.train.optimizers.partitioned import Part, PartitionedOptimizer, Side
-from trainctl.train.shards import Piece, Shard
 
 MASTER = "master"
 """Name of the master weights among the states."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainctl.config.schema import OnBadLoss
+from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.batches import Batch
 from trainctl.train.ahead import BatchesAhead
 from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.clipping import clipped_groups
-from trainctl.train.data import MicroBatch
 from trainctl.train.gradient_changes import elementwise
 from trainctl.train.gradients import Norms
 from trainctl.train.restore import newest_intact

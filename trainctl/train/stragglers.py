@@ -24,8 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainctl.engines.process import Process
 from trainctl.plan.types import RunPlan
-from trainctl.train.process import Process
 
 PARTS = ("data", "forward", "backward", "optimizer")
 WINDOW_STEPS = 10

@@ -20,6 +20,8 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from trainctl.engines.mesh import Axis
+from trainctl.engines.shards import Piece, Pieces, Shard
 from trainctl.train.collectives import (
     Copy,
     GatherSequence,
@@ -31,8 +33,6 @@ from trainctl.train.collectives import (
     sum_over,
 )
 from trainctl.train.families import Region, blocks_of, family_of
-from trainctl.train.mesh import Axis
-from trainctl.train.shards import Piece, Pieces, Shard
 
 
 def shard_model(

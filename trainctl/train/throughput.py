@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from trainctl.config.schema import DataType
+from trainctl.engines.phase_memory import PhaseMemory, peak_resident_bytes
+from trainctl.engines.process import Process
 from trainctl.memory.budget import budget
 from trainctl.plan.flops import flops_per_token, utilisation
 from trainctl.plan.types import RunPlan
 from trainctl.planner.traces import traced_already
-from trainctl.train.phase_memory import PhaseMemory, peak_resident_bytes
-from trainctl.train.process import Process
 
 
 class Throughput:

@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import asdict
 
+from trainctl.engines.phase_memory import PhaseMemory
 from trainctl.errors import TrainctlError
 from trainctl.plan.average import METRIC
 from trainctl.plan.identity import description
@@ -19,7 +20,6 @@ from trainctl.runs.requests import Request, pending_requests, withdraw_request
 from trainctl.train.ahead import BatchesAhead
 from trainctl.train.evaluation import evaluate, inference, sample_text
 from trainctl.train.model import TORCH_TYPES
-from trainctl.train.phase_memory import PhaseMemory
 from trainctl.train.profiler import Profiler
 from trainctl.train.saver import Saver
 from trainctl.train.session import Session

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from transformers.modeling_utils import PreTrainedModel
 
+from trainctl.engines.mesh import ProcessMesh
+from trainctl.engines.process import Process
+from trainctl.engines.shards import Pieces
 from trainctl.plan.types import RunPlan
 from trainctl.train.engine import Engine
-from trainctl.train.mesh import ProcessMesh
-from trainctl.train.process import Process
-from trainctl.train.shards import Pieces
 
 
 class ZenFlowEngine(Engine):

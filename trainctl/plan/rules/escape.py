@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from trainctl.config.derived import Derived
 from trainctl.errors import Finding
 from trainctl.plan.deepspeed import BATCH_KEYS, derived_settings, flatten
 from trainctl.plan.deepspeed_rules import Case
 from trainctl.plan.deepspeed_rules.keys import suggestion
 from trainctl.plan.rules.draft import Draft, error
-from trainctl.plan.types import Batch, Derived, Mesh
+from trainctl.plan.types import Batch, Mesh
 
 OWNED_KEYS = {
     "scheduler": "the trainer sets the learning rate at each step: use the schedule group",

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from trainctl.train.phase_memory import PhaseMemory
+from trainctl.engines.phase_memory import PhaseMemory
 
 _ACCOUNT = Path("/proc/thread-self/schedstat")
 """Nanoseconds on a processor, nanoseconds of waiting for one, and how often it had one."""

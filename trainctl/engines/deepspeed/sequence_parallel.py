@@ -13,8 +13,8 @@ import torch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trainctl.engines.mesh import ProcessMesh
 from trainctl.plan.types import RunPlan
-from trainctl.train.mesh import ProcessMesh
 
 
 class SequenceParallelAttention:

@@ -15,9 +15,9 @@ import torch
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
+from trainctl.engines.process import Process
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
-from trainctl.train.process import Process
 
 _gather = partition_parameters._no_gather_coalesced
 _SECTIONS = ("offload_optimizer", "offload_param")

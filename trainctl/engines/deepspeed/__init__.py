@@ -1,0 +1,1 @@
+"""DeepSpeed: the only files of trainctl that import it."""
