@@ -19,24 +19,16 @@ from trainctl.config.schema import (
     LrScaling,
     OffloadConfig,
     OffloadDevice,
-    OptimizerKind,
     RunConfig,
     ZeroStageConfig,
 )
 from trainctl.hardware import Hardware
+from trainctl.options.optimizer import DeepSpeedForm, Maker, Parameter, spec_of
 from trainctl.plan import mup
 from trainctl.plan.learning_rate import lr_scale
-from trainctl.plan.optimizers import Maker, is_fused, maker
+from trainctl.plan.optimizers import is_fused, maker
 from trainctl.plan.precision import formats
 from trainctl.plan.types import Batch, Mesh
-
-ZERO_TESTED_OPTIMIZERS = (
-    OptimizerKind.adamw,
-    OptimizerKind.adam,
-    OptimizerKind.lion,
-    OptimizerKind.muon,
-)
-"""Kinds whose classes DeepSpeed lists as tested with ZeRO (runtime/zero/utils.py)."""
 
 BATCH_KEYS = (
     "train_batch_size",
@@ -117,19 +109,11 @@ def _batch(mesh: Mesh, batch: Batch) -> Iterator[Derived]:
 
 
 def _optimizer(config: RunConfig, hardware: Hardware, lr_scale: float) -> Iterator[Derived]:
-    kind = config.optimizer.kind
-    name = {
-        OptimizerKind.adamw: "AdamW",
-        OptimizerKind.adam: "Adam",
-        OptimizerKind.lion: "Lion",
-        OptimizerKind.muon: "Muon",
-        OptimizerKind.lamb: "Lamb",
-        OptimizerKind.sgd: "SGD",
-        OptimizerKind.adafactor: "Adafactor",
-    }.get(kind)
-    if name is not None and not _is_own(config, hardware):
-        yield _set("optimizer.type", name, "optimizer.kind", why=f"optimizer.kind={kind.value}")
-        yield from _optimizer_params(config, hardware, lr_scale)
+    form = spec_of(config.optimizer).deepspeed
+    if form is not None and not _is_own(config, hardware):
+        why = f"optimizer.kind={config.optimizer.kind}"
+        yield _set("optimizer.type", form.type, "optimizer.kind", why=why)
+        yield from _optimizer_params(config, hardware, lr_scale, form)
 
 
 def _is_own(config: RunConfig, hardware: Hardware) -> bool:
@@ -150,46 +134,57 @@ def _clipping(config: RunConfig) -> Derived:
     return _set("gradient_clipping", limit, "optimizer.gradient_clipping")
 
 
-def _optimizer_params(config: RunConfig, hardware: Hardware, lr_scale: float) -> Iterator[Derived]:
-    optimizer, zenflow, epsilon = config.optimizer, config.offload.zenflow, mup.epsilon(config)
+def _optimizer_params(
+    config: RunConfig, hardware: Hardware, lr_scale: float, form: DeepSpeedForm
+) -> Iterator[Derived]:
+    optimizer, params = config.optimizer, "optimizer.params"
     offloaded = config.offload.optimizer is not OffloadDevice.none
-    kind, params = optimizer.kind, "optimizer.params"
-    scaling = () if optimizer.lr_scaling is LrScaling.none else ("optimizer.lr_scaling",)
-    rate = ("optimizer.lr", *scaling)
-    why = f"{' x '.join(rate)}: the peak; the trainer sets the schedule's value at each step"
-    yield _set(f"{params}.lr", optimizer.lr * lr_scale, *rate, why=why)
-    decay = "optimizer.weight_decay"
-    why = f"{decay}: the trainer's groups without decay override it"
-    yield _set(f"{params}.weight_decay", optimizer.weight_decay, decay, why=why)
-    if kind not in (OptimizerKind.sgd, OptimizerKind.adafactor):
-        betas = [optimizer.beta1, optimizer.beta2]
-        yield _set(f"{params}.betas", betas, "optimizer.beta1", "optimizer.beta2")
-    if kind not in (OptimizerKind.sgd, OptimizerKind.adafactor, OptimizerKind.lion):
-        by_width = "" if epsilon == optimizer.epsilon else " / mup.width_factor, as the gradients"
-        why = f"optimizer.epsilon{by_width}"
-        yield _set(f"{params}.eps", epsilon, "optimizer.epsilon", why=why)
-    if kind in (OptimizerKind.sgd, OptimizerKind.muon):
-        yield _set(f"{params}.momentum", optimizer.momentum, "optimizer.momentum")
-    if kind is OptimizerKind.muon:
-        matrix_lr = optimizer.lr if optimizer.matrix_lr is None else optimizer.matrix_lr
-        source = "optimizer.lr" if optimizer.matrix_lr is None else "optimizer.matrix_lr"
-        rate = (source, *scaling)
-        yield _set(f"{params}.muon_lr", matrix_lr * lr_scale, *rate, why=" x ".join(rate))
-    if kind is OptimizerKind.adam:
-        why = "optimizer.kind=adam: the decay is part of the gradient"
-        yield _set(f"{params}.adam_w_mode", False, "optimizer.kind", why=why)
+    for parameter in form.parameters:
+        yield _parameter(config, parameter, lr_scale)
+    for name, (value, why) in form.fixed.items():
+        yield _set(f"{params}.{name}", value, "optimizer.kind", why=why)
     # ZenFlow hands these parameters on to torch's AdamW, which does not know the key.
-    if kind in (OptimizerKind.adamw, OptimizerKind.adam, OptimizerKind.muon) and not zenflow:
+    if form.has_torch_adam and not config.offload.zenflow:
         why = (
             "the optimizer is offloaded: DeepSpeedCPUAdam"
             if offloaded
             else "torch's own AdamW: nothing to compile"
         )
         yield _set(f"{params}.torch_adam", not offloaded, why=why)
-    if config.trains_itself and is_fused(config, hardware) and kind is not OptimizerKind.lion:
+    takes_fused = spec_of(optimizer).fused_by is Maker.torch
+    if config.trains_itself and takes_fused and is_fused(config, hardware):
         why = "" if optimizer.fused else "one kernel updates all, on accelerators"
         sources = ("optimizer.fused",) if optimizer.fused else ()
         yield _set(f"{params}.fused", True, *sources, why=why)
+
+
+def _parameter(config: RunConfig, parameter: Parameter, lr_scale: float) -> Derived:
+    """A parameter of the JSON, from the keys that say it."""
+    optimizer = config.optimizer
+    values = [getattr(optimizer, key) for key in parameter.keys]
+    value = values if len(values) > 1 else values[0]
+    sources = [f"optimizer.{key}" for key in parameter.keys]
+    if parameter.or_lr and value is None:
+        value, sources = optimizer.lr, ["optimizer.lr"]
+    why = " and ".join(sources)
+    if parameter.is_rate:
+        value *= lr_scale
+        if optimizer.lr_scaling is not LrScaling.none:
+            sources.append("optimizer.lr_scaling")
+        why = " x ".join(sources)
+    if parameter.is_epsilon:
+        scaled = mup.epsilon(config, value)
+        why += "" if scaled == value else " / mup.width_factor, as the gradients"
+        value = scaled
+    note = _NOTES.get(parameter.name)
+    why += f": {note}" if note else ""
+    return _set(f"optimizer.params.{parameter.name}", value, *sources, why=why)
+
+
+_NOTES = {
+    "lr": "the peak; the trainer sets the schedule's value at each step",
+    "weight_decay": "the trainer's groups without decay override it",
+}
 
 
 def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
@@ -246,7 +241,7 @@ def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
 
 
 def _zero(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
-    zero, kind, prefix = config.zero_stage, config.optimizer.kind, "zero_optimization"
+    zero, optimizer, prefix = config.zero_stage, spec_of(config.optimizer), "zero_optimization"
     yield _set(f"{prefix}.stage", zero.stage, "zero_stage.stage")
     if zero.stage == 0:
         return
@@ -272,10 +267,11 @@ def _zero(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
     for name, field in names.items():
         yield _set(f"{prefix}.{name}", getattr(zero, field), f"zero_stage.{field}")
     if _is_own(config, hardware):
-        why = f"{kind.value} is trainctl's own, which DeepSpeed does not list as tested with ZeRO"
+        name = optimizer.name
+        why = f"{name} is trainctl's own, which DeepSpeed does not list as tested with ZeRO"
         yield _set("zero_allow_untested_optimizer", True, why=why)
-    elif kind not in ZERO_TESTED_OPTIMIZERS:
-        why = f"DeepSpeed does not list {kind.value} as tested with ZeRO"
+    elif optimizer.deepspeed is None or not optimizer.deepspeed.is_zero_tested:
+        why = f"DeepSpeed does not list {optimizer.name} as tested with ZeRO"
         yield _set("zero_allow_untested_optimizer", True, why=why)
 
 

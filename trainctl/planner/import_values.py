@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainctl.config.registry import specs
+from trainctl.options.optimizer import DeepSpeedForm
 from trainctl.plan.deepspeed import ADAPTIVE_LOSS_SCALE
 from trainctl.plan.deepspeed_rules import Case
 from trainctl.plan.deepspeed_rules.case import AUTO, FILLED_BY_OTHERS
@@ -32,18 +34,8 @@ STAGE_3_FIELDS = {
     "zero_quantized_gradients": "quantized_gradients",
 }
 
-OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("adamw", {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}),
-    "lion": ("lion", {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.0}),
-    "lamb": ("lamb", {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}),
-    "muon": (
-        "muon",
-        {"lr": 0.02, "momentum": 0.95, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0},
-    ),
-    "SGD": ("sgd", {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}),
-    "Adafactor": ("adafactor", {"lr": 1e-2, "weight_decay": 0.0}),
-}
-"""By DeepSpeed's name: our kind, and the defaults of its class."""
+NOT_PARAMETERS = ("torch_adam", "adam_w_mode")
+"""Which class updates, and how: the kind says it."""
 
 TORCH_WEIGHT_DECAY = 0.01
 """Default of torch.optim.AdamW, which `torch_adam` chooses; FusedAdam's is 0."""
@@ -54,15 +46,6 @@ SCHEDULE_DEFAULTS: dict[str, dict[str, Any]] = {
     "WarmupCosineLR": {"warmup_num_steps": 1000},
 }
 """By DeepSpeed's name: what holds where nothing is said (runtime/lr_schedules.py)."""
-
-PARAMETERS = {
-    "lr": "lr",
-    "weight_decay": "weight_decay",
-    "eps": "epsilon",
-    "momentum": "momentum",
-    "muon_lr": "matrix_lr",
-}
-NOT_PARAMETERS = ("torch_adam", "adam_w_mode", "betas")
 
 RECOMPUTE = "activation_checkpointing"
 """The same name in DeepSpeed's JSON and among the groups."""
@@ -187,18 +170,27 @@ def _optimizer(case: Case, wanted: Wanted) -> None:
         return
     wanted.taken.add("optimizer")
     params = case.params("optimizer")
-    is_adam = name == "adam" and params.get("adam_w_mode", True) is False
-    kind, defaults = OPTIMIZERS.get("adamw" if name == "adam" else name, ("", {}))
-    if not kind:
+    spec = _optimizer_of(name, params)
+    if spec is None:
         reason = "trainctl has no such optimizer: choose an option of the group optimizer"
         wanted.left_out.append(("optimizer.type", case.get("optimizer.type"), reason))
         return
-    wanted.choices["optimizer"] = "adam" if is_adam else kind
-    values = dict(defaults)
-    if params.get("torch_adam") and "weight_decay" in values:
+    wanted.choices["optimizer"] = spec.name
+    values = {each.name: each.default for each in spec.deepspeed.parameters}
+    if params.get("torch_adam"):
         values["weight_decay"] = TORCH_WEIGHT_DECAY
     values |= {key: value for key, value in params.items() if value is not None}
-    _parameters(_without_autos(case, "optimizer", values), wanted)
+    _parameters(spec.deepspeed, _without_autos(case, "optimizer", values), wanted)
+
+
+def _optimizer_of(name: str, params: Mapping[str, Any]) -> Any:
+    """The spec that says what a JSON's optimizer does; of several the one that says more of it."""
+    named = [
+        spec
+        for spec in specs("optimizer")
+        if spec.deepspeed is not None and spec.deepspeed.matches(name, params)
+    ]
+    return max(named, key=lambda spec: len(spec.deepspeed.fixed), default=None)
 
 
 def _without_autos(case: Case, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,17 +201,20 @@ def _without_autos(case: Case, section: str, values: Mapping[str, Any]) -> dict[
     }
 
 
-def _parameters(values: Mapping[str, Any], wanted: Wanted) -> None:
-    for key, value in values.items():
-        if key in PARAMETERS and is_number(value):
-            wanted.settings[f"optimizer.{PARAMETERS[key]}"] = float(value)
-        elif key not in NOT_PARAMETERS:
-            reason = "trainctl has no key for it"
-            wanted.left_out.append((f"optimizer.params.{key}", value, reason))
-    betas = values.get("betas")
-    if isinstance(betas, list) and len(betas) == 2:
-        for ours, beta in zip(("beta1", "beta2"), betas, strict=True):
-            wanted.settings[f"optimizer.{ours}"] = float(beta)
+def _parameters(form: DeepSpeedForm, values: Mapping[str, Any], wanted: Wanted) -> None:
+    ours = {each.name: each for each in form.parameters}
+    for name, value in values.items():
+        parameter = ours.get(name)
+        if parameter is None:
+            if name not in (*form.fixed, *NOT_PARAMETERS):
+                reason = "trainctl has no key for it"
+                wanted.left_out.append((f"optimizer.params.{name}", value, reason))
+        elif len(parameter.keys) > 1:
+            if isinstance(value, list) and len(value) == len(parameter.keys):
+                for key, item in zip(parameter.keys, value, strict=True):
+                    wanted.settings[f"optimizer.{key}"] = float(item)
+        elif is_number(value):
+            wanted.settings[f"optimizer.{parameter.keys[0]}"] = float(value)
 
 
 def _schedule(case: Case, wanted: Wanted) -> None:
