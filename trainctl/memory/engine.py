@@ -16,8 +16,8 @@ from trainctl.config.schema import (
 from trainctl.memory.constants import BYTES
 from trainctl.memory.groups import Group, groups_of
 from trainctl.memory.stages import Piece, Stage
-from trainctl.memory.update import Update, update_of
-from trainctl.options.optimizer import spec_of
+from trainctl.memory.update import update_of
+from trainctl.options.optimizer import Update, spec_of
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 

@@ -162,7 +162,7 @@ def _parameter(config: RunConfig, parameter: Parameter, lr_scale: float) -> Deri
     """A parameter of the JSON, from the keys that say it."""
     optimizer = config.optimizer
     values = [getattr(optimizer, key) for key in parameter.keys]
-    value = values if len(values) > 1 else values[0]
+    value: Any = values if len(values) > 1 else values[0]
     sources = [f"optimizer.{key}" for key in parameter.keys]
     if parameter.or_lr and value is None:
         value, sources = optimizer.lr, ["optimizer.lr"]
