@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.engines.choose import engine_room
@@ -204,24 +205,27 @@ def _job(
     """What the engine gets: the model with its loss, and what its update is made by."""
     config, z_loss = plan.config, plan.config.stability.z_loss
     vocabulary = mesh.tensor if mesh.tensor.size > 1 else None
-    is_staged = mesh.pipeline.size > 1
     sum_partial_gradients(pieces, mesh.tensor)
     if config.gradients.centralize:
         centralize(model, pieces, vocabulary)
     groups = parameter_groups(pieces, config, lr_scale=plan.lr_scale)
+    module: nn.Module
+    tied = None
+    if mesh.pipeline.size > 1:
+        module = Stage(model, mesh, z_loss)
+        if config.model.tie_word_embeddings:
+            tied = tied_weight(model, mesh.pipeline)
+    else:
+        module = LanguageModel(model, vocabulary, config.kernels, z_loss)
     return Job(
         plan=plan,
         process=process,
         mesh=mesh,
-        module=Stage(model, mesh, z_loss)
-        if is_staged
-        else LanguageModel(model, vocabulary, config.kernels, z_loss),
+        module=module,
         pieces=pieces,
         groups=groups,
         optimizer=own_optimizer(plan, groups),
-        tied=tied_weight(model, mesh.pipeline)
-        if is_staged and config.model.tie_word_embeddings
-        else None,
+        tied=tied,
         flash_attention=has_flash_attention(model),
     )
 
