@@ -82,6 +82,24 @@ def test_only_the_torch_side_imports(package: str) -> None:
     assert {name.partition("/")[0] for name in _users(package)} <= {"engines", "train", "agent"}
 
 
+def test_only_its_engine_imports_deepspeed() -> None:
+    users = _users("deepspeed")
+    assert users
+    assert all(name.startswith("engines/deepspeed/") for name in users)
+
+
+def test_nothing_else_reaches_into_deepspeeds_engine() -> None:
+    """The plan has its JSON by that name, which is no engine."""
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}"
+        for path in _modules()
+        if "engines/deepspeed" not in path.as_posix()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if ".deepspeed." in line and "import" not in line
+    ]
+    assert not found
+
+
 def test_only_composition_imports_hydra() -> None:
     hydra = _users("hydra") | _users("omegaconf")
     assert hydra
