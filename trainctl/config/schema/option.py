@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field, fields
+from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -63,5 +63,4 @@ def _default(cls: type) -> Any:
     group = getattr(cls, "units", "")
     if not group:
         return cls()
-    kind = next(item.default for item in fields(cls) if item.name == "kind")
-    return new_section(group, str(kind))
+    return new_section(group, cls.kind)  # type: ignore[attr-defined]
