@@ -14,7 +14,6 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from trainctl.engines.deepspeed.swap import copy_from_swap_buffers
 from trainctl.engines.mesh import ProcessMesh
 from trainctl.engines.shards import Piece, Pieces, Shard, read_shard
 from trainctl.train.weights import WeightSource
@@ -120,8 +119,6 @@ def materialise_partitioned(
                 zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
             )
             swapper = parameter.nvme_swapper
-            if swapper is not None:
-                copy_from_swap_buffers()
             # ZeRO++'s copy in the node is of what is not set yet; the next gather makes it anew.
             parameter.ds_secondary_tensor = None
             _fill_partition(parameter, pieces[meta], source)
@@ -185,4 +182,4 @@ def _slots(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+            setattr(module, name, buffer.to(device))
