@@ -46,6 +46,8 @@ PUBLIC = {
     "annotation",
     "_exit",
 }
+_LATER = (ast.FunctionDef, ast.ClassDef)
+"""What is not run by an import, or by a class only for itself."""
 OF_EVERYTHING = {*dir(object), *dir(type), *dir(type(ast)), *dir(BaseException), "__enter__"} | {
     "__exit__",
     "__file__",
@@ -155,3 +157,11 @@ def test_every_declaration_is_used() -> None:
         for use in table.uses:
             for name in use.names or (use.target.rpartition(":")[2].rpartition(".")[2],):
                 assert name in used or name in text, f"{use.target}: nothing uses {name}"
+
+
+def test_nothing_is_changed_because_a_module_is_imported() -> None:
+    for path in PATHS:
+        outside = [node for node in TREES[path].body if not isinstance(node, _LATER)]
+        for node in (inner for statement in outside for inner in ast.walk(statement)):
+            is_set = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+            assert not is_set or node.attr in PUBLIC, f"{path}:{node.lineno}"
