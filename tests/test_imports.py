@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "trainctl"
 ORDER = [
     {"errors"},
     {"config"},
+    {"options"},
     {"hardware"},
     {"plan", "memory"},
     {"planner"},

@@ -36,7 +36,6 @@ from trainctl.config.schema import (
     CheckpointingMode,
     CrossEntropyKind,
     ModelConfig,
-    OptimizerKind,
     RunConfig,
 )
 from trainctl.hardware import Hardware
@@ -49,7 +48,7 @@ from trainctl.memory.loss import loss_tokens
 from trainctl.memory.phases import phases, resident
 from trainctl.memory.runtime import fragmentation_of, reserved_bytes, runtime_of
 from trainctl.memory.stages import Stage
-from trainctl.memory.update import KERNEL
+from trainctl.options.optimizer import KERNEL
 from trainctl.plan.types import Batch, Mesh, RunPlan
 
 FP32 = 4
@@ -232,7 +231,7 @@ def _other_trainer(
 
 def _moments_of(engine: Engine, stage: Stage) -> float:
     """Elements' worth of Adam's two moments in fp32 that the row's update rule keeps."""
-    if engine.optimizer.kind is OptimizerKind.adafactor:
+    if engine.optimizer.kind == "adafactor":
         engine = replace(engine, factors=True)  # on whole tensors, it factors them
     return replace(engine, moment_bytes=FP32).moments(stage) / (2 * FP32)
 
@@ -312,7 +311,7 @@ def _engine_of(row: Row, plan: RunPlan) -> Engine:
     engine = read_engine(plan)
     if without_init(row):
         engine = replace(engine, memory_efficient_linear=False)
-    if engine.optimizer.kind is not OptimizerKind.adamw:
+    if engine.optimizer.kind != "adamw":
         # Kernels of libraries, not trainctl's own rules; and on ZeRO's flat pieces an Adafactor
         # that does not know them has nothing to factor.
         engine = replace(engine, update=KERNEL, factors=False)

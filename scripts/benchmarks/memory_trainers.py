@@ -29,7 +29,6 @@ from trainctl.config.schema import (
     ModelConfig,
     ModelFamily,
     OffloadDevice,
-    OptimizerKind,
 )
 from trainctl.memory import constants
 from trainctl.memory.activations import BlockActivations, block_activations, compute_bytes
@@ -142,7 +141,7 @@ def trainer_of(row: Row) -> Trainer | megatron.Job | None:
 def update_temporaries(row: Row, engine: Engine) -> int:
     """Copies of the second moment that one update makes: its root, where torch's Adam updates all
     tensors together (`_multi_tensor_adam`, torch/optim/adam.py)."""
-    return int(engine.optimizer.kind is OptimizerKind.adamw and uses_foreach(row))
+    return int(engine.optimizer.kind == "adamw" and uses_foreach(row))
 
 
 def logit_bytes_of(row: Row, engine: Engine) -> LogitBytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, ModelConfig, ModelFamily, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.stages import blocks_of_stages
@@ -64,6 +65,8 @@ def make_plan(
     config = RunConfig(model=model)
     axes = config.parallelism
     axes.tensor, axes.pipeline, axes.sequence = tensor, pipeline, sequence
+    if "optimizer__kind" in settings:
+        config.optimizer = new_section("optimizer", settings["optimizer__kind"])
     for key, value in settings.items():
         section, name = key.split("__")
         assert hasattr(getattr(config, section), name), key

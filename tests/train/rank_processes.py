@@ -16,7 +16,6 @@ from trainctl.config.schema import (
     DataKind,
     ModelConfig,
     OffloadDevice,
-    OptimizerKind,
     RunConfig,
 )
 from trainctl.hardware import Hardware
@@ -138,8 +137,8 @@ def _operators(plan: RunPlan) -> set[str]:
     offload = plan.config.offload
     operators = set()
     kind = plan.config.optimizer.kind
-    if offload.optimizer is not OffloadDevice.none and kind is not OptimizerKind.sgd:
-        is_lion = kind is OptimizerKind.lion
+    if offload.optimizer is not OffloadDevice.none and kind != "sgd":
+        is_lion = kind == "lion"
         operators.add("CPULionBuilder" if is_lion else "CPUAdamBuilder")
     if OffloadDevice.nvme in (offload.optimizer, offload.parameters):
         operators.add("AsyncIOBuilder")

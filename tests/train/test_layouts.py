@@ -14,7 +14,8 @@ from rank_processes import curve, tiny_config, trained
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from trainctl.config.schema import DataType, ModelFamily, OptimizerKind, PipelinePartition
+from trainctl.config.registry import new_section
+from trainctl.config.schema import DataType, ModelFamily, PipelinePartition
 from trainctl.engines.mesh import Axis
 from trainctl.plan.rules.layout import PARALLEL_ARCHITECTURES
 from trainctl.runs.records import read_events
@@ -155,7 +156,7 @@ class OtherNames(LlamaForCausalLM):
 
 def test_muon_leaves_the_output_projection_to_adamw_whatever_its_name():
     config = config_of(model__tie_word_embeddings=False)
-    config.optimizer.kind = OptimizerKind.muon
+    config.optimizer = new_section("optimizer", "muon")
     model = OtherNames(transformers_config(config.model))
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = parameter_groups(whole_pieces(model), config)

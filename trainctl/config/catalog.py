@@ -290,7 +290,8 @@ def _declared(name: str, folders: list[Folder], seen: frozenset[str]) -> tuple[i
     found = find(folders, name)
     if found is None or name in seen or name == BASE:
         return 0, 0, ""
-    document = read_document(found[1], name)
+    folder, path = found
+    document = read_document(path, folder.name_of(path))
     nodes, devices, option = 0, 0, ""
     for default in document.defaults:
         if not default.group and default.option != "_self_":

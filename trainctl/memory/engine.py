@@ -10,7 +10,6 @@ from trainctl.config.schema import (
     OffloadConfig,
     OffloadDevice,
     OptimizerConfig,
-    OptimizerKind,
     RunConfig,
     ZeroStageConfig,
 )
@@ -18,11 +17,10 @@ from trainctl.memory.constants import BYTES
 from trainctl.memory.groups import Group, groups_of
 from trainctl.memory.stages import Piece, Stage
 from trainctl.memory.update import Update, update_of
-from trainctl.plan.optimizers import state_names
+from trainctl.options.optimizer import spec_of
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 
-EIGHT_BIT_STATE = 1 + 4 / 256
 """Bytes of an 8-bit moment: one, and an fp32 scale for each block of 256 (torchao)."""
 
 
@@ -128,14 +126,12 @@ class Engine:
         torch's adafactor, in a program of the user's, does not factor the flat partitions that ZeRO
         gives it, so its second moment is whole; trainctl's does.
         """
-        kind = self.optimizer.kind
-        if kind is OptimizerKind.adafactor:
+        spec = spec_of(self.optimizer)
+        if spec.has_factored_states:
             return round(256 * 4 * piece.factors / piece.numel) if self.factors else 256 * 4
-        uses_muon = kind is OptimizerKind.muon and piece.is_matrix and piece.in_block
-        copies = len(state_names(self.optimizer, uses_muon=uses_muon))
-        if kind is OptimizerKind.adamw_8bit:
-            return round(256 * copies * EIGHT_BIT_STATE)
-        return 256 * copies * self.moment_bytes
+        is_matrix = spec.has_matrix_rule and piece.is_matrix and piece.in_block
+        copies = len(spec.states_of(self.optimizer, is_matrix=is_matrix))
+        return round(256 * copies * (spec.state_bytes or self.moment_bytes))
 
     def groups(self, stage: Stage) -> tuple[Group, ...]:
         """The optimizer's parameter groups of a pipeline stage."""

@@ -21,7 +21,7 @@ from torch import nn
 
 from trainctl.engines.shards import Piece, Shard
 from trainctl.errors import TrainctlError
-from trainctl.plan.optimizers import state_names
+from trainctl.options.optimizer import spec_of
 from trainctl.train.build import partition_range
 from trainctl.train.engine import Engine
 from trainctl.train.optimizers.partitioned import Part, PartitionedOptimizer, Side
@@ -154,7 +154,8 @@ class OptimizerState:
     def wanted_names(self, index: int) -> tuple[str, ...]:
         """Those that it has once there was a step."""
         uses_muon = bool(self._group(index).get("uses_muon", False))
-        return state_names(self._engine.config.optimizer, uses_muon=uses_muon)
+        section = self._engine.config.optimizer
+        return spec_of(section).states_of(section, is_matrix=uses_muon)
 
     def all_names(self) -> set[str]:
         """Names of all states that this rank has once there was a step, of whatever size."""
