@@ -10,9 +10,9 @@ from trainctl.config.schema import (
     CrossEntropyKind,
     DataType,
     OffloadDevice,
-    OptimizerKind,
     RunConfig,
 )
+from trainctl.options.optimizer import adamw_8bit
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,6 @@ LIGER_LOSS = Need(
 )
 FP16 = Need("precision.compute", lambda config: config.precision.compute is DataType.fp16)
 EIGHT_BIT_MOMENTS = Need(
-    "optimizer.kind", lambda config: config.optimizer.kind is OptimizerKind.adamw_8bit
+    "optimizer.kind", lambda config: config.optimizer.kind == adamw_8bit.SPEC.name
 )
 MUP = Need("model.mup", lambda config: config.model.mup)
