@@ -31,6 +31,7 @@ PUBLIC = {
     "num_embeddings",
     "on_trace_ready",
     "out_features",
+    "weight",
     # transformers documents these, of its configurations and of Conv1D.
     "architectures",
     "eos_token_id",

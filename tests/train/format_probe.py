@@ -31,12 +31,14 @@ def train_partly_offloaded(cases: list[Case], process: Process) -> dict[str, Any
     accelerator = get_accelerator()
     accelerator._name = "cpu:0"
     session = _train(cases[0], process)
-    wrapper, state = session.engine.deepspeed.optimizer, session.state
+    engine, state = session.engine, session.state
+    wrapper = engine.deepspeed.optimizer
     sizes = {"device": 0, "host": 0}
     for index, tensor in enumerate(state.tensors):
         on_device = wrapper.subgroup_to_device[index] != "cpu"
         sizes["device" if on_device else "host"] += tensor.numel()
-    kinds = sorted({type(state._updater(index)).__name__ for index in range(len(state.tensors))})
+    updaters = map(engine.states.updater, range(len(state.tensors)))
+    kinds = sorted({type(updater.optimizer).__name__ for updater in updaters})
     return {**sizes, "kinds": kinds}
 
 

@@ -147,14 +147,6 @@ USES = (
         need=STAGE_3,
     ),
     Use(
-        target=f"{_STAGE_3}._partition_all_parameters",
-        how=How.called,
-        why="gathered parameters are given back before gradients are discarded, or master weights "
-        "published",
-        signature="(self)",
-        need=STAGE_3,
-    ),
-    Use(
         target=f"{_STAGE_3}._overflow_clean_up",
         how=How.called,
         why="it drops the gradients of a step, wherever they are",

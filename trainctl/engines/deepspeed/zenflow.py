@@ -18,29 +18,20 @@ Four things DeepSpeed 0.19.8 does wrong without a word. The first and the last a
 from __future__ import annotations
 
 import torch
-from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.engines.mesh import ProcessMesh
-from trainctl.engines.process import Process
-from trainctl.engines.shards import Pieces
-from trainctl.plan.types import RunPlan
-from trainctl.train.engine import Engine
+from trainctl.engines.deepspeed.engine import DeepSpeedEngine
+from trainctl.engines.protocol import Job
 
 
-class ZenFlowEngine(Engine):
+class ZenFlowEngine(DeepSpeedEngine):
     """An engine whose optimizer is ZenFlow's: data-parallel, one micro-batch a step."""
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        process: Process,
-        mesh: ProcessMesh,
-        model: PreTrainedModel,
-        pieces: Pieces,
-    ) -> None:
-        matrix = min((p for p in pieces if p.dim() == 2), key=torch.numel)
+    updates_early = True
+
+    def __init__(self, job: Job) -> None:
+        matrix = min((p for p in job.pieces if p.dim() == 2), key=torch.numel)
         before = matrix.detach().clone()
-        super().__init__(plan, process, mesh, model, pieces)
+        super().__init__(job)
         assert torch.equal(matrix, before), "ZenFlow changed the weights that it was given"
         self._zenflow = self.deepspeed.optimizer
         groups = (self._zenflow.selective_optimizer.param_groups, self._zenflow.param_groups)
