@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from commands import TINY, curve, events, trainctl
 
 from trainctl.runs.checkpoints import list_checkpoints
@@ -57,3 +58,19 @@ def test_text_too_short_for_a_sample_is_found_before_there_is_a_run(tmp_path):
     )  # fmt: skip
     assert "less than one sample" in said
     assert not (tmp_path / "short").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)  # DeepSpeed compiles what offload needs when it is first used
+def test_the_recipe_for_nvme_trains_when_shrunk(tmp_path):
+    """The others are trained in `tests/recipes/test_recipes_train.py`."""
+    trainctl(
+        "launch", "recipe=7b-zero3-nvme", "model=tiny-llama", "launcher=local", "hardware=2xcpu",
+        f"offload.nvme_path={tmp_path}", "training.steps=3", "training.tokens=null",
+        "training.sequence_length=64", "training.global_batch_size=16",
+        "training.micro_batch_size=1", "training.gradient_accumulation_steps=null",
+        "schedule.warmup_steps=1", "data=stdlib", "data.max_bytes=1000000", "tokenizer=byte",
+        "--run-dir", "run", "--force",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert list(curve(tmp_path / "run")) == [1, 2, 3]

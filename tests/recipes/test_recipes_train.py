@@ -1,7 +1,7 @@
 """Every shipped recipe trains, with its own settings, when it is shrunk to this machine.
 
-On ranks that are forked, as in `tests/train`: what a launch adds is the same for all of them, and
-`tests/e2e` has it.
+On ranks that are forked, as in `tests/train`: what a launch adds is the same for all of them. The
+one for NVMe is launched in `tests/e2e/test_runs.py`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,6 @@ SMALL = (
     "tokenizer=byte",
 )
 FITTED = {
-    "7b-zero3-nvme": [  # with matrices of a megabyte on each rank: smaller ones are not swapped
-        "hardware=2xcpu",
-        "offload.nvme_path={folder}",
-        "model.num_layers=2",
-        "model.hidden_size=256",
-        "model.intermediate_size=4096",
-        "model.vocab_size=4096",
-    ],
     "70b-3d": ["hardware=8xcpu", "parallelism.data=null", "model.num_key_value_heads=4"],
     "8b-long-context": [
         "hardware=8xcpu",
@@ -51,11 +43,14 @@ FITTED = {
 """What fits a recipe to the small model and to eight processes; the others are trained on two."""
 
 
+NAMES = [info.name for info in recipes() if info.name != "7b-zero3-nvme"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # DeepSpeed compiles what offload needs when it is first used
-@pytest.mark.parametrize("name", [info.name for info in recipes()])
+@pytest.mark.parametrize("name", NAMES)
 def test_it_trains_when_shrunk(name: str, tmp_path: Path) -> None:
-    fitted = [text.format(folder=tmp_path) for text in FITTED.get(name, ["hardware=2xcpu"])]
+    fitted = FITTED.get(name, ["hardware=2xcpu"])
     config = compose([f"recipe={name}", *SMALL, *fitted]).config
     resolution = resolve(config, resolve_hardware(config.hardware))
     assert resolution.plan is not None, resolution.findings
