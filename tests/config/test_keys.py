@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainctl.config.check import check_ranges
 from trainctl.config.keys import ValueProblem, accept, leaf_of, leaves, range_problem, sections
-from trainctl.config.schema import GROUPS, RunConfig
+from trainctl.config.schema import GROUPS
 from trainctl.config.suggest import OTHER_NAMES, nearest, nearest_keys
 
 NUMBERS = st.one_of(st.integers(-(10**20), 10**20), st.floats(allow_nan=True))
@@ -95,18 +93,19 @@ def test_every_example_is_a_legal_value_of_its_key() -> None:
         assert accept(leaf, yaml.safe_load(leaf.metadata["example"]))
 
 
-def test_check_ranges_finds_every_number_out_of_range() -> None:
-    config = RunConfig()
-    assert check_ranges(config) == []
-    config.optimizer = replace(config.optimizer, lr=0.0, beta1=1.0)
-    config.training = replace(config.training, steps=-1)
-    found = check_ranges(config)
-    assert [finding.key for finding in found] == [
-        "optimizer.lr",
-        "optimizer.beta1",
-        "training.steps",
-    ]
-    assert "0.999999" in found[1].hint
+@pytest.mark.parametrize(
+    ("key", "value", "hint"),
+    [
+        ("optimizer.lr", 0.0, ""),
+        ("optimizer.beta1", 1.0, "0.999999"),
+        ("training.steps", -1, ""),
+    ],
+)
+def test_a_number_out_of_its_range_is_found(key: str, value: float, hint: str) -> None:
+    problem = range_problem(leaves()[key].metadata, value)
+    assert problem is not None
+    assert problem.out_of_range
+    assert hint in problem.hint
 
 
 def test_other_trainers_names_point_to_keys_that_exist() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainctl.config.keys import ValueProblem, accept, leaf_of, leaves, range_problem, sections
-from trainctl.config.schema import GROUPS, RunConfig, walk
+from trainctl.config.keys import ValueProblem, accept, leaf_of, leaves, sections
+from trainctl.config.schema import GROUPS
 from trainctl.config.secrets import ENVIRONMENT
 from trainctl.config.suggest import DEEPSPEED_KEYS, OTHER_NAMES, did_you_mean, nearest_keys
 from trainctl.errors import Finding
@@ -36,18 +36,6 @@ class Setting:
         return ".".join(self.path)
 
 
-def check_ranges(config: RunConfig) -> list[Finding]:
-    """Every number of a config that lies outside its documented range."""
-    findings = []
-    for key, item, value in walk(config):
-        problem = range_problem(item.metadata, value)
-        if problem:
-            findings.append(
-                Finding(rule=OUT_OF_RANGE, key=key, message=problem.message, hint=problem.hint)
-            )
-    return findings
-
-
 def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
     """What a setting sets, in its keys' types, or what is wrong with it.
 
@@ -73,7 +61,7 @@ def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
     try:
         value = accept(leaf, tree, text)
     except ValueProblem as problem:
-        return [], [_wrong_value(setting, problem)]
+        return [], [wrong_value(setting.key, setting.source, problem)]
     if not leaf.is_mapping:
         return [replace(setting, value=value)], []
     return [replace(setting, path=path, value=item) for path, item in _flat(value, prefix)], []
@@ -147,15 +135,16 @@ def _refused(setting: Setting) -> Iterator[Finding]:
         )
 
 
-def _wrong_value(setting: Setting, problem: ValueProblem) -> Finding:
-    is_variable = f"{setting.key}.".startswith(f"{ENVIRONMENT}.")
+def wrong_value(key: str, source: str, problem: ValueProblem) -> Finding:
+    """The finding for a value that its key does not accept."""
+    is_variable = f"{key}.".startswith(f"{ENVIRONMENT}.")
     return Finding(
         rule=OUT_OF_RANGE if problem.out_of_range else WRONG_VALUE,
-        key=setting.key,
+        key=key,
         # A value that was meant for a variable may be a secret.
         message="this is no mapping of names to texts" if is_variable else problem.message,
         hint=problem.hint,
-        source=setting.source,
+        source=source,
     )
 
 

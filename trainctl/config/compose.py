@@ -1,8 +1,10 @@
-"""From overrides to a checked `RunConfig`: the only user of Hydra's composition.
+"""From overrides to a checked `RunConfig`.
 
-Hydra decides which files are in play and in which order; they are read with the line of each key,
-checked, and laid over each other here, so that what is shown as a value's origin is what set it.
-An option chosen on the command line replaces its whole section, also what the recipe set there.
+Hydra decides which files are in play and in which order (`trainctl.config.defaults_list`); they are
+read with the line of each key, checked, and laid over each other here, so that what is shown as a
+value's origin is what set it. The values are those of Hydra's own composition, but for one rule of
+ours: an option chosen on the command line replaces its whole section, also what the recipe set
+there. `tests/config/test_hydra.py` holds both.
 """
 
 from __future__ import annotations
@@ -17,22 +19,20 @@ from trainctl.config.check import Setting, check_setting
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.extends import check_extends
 from trainctl.config.hf import APPLIED, FILLED, NO_MODEL, fill_from_directory, warnings
-from trainctl.config.layers import Layer, Stack
+from trainctl.config.kinds import keep_own_keys
+from trainctl.config.layers import TAKEN_BACK, Layer, Stack
 from trainctl.config.literals import literal_secrets
 from trainctl.config.overrides import Choice, Overrides, read_overrides
 from trainctl.config.schema import GROUPS, ModelFamily, RunConfig
-from trainctl.config.suggest import first_line
 from trainctl.config.tensor_table import to_table
 from trainctl.config.tracing import needs_trace, trace_in_child
-from trainctl.config.yaml_files import UNREADABLE, read_document
+from trainctl.config.yaml_files import read_document
 from trainctl.errors import Finding, Severity, TrainctlError
 
 UNTYPED = ("name", "family", "path", "initial_weights")
 """Fields whose own value is what the directory was read with, or is kept by it."""
 
-ROOT = "_trainctl_root"
 SAVED = "config.yaml of the run"
-TAKEN_BACK = "default"
 NO_EFFECT, NOT_THE_DIRECTORYS = "TC112", "TC146"
 
 
@@ -100,7 +100,7 @@ def examine(overrides: Sequence[str], *, config_dir: Path | None = None) -> Comp
     findings += [*broken, *_lay_files(stack, folders, defaults, asked.choices)]
     if asked.recipe:
         stack.apply([Setting(("recipe",), recipe, asked.recipe.source)])
-    return _finish(stack, asked, findings, overrides, fill_model=True)
+    return _finish(stack, asked, findings, overrides, fill_model=True, recipe=recipe)
 
 
 def recompose(
@@ -134,7 +134,7 @@ def recompose(
         defaults = [{group: choice.option} for group, choice in asked.choices.items()]
         findings += _lay_files(stack, folders, defaults, asked.choices)
     named_model = "model" in asked.choices or any(s.key == "model.path" for s in asked.settings)
-    composed = _finish(stack, asked, findings, overrides, fill_model=named_model)
+    composed = _finish(stack, asked, findings, overrides, fill_model=named_model, recipe=None)
     if composed.has_error:
         raise TrainctlError.from_findings(composed.findings)
     return composed
@@ -147,6 +147,7 @@ def _finish(
     overrides: Sequence[str],
     *,
     fill_model: bool,
+    recipe: str | None,
 ) -> Composed:
     """Apply the keys set on the command line, resolve references, read the model's directory."""
     stack.apply(asked.settings)
@@ -154,8 +155,10 @@ def _finish(
     findings += unresolved
     if unresolved:  # the values that such references stand for are not there to check
         raise TrainctlError.from_findings(findings)
+    typed = {setting.key for setting in asked.settings}
+    findings += keep_own_keys(stack, typed, recipe)
     if fill_model:
-        findings += _fill_model(stack, {setting.key for setting in asked.settings})
+        findings += _fill_model(stack, typed)
     config = from_plain(RunConfig, stack.plain)
     findings += [
         finding.set_by(_last_source(stack, finding.key)) for finding in literal_secrets(config)
@@ -181,7 +184,9 @@ def _lay_files(
     stack: Stack, folders: list[Folder], defaults: Sequence[Any], choices: Mapping[str, Choice]
 ) -> list[Finding]:
     """Lay the files over the stack in Hydra's order, those of chosen options last."""
-    files = _files_in_order(folders, defaults)
+    from trainctl.config.defaults_list import files_in_order
+
+    files = files_in_order(folders, defaults)
     if isinstance(files, Finding):
         return [files]
     findings: list[Finding] = []
@@ -207,43 +212,6 @@ def _lay_files(
         stack.reset(group, f"{TAKEN_BACK} {note}")
         stack.apply(settings, note)
     return findings
-
-
-def _files_in_order(
-    folders: list[Folder], defaults: Sequence[Any]
-) -> list[tuple[str, str]] | Finding:
-    """Hydra's defaults list: (config path, package) of each file, in the order of merging."""
-    import yaml
-    from hydra import initialize_config_dir
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from hydra.types import RunMode
-    from omegaconf.errors import OmegaConfBaseException
-
-    # A list in the ConfigStore, unlike an override of hydra.searchpath, may hold any path.
-    first, *others = [f"file://{folder.path}" for folder in folders]
-    node = {"defaults": [*defaults, "_self_"], "hydra": {"searchpath": others}}
-    ConfigStore.instance().store(name=ROOT, node=node)
-    try:
-        with initialize_config_dir(first.removeprefix("file://"), version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()
-            listed = loader.compute_defaults_list(ROOT, [], RunMode.RUN).defaults
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
-        return Finding(
-            rule=UNREADABLE,
-            message=f"Hydra cannot compose these files: {first_line(error)}",
-            hint="look at the defaults lists of your own recipes and options",
-        )
-    return [
-        (item.config_path, (item.package or "").removeprefix("_global_").strip("."))
-        for item in listed
-        if item.config_path and item.config_path != ROOT and not _is_hydras(item.config_path)
-    ]
-
-
-def _is_hydras(config_path: str) -> bool:
-    return config_path.partition("/")[0] == "hydra"
 
 
 def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
@@ -273,7 +241,7 @@ def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
     for name in FILLED:
         key, value = f"model.{name}", filled[name]
         own = stack.value_of(key)
-        has_own = _was_set(stack, key) and name not in UNTYPED
+        has_own = stack.is_set(key) and name not in UNTYPED
         if own == value:
             continue
         if has_own and (key in typed or "model.path" not in typed):
@@ -309,11 +277,6 @@ def _fill_tensors(stack: Stack) -> list[Finding]:
     if table != config.model.tensors:
         stack.apply([Setting(("model", "tensors"), table, f"traced from {config.model.path}")])
     return []
-
-
-def _was_set(stack: Stack, key: str) -> bool:
-    """Whether something gave a key a value; a choice of the group only took one back."""
-    return key in stack.layers and not stack.layers[key][-1].source.startswith(TAKEN_BACK)
 
 
 def _last_source(stack: Stack, key: str) -> str:

@@ -29,12 +29,19 @@ EXPONENT = re.compile(r"^[-+]?(?:\d[\d_]*(?:\.[\d_]*)?|\.[\d_]+)[eE][-+]?\d+$")
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """One line of a defaults list: a file to start from (no group), or an option of a group."""
+    """One line of a defaults list: a file to start from (no group), or an option of a group.
+
+    Attributes:
+        group: The group, as written; empty for a file to start from.
+        option: The option, or the file's name.
+        source: `file:line`.
+        written: The whole line, with Hydra's keywords.
+    """
 
     group: str
     option: Any
     source: str
-    is_override: bool = False
+    written: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,7 @@ class Document:
 def leading_comment(path: Path) -> list[str]:
     """Lines of the comment that a file starts with; empty when it has none or cannot be read."""
     try:
-        lines = read_bytes(path, most_bytes=MOST_BYTES).decode().splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, ValueError):
         return []
     comment = []
@@ -60,6 +67,22 @@ def leading_comment(path: Path) -> list[str]:
     return comment
 
 
+def read_text(path: Path) -> str:
+    """The text of an option or a recipe, read once as long as the file stays what it is.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is too large, or no UTF-8.
+    """
+    about = path.stat()
+    return _text(path, about.st_ino, about.st_size, about.st_mtime_ns)
+
+
+@cache
+def _text(path: Path, *is_the_same: int) -> str:
+    return read_bytes(path, most_bytes=MOST_BYTES).decode()
+
+
 def read_document(path: Path, shown: str) -> Document:
     """Read an option or a recipe; problems become findings that name the line.
 
@@ -67,19 +90,25 @@ def read_document(path: Path, shown: str) -> Document:
         path: The file.
         shown: How the file is named to the user.
     """
-    text = ""
     try:
-        text = read_bytes(path, most_bytes=MOST_BYTES).decode()
+        return _document(read_text(path), shown)
+    except OSError as error:
+        return _unreadable(shown, f"cannot be read: {error.strerror}")
+    except UnicodeError:
+        return _unreadable(shown, "is not UTF-8 text")
+    except ValueError as error:
+        return _unreadable(shown, f"is not a usable mapping: {first_line(error)}")
+
+
+@cache
+def _document(text: str, shown: str) -> Document:
+    try:
         node = compose_bounded(text)
         loader = _loader_class()("")
         try:
             return _read(loader, node, shown)
         finally:
             loader.dispose()
-    except OSError as error:
-        return _unreadable(shown, f"cannot be read: {error.strerror}")
-    except UnicodeError:
-        return _unreadable(shown, "is not UTF-8 text")
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else None
         written = "".join(text.splitlines()[line - 1 : line]) if line else ""
@@ -229,12 +258,11 @@ def _read_defaults(
         value = loader.construct_object(item, deep=True)
         source = f"{shown}:{_line(item)}"
         if isinstance(value, str):
-            defaults.append(Default("", value, source))
+            defaults.append(Default("", value, source, value))
         elif isinstance(value, dict) and len(value) == 1:
             ((key, option),) = value.items()
-            words = str(key).split()
-            keywords, group = words[:-1], words[-1] if words else ""
-            defaults.append(Default(group, option, source, "override" in keywords))
+            group = str(key).split()[-1] if str(key).split() else ""
+            defaults.append(Default(group, option, source, value))
         else:
             findings.append(
                 Finding(

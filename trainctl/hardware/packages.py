@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -21,6 +23,16 @@ SHOWN = ("torch", "deepspeed", "transformers", "accelerate")
 
 def go_together(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """What each of these packages requires is installed, in a version that it takes."""
+    yield from _found_in(tuple(sys.path))
+
+
+@cache
+def _found_in(path: tuple[str, ...]) -> tuple[str | Finding, ...]:
+    """The answer for the packages on `sys.path`: no configuration changes it, and it takes long."""
+    return tuple(_compared())
+
+
+def _compared() -> Iterator[str | Finding]:
     from packaging.requirements import InvalidRequirement, Requirement
 
     is_well = True

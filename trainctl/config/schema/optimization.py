@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from trainctl.config.schema.option import option
-
-
-class OptimizerKind(Enum):
-    """Update rule; which ZeRO stage and offload each allows is checked by the rules."""
-
-    adamw = "adamw"
-    adam = "adam"
-    lion = "lion"
-    muon = "muon"
-    adamw_8bit = "adamw_8bit"
-    adafactor = "adafactor"
-    lamb = "lamb"
-    sgd = "sgd"
 
 
 class LrScaling(Enum):
@@ -49,17 +37,12 @@ class GroupOverride:
 class OptimizerConfig:
     """The update rule and its hyperparameters."""
 
-    kind: OptimizerKind = option(OptimizerKind.adamw, "Update rule.")
+    units: ClassVar[str] = "optimizer"
+
+    kind: str = option("adamw", "Update rule.", units="optimizer")
     lr: float = option(3e-4, "Peak learning rate; the schedule scales it.", above=0)
     weight_decay: float = option(
         0.1, "Decoupled decay of matrices; norms, biases and embeddings have none.", minimum=0
-    )
-    beta1: float = option(0.9, "Decay of the first moment.", minimum=0, maximum=0.999999)
-    beta2: float = option(0.95, "Decay of the second moment.", minimum=0, maximum=0.999999)
-    epsilon: float = option(1e-8, "Added to the root of the second moment.", above=0)
-    momentum: float = option(0.95, "Momentum of sgd and muon.", minimum=0, maximum=0.999999)
-    matrix_lr: float | None = option(
-        None, "Learning rate of muon's matrices; none means lr.", above=0
     )
     decay_embeddings: bool = option(False, "Apply weight_decay to embeddings too.")
     groups: list[GroupOverride] = option(

@@ -19,7 +19,6 @@ from trainctl.config.schema import (
     ModelFamily,
     OffloadDevice,
     OnBadLoss,
-    OptimizerKind,
     RunConfig,
     ScheduleKind,
     ScheduleUnit,
@@ -76,26 +75,6 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         ("model.mup_base_width", "model.mup_base_head_dim"),
         lambda c: c.model.mup,
         "model.mup=true",
-    ),
-    (
-        ("optimizer.beta1", "optimizer.beta2"),
-        lambda c: c.optimizer.kind not in (OptimizerKind.sgd, OptimizerKind.adafactor),
-        "another optimizer than sgd and adafactor",
-    ),
-    (
-        ("optimizer.epsilon",),
-        lambda c: c.optimizer.kind not in (OptimizerKind.sgd, OptimizerKind.lion),
-        "another optimizer than sgd and lion",
-    ),
-    (
-        ("optimizer.momentum",),
-        lambda c: c.optimizer.kind in (OptimizerKind.sgd, OptimizerKind.muon),
-        "optimizer=sgd or optimizer=muon",
-    ),
-    (
-        ("optimizer.matrix_lr",),
-        lambda c: c.optimizer.kind is OptimizerKind.muon,
-        "optimizer=muon",
     ),
     (
         ("optimizer.decay_embeddings",),
