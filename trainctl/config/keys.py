@@ -33,7 +33,7 @@ class Leaf:
         hint: Its type, resolved.
         default: Its default, as plain data.
         metadata: Doc, unit and range, from `schema.option`.
-        kinds: Of its group, where its options are units: those that have the key.
+        kinds: Options of its group, where its options are units: those that have the key.
     """
 
     key: str
