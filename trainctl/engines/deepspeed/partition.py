@@ -12,7 +12,6 @@ from deepspeed.utils import groups
 from torch import nn
 
 from trainctl.engines.deepspeed.model_parallel_unit import unit_of
-from trainctl.engines.deepspeed.swap import copy_from_swap_buffers
 from trainctl.engines.mesh import ProcessMesh
 from trainctl.engines.shards import Read
 
@@ -60,11 +59,10 @@ class Partitioner:
             mpu=self._unit,
             data_parallel_group=self._group,
             param_swapper=self._swapper,
+            # DeepSpeed's engine hands this over too, and there is no public name for it.
             zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
         )
         self._swapper = parameter.nvme_swapper
-        if self._swapper is not None:
-            copy_from_swap_buffers()
         # ZeRO++'s copy in the node is of what is not set yet; the next gather makes it anew.
         parameter.ds_secondary_tensor = None
         _fill(parameter, read)
