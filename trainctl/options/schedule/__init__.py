@@ -152,11 +152,11 @@ class Course:
 
     Attributes:
         config: The section, with the keys of its kind.
-        batches: Of every step.
+        batches: Steps and tokens, and how they go together in it.
         total_steps: Updates of the whole run, T; 0 and 1 are allowed.
         warmup_steps: Updates of the warmup.
         decay_steps: Updates of the last phase; 0 for kinds without one.
-        drops: That the held-out loss has brought so far, where the kind follows it.
+        drops: Drops that the held-out loss has brought so far, where the kind follows it.
     """
 
     config: Any
@@ -211,7 +211,7 @@ class Turns:
 
     Attributes:
         at: Numbers of the updates, from 0, before which it does.
-        key: The plan's, which lists them.
+        key: Key of the plan that lists them.
         why: What is so in each of them.
     """
 
@@ -225,9 +225,9 @@ class Parameter:
     """One parameter of DeepSpeed's `scheduler.params`, and the key of ours that says the same.
 
     Attributes:
-        name: DeepSpeed's.
-        key: Ours, with its section.
-        default: Of DeepSpeed's class (runtime/lr_schedules.py); None where it has none.
+        name: Name in DeepSpeed's JSON.
+        key: Key of ours, with its section.
+        default: Default of DeepSpeed's class (runtime/lr_schedules.py); None where it has none.
         is_whole: Whether it is a whole number.
     """
 
@@ -242,8 +242,8 @@ class DeepSpeedForm:
     """A schedule as DeepSpeed's JSON names it: it is read, and trainctl's trainer has its own.
 
     Attributes:
-        type: As it is written.
-        parameters: In the order in which our keys are given.
+        type: Name as it is written.
+        parameters: Those that we have a key for, in the order of ours.
     """
 
     type: str
@@ -263,7 +263,7 @@ class Schedule(Spec):
         is_flat: Whether it stays at the peak after the warmup.
         why_not_zero: Why its floor cannot be 0; empty if it can.
         in_unit: Keys whose numbers are counted in `unit`.
-        deepspeed: As DeepSpeed's JSON has it; None if it cannot.
+        deepspeed: Form in DeepSpeed's JSON; None if that has no such schedule.
     """
 
     shape: Shape
