@@ -4,13 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: demo test check format docs help
+.PHONY: demo test check format docs install help
 
 demo: $(VENV)/.installed-run  ## Train the tiny recipe on this machine, in a few minutes
 	$(BIN)/trainctl launch recipe=tiny
 
 test: $(VENV)/.installed-test  ## Run the quick tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not cluster and not slurm and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 \
+	  -m "not slow and not cluster and not slurm and not gpu"
 
 check: $(VENV)/.installed-dev  ## Lint, check the format and the types
 	$(BIN)/ruff check .
@@ -26,6 +27,8 @@ docs: $(VENV)/.installed-run  ## Write docs/reference.md and docs/rules.md anew
 	$(BIN)/python scripts/generate_rules.py
 	$(BIN)/python scripts/generate_optimizers.py
 
+install: $(VENV)/.installed-all  ## Install all that running, tests and checks need, in one step
+
 help:  ## Show this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
@@ -33,7 +36,9 @@ help:  ## Show this list
 EXTRAS_run :=
 EXTRAS_test := [test]
 EXTRAS_dev := [dev]
+EXTRAS_all := [test,dev]
+STAMPS_all := $(addprefix $(VENV)/.installed-,run test dev)
 $(VENV)/.installed-%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.$(EXTRAS_$*)'
-	@touch $@
+	@touch $@ $(STAMPS_$*)

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "train
 
 from coordinates import check, table
 
-from trainctl.config.schema import ModelFamily, OptimizerKind
-from trainctl.plan.mup import KNOWN
+from trainctl.config.registry import specs
+from trainctl.config.schema import ModelFamily
 
 
 def main() -> int:
@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     families = [family.value for family in ModelFamily if family is not ModelFamily.hf]
     parser.add_argument("--family", choices=families, default="llama")
-    kinds = [kind.value for kind in KNOWN]
+    kinds = [spec.name for spec in specs("optimizer") if spec.width_rule is not None]
     parser.add_argument("--optimizer", choices=kinds, default="adamw")
     arguments = parser.parse_args()
     results = {}
@@ -38,7 +38,7 @@ def main() -> int:
                 Path(folder),
                 mup=mup,
                 family=ModelFamily(arguments.family),
-                optimizer=OptimizerKind(arguments.optimizer),
+                optimizer=arguments.optimizer,
             )
         print(f"{'with' if mup else 'without'} muP: flat is {results[mup].is_flat}")
         print(table(results[mup]))

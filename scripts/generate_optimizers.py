@@ -1,4 +1,4 @@
-"""Write the tables of docs/optimizers.md from plan/optimizers.py; `--check` only compares."""
+"""Write the tables of docs/optimizers.md from the optimizers' specs; `--check` only compares."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainctl.config.registry import new_section, specs
 from trainctl.config.schema import (
     Accelerator,
     ModelConfig,
     OffloadDevice,
-    OptimizerConfig,
-    OptimizerKind,
     RunConfig,
 )
 from trainctl.hardware import Hardware
-from trainctl.plan.optimizers import CAPABILITIES, Capability, maker
+from trainctl.options.optimizer import Optimizer
+from trainctl.plan.optimizers import maker
 
 TARGET = Path(__file__).parents[1] / "docs" / "optimizers.md"
 MARKS = ("<!-- table -->", "<!-- end of table -->")
@@ -36,12 +36,12 @@ def _allowed() -> Iterator[str]:
     heads = "kind", "made by", "one element needs", "ZeRO", "states in", "tensor parallel"
     yield f"| {' | '.join(heads)} | bf16 states |"
     yield "|---|---|---|---|---|---|---|"
-    for kind, can in CAPABILITIES.items():
+    for can in specs("optimizer"):
         stages = f"{min(can.stages)} to {max(can.stages)}"
         places = ["device" if place is OffloadDevice.none else place.value for place in can.offload]
         cells = (
-            f"`{kind.value}`",
-            _makers(kind, can),
+            f"`{can.name}`",
+            _makers(can),
             can.needs,
             stages,
             ", ".join(places),
@@ -51,11 +51,11 @@ def _allowed() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def _makers(kind: OptimizerKind, can: Capability) -> str:
+def _makers(can: Optimizer) -> str:
     """Whose code, in each place; said once where it is the same everywhere."""
     found: dict[str, list[str]] = {}
     for hardware, place in ((Accelerator.cuda, "a GPU"), (Accelerator.cpu, "a CPU")):
-        config = RunConfig(model=ModelConfig(), optimizer=OptimizerConfig(kind=kind))
+        config = RunConfig(model=ModelConfig(), optimizer=new_section("optimizer", can.name))
         found.setdefault(maker(config, HARDWARE[hardware]).value, []).append(f"on {place}")
     if OffloadDevice.cpu in can.offload:
         config.offload.optimizer = OffloadDevice.cpu
@@ -75,9 +75,9 @@ def _refused() -> Iterator[str]:
     yield "| what is refused | kinds | why |"
     yield "|---|---|---|"
     reasons: dict[tuple[str, str], list[str]] = {}
-    for kind, can in CAPABILITIES.items():
+    for can in specs("optimizer"):
         for what, why in can.why_not.items():
-            reasons.setdefault((what, why), []).append(f"`{kind.value}`")
+            reasons.setdefault((what, why), []).append(f"`{can.name}`")
     for (what, why), kinds in sorted(
         reasons.items(), key=lambda item: list(words).index(item[0][0])
     ):

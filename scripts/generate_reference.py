@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
-from enum import Enum
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from trainctl.config.catalog import options
-from trainctl.config.codec import to_plain
+from trainctl.config.keys import Leaf, leaves
 from trainctl.config.schema import GROUPS, RunConfig
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference.md"
@@ -31,8 +30,8 @@ def reference() -> str:
     sections = [item for item in fields(RunConfig) if is_dataclass(hints[item.name])]
     for item in sections:
         parts.append("\n".join(_section(item.name, hints[item.name])) + "\n")
-    top = [item for item in fields(RunConfig) if item not in sections]
-    parts.append("\n".join(["## Top level", "", *_table(top, hints, "")]) + "\n")
+    top = [leaf for leaf in leaves().values() if "." not in leaf.key]
+    parts.append("\n".join(["## Top level", "", *_table(top)]) + "\n")
     return "\n".join(parts)
 
 
@@ -47,34 +46,33 @@ def _section(name: str, cls: type) -> Iterator[str]:
             if not info.is_users:
                 yield f"| `{name}={info.name}` | {_cell(info.summary)} |"
     yield ""
-    yield from _table(list(fields(cls)), get_type_hints(cls), f"{name}.")
+    yield from _table([leaf for leaf in leaves().values() if leaf.key.startswith(f"{name}.")])
 
 
-def _table(items: list[Field[Any]], hints: dict[str, Any], prefix: str) -> Iterator[str]:
+def _table(leaves: list[Leaf]) -> Iterator[str]:
     yield "| key | values | default | meaning |"
     yield "|---|---|---|---|"
-    for item in items:
-        values = _cell(_values(hints[item.name], item))
-        default = to_plain(item.default if item.default is not MISSING else item.default_factory())
-        meaning = _cell(item.metadata["doc"])
-        yield f"| `{prefix}{item.name}` | {values} | `{_literal(default)}` | {meaning} |"
+    for leaf in leaves:
+        meaning = _cell(leaf.metadata["doc"])
+        if leaf.kinds:
+            meaning += f" Of {', '.join(f'`{kind}`' for kind in leaf.kinds)}."
+        yield f"| `{leaf.key}` | {_cell(_values(leaf))} | `{_literal(leaf.default)}` | {meaning} |"
 
 
-def _values(hint: Any, item: Field[Any]) -> str:
+def _values(leaf: Leaf) -> str:
     """Type, range and unit, such as ``integer, at least 1, tokens``."""
+    if leaf.choices:
+        return ", ".join(f"`{choice}`" for choice in leaf.choices)
+    hint, metadata = leaf.hint, leaf.metadata
     inner = next((each for each in get_args(hint) if each is not type(None)), hint)
-    if isinstance(inner, type) and issubclass(inner, Enum):
-        return ", ".join(f"`{member.value}`" for member in inner)
     names = {int: "integer", float: "number", bool: "true, false", str: "text"}
     origin = getattr(hint, "__origin__", None)
     kind = {list: "list", dict: "mapping"}.get(origin) or names[inner]
     limits = {"minimum": "at least", "above": "above", "maximum": "at most"}
     bounds = [
-        f"{words} {item.metadata[name]}"
-        for name, words in limits.items()
-        if item.metadata[name] is not None
+        f"{words} {metadata[name]}" for name, words in limits.items() if metadata[name] is not None
     ]
-    return ", ".join([kind, *bounds, *([item.metadata["unit"]] if item.metadata["unit"] else [])])
+    return ", ".join([kind, *bounds, *([metadata["unit"]] if metadata["unit"] else [])])
 
 
 def _literal(value: Any) -> str:

@@ -36,7 +36,6 @@ from trainctl.config.schema import (
     CheckpointingMode,
     CrossEntropyKind,
     ModelConfig,
-    OptimizerKind,
     RunConfig,
 )
 from trainctl.hardware import Hardware
@@ -49,8 +48,8 @@ from trainctl.memory.loss import loss_tokens
 from trainctl.memory.phases import phases, resident
 from trainctl.memory.runtime import fragmentation_of, reserved_bytes, runtime_of
 from trainctl.memory.stages import Stage
-from trainctl.memory.update import KERNEL
-from trainctl.plan.types import Batch, Mesh, RunPlan
+from trainctl.options.optimizer import KERNEL
+from trainctl.plan.types import Batch, Mesh, Sketch
 
 FP32 = 4
 
@@ -74,7 +73,7 @@ class Case:
     """
 
     row: Row
-    plan: RunPlan
+    plan: Sketch
     engine: Engine
     trainer: Trainer | megatron.Job | None
     held: tuple[Stage, ...]
@@ -232,7 +231,7 @@ def _other_trainer(
 
 def _moments_of(engine: Engine, stage: Stage) -> float:
     """Elements' worth of Adam's two moments in fp32 that the row's update rule keeps."""
-    if engine.optimizer.kind is OptimizerKind.adafactor:
+    if engine.optimizer.kind == "adafactor":
         engine = replace(engine, factors=True)  # on whole tensors, it factors them
     return replace(engine, moment_bytes=FP32).moments(stage) / (2 * FP32)
 
@@ -258,7 +257,7 @@ def case_of(row: Row) -> Case:
     length, micro = config.training.sequence_length, config.training.micro_batch_size
     # Pipelines are run with more micro batches than stages; elsewhere a row rarely says.
     accumulation = mesh.pipeline if mesh.pipeline > 1 else 1
-    plan = RunPlan(
+    plan = Sketch(
         config=config,
         hardware=Hardware(
             name=row["gpu"] or "unknown",
@@ -274,11 +273,7 @@ def case_of(row: Row) -> Case:
             gradient_accumulation_steps=accumulation,
             sequence_length=length,
         ),
-        total_steps=1,
-        stop_step=1,
-        warmup_steps=0,
         stage_blocks=stage_blocks_of(row, model, mesh.pipeline),
-        deepspeed={"optimizer": {"params": {}}},
     )
     engine = _engine_of(row, plan)
     held = stages_of(row, model, mesh.tensor, plan.stage_blocks)
@@ -307,12 +302,12 @@ def case_of(row: Row) -> Case:
     )
 
 
-def _engine_of(row: Row, plan: RunPlan) -> Engine:
+def _engine_of(row: Row, plan: Sketch) -> Engine:
     """DeepSpeed's engine, with what the row's program does otherwise than trainctl's trainer."""
     engine = read_engine(plan)
     if without_init(row):
         engine = replace(engine, memory_efficient_linear=False)
-    if engine.optimizer.kind is not OptimizerKind.adamw:
+    if engine.optimizer.kind != "adamw":
         # Kernels of libraries, not trainctl's own rules; and on ZeRO's flat pieces an Adafactor
         # that does not know them has nothing to factor.
         engine = replace(engine, update=KERNEL, factors=False)

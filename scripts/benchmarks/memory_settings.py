@@ -6,13 +6,13 @@ import re
 
 from memory_rows import NotExpressible, Recompute, Row
 
+from trainctl.config.registry import new_section
 from trainctl.config.schema import (
     AttentionKind,
     CrossEntropyKind,
     DataType,
     ModelConfig,
     OffloadDevice,
-    OptimizerKind,
     RunConfig,
 )
 
@@ -123,13 +123,13 @@ def set_precision(row: Row, config: RunConfig) -> None:
 
 
 OPTIMIZERS = (
-    (r"8-?bit|_8bit|int8", OptimizerKind.adamw_8bit),
-    (r"adafactor", OptimizerKind.adafactor),
-    (r"\blamb\b", OptimizerKind.lamb),
-    (r"\bmuon", OptimizerKind.muon),
-    (r"\blion|cpulion|fusedlion", OptimizerKind.lion),
-    (r"adam", OptimizerKind.adamw),
-    (r"\bsgd\b", OptimizerKind.sgd),
+    (r"8-?bit|_8bit|int8", "adamw_8bit"),
+    (r"adafactor", "adafactor"),
+    (r"\blamb\b", "lamb"),
+    (r"\bmuon", "muon"),
+    (r"\blion|cpulion|fusedlion", "lion"),
+    (r"adam", "adamw"),
+    (r"\bsgd\b", "sgd"),
 )
 
 
@@ -147,8 +147,8 @@ def set_optimizer(row: Row, config: RunConfig) -> None:
         raise NotExpressible(f"optimizer '{row['optimizer']}': no term for its states")
     if kind is None:
         return
-    config.optimizer.kind = kind
-    if kind is OptimizerKind.sgd:
+    config.optimizer = new_section("optimizer", kind, lr=config.optimizer.lr)
+    if kind == "sgd":
         config.optimizer.momentum = 0.9 if "momentum" in text else 0.0
     if "foreach" in text:
         config.optimizer.fused = False

@@ -12,15 +12,12 @@ from trainctl.config.schema import (
     ModelConfig,
     ModelFamily,
     OffloadDevice,
-    OptimizerKind,
 )
 from trainctl.memory.components import Components
 from trainctl.memory.engine import read_engine
 from trainctl.memory.phases import phases
 from trainctl.memory.stages import Piece, Stage, stages
 from trainctl.plan.types import RunPlan
-
-FUSED = {"optimizer": {"params": {}}}
 
 
 def one_stage(plan: RunPlan) -> Stage:
@@ -93,7 +90,6 @@ def bf16_master_plan(*, low: bool) -> RunPlan:
         TRANSFORMER_7B,
         devices=4,
         sequence_length=512,
-        deepspeed=FUSED,
         zero_stage__stage=3,
         zero_stage__reduce_bucket_size=50_000_000,
         zero_stage__param_persistence_threshold=0,
@@ -188,20 +184,20 @@ def test_offload_ratio_keeps_whole_sub_groups() -> None:
 @pytest.mark.parametrize(
     ("kind", "per_parameter"),
     [
-        (OptimizerKind.adamw, 8),
-        (OptimizerKind.lion, 4),
-        (OptimizerKind.adamw_8bit, 2.03),
-        (OptimizerKind.sgd, 4),
+        ("adamw", 8),
+        ("lion", 4),
+        ("adamw_8bit", 2.03),
+        ("sgd", 4),
     ],
 )
-def test_optimizer_states(kind: OptimizerKind, per_parameter: float) -> None:
+def test_optimizer_states(kind: str, per_parameter: float) -> None:
     plan = make_plan(LLAMA_3_8B, devices=1, optimizer__kind=kind)
     states_bytes = moments(plan)["step"].optimizer_states
     assert states_bytes / one_stage(plan).parameters == pytest.approx(per_parameter, rel=0.001)
 
 
 def test_muon_keeps_one_moment_of_block_matrices_and_two_of_the_rest() -> None:
-    plan = make_plan(LLAMA_3_8B, devices=1, optimizer__kind=OptimizerKind.muon)
+    plan = make_plan(LLAMA_3_8B, devices=1, optimizer__kind="muon")
     stage = one_stage(plan)
     matrices = sum(piece.total for piece in stage.pieces if piece.in_block and piece.is_matrix)
     expected = 4 * matrices + 8 * (stage.parameters - matrices)
@@ -214,7 +210,6 @@ def test_long_sequences_peak_at_the_loss() -> None:
         LLAMA_3_8B,
         devices=1,
         sequence_length=32_000,
-        deepspeed=FUSED,
         zero_stage__stage=3,
         offload__optimizer=OffloadDevice.cpu,
         offload__parameters=OffloadDevice.cpu,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.keys import leaves
 from trainctl.config.schema import Accelerator, RunConfig, walk
 from trainctl.hardware import Hardware
 
@@ -18,7 +19,7 @@ def config_with(**changes: Any) -> RunConfig:
         target = plain
         for section in sections:
             target = target[section]
-        assert name in target, key
+        assert key.replace("__", ".") in leaves(), key
         target[name] = value
     return from_plain(RunConfig, plain)
 

@@ -14,7 +14,7 @@ from plan_cases import config_with, cpus, gpus
 from trainctl.config.catalog import recipes
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import compose
-from trainctl.config.schema import OptimizerKind
+from trainctl.config.registry import names
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.resolve import resolve
 
@@ -80,7 +80,7 @@ def plan_of(name):
 
 def optimizer_plan(kind):
     """Of a program of the user's: trainctl's own trainer makes some of them itself."""
-    config = config_with(optimizer__kind=kind.value, zero_stage__stage=1, script="train.py")
+    config = config_with(optimizer__kind=kind, zero_stage__stage=1, script="train.py")
     return resolve(config, gpus(2)).plan
 
 
@@ -103,7 +103,7 @@ def recipe_names():
 def loaded():
     """What DeepSpeed made of every case, optimizer and recipe, from one process."""
     plans = {name: plan_of(name) for name in CASES}
-    plans |= {kind.value: optimizer_plan(kind) for kind in OptimizerKind}
+    plans |= {kind: optimizer_plan(kind) for kind in names("optimizer")}
     for name in recipe_names():
         config = compose([f"recipe={name}"]).config
         plan = resolve(config, resolve_hardware(config.hardware)).plan
@@ -174,7 +174,7 @@ def test_deepspeed_loads_every_recipe_at_its_world_size(name, loaded):
     ],
 )
 def test_deepspeed_builds_the_optimizer_that_the_block_names(kind, expected, loaded):
-    assert_accepted(optimizer_plan(OptimizerKind(kind)), loaded[kind])
+    assert_accepted(optimizer_plan(kind), loaded[kind])
     assert loaded[kind]["optimizer"] == expected
 
 

@@ -7,7 +7,8 @@ import math
 import pytest
 from plan_cases import config_with, cpus
 
-from trainctl.config.schema import ModelFamily, OptimizerKind
+from trainctl.config.registry import specs
+from trainctl.config.schema import ModelFamily
 from trainctl.plan import mup
 from trainctl.plan.groups import parameter_groups
 from trainctl.plan.mup import TensorKind
@@ -51,7 +52,7 @@ def test_the_factors_are_those_of_the_table(kind):
         deviation = mup.initial_factor(config.model, tensor)
         assert deviation == (0.5 if tensor is TensorKind.hidden else 1)
     assert mup.output_multiplier(config.model) == 1 / 4
-    assert {OptimizerKind(kind) for kind in TABLE} == set(mup.KNOWN)
+    assert set(TABLE) == {spec.name for spec in specs("optimizer") if spec.width_rule}
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -13,7 +13,8 @@ from pathlib import Path
 from mup_probe import Sizes
 from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
-from trainctl.config.schema import DataType, ModelFamily, OptimizerKind, RunConfig, ScheduleKind
+from trainctl.config.registry import new_section
+from trainctl.config.schema import DataType, ModelFamily, RunConfig
 from trainctl.runs.layout import RunPaths
 
 WIDTHS = (64, 128, 256, 512)
@@ -21,7 +22,7 @@ HEAD_DIM = 16
 SEEDS = (1, 2)
 STEPS = 4
 
-LEARNING_RATES = {OptimizerKind.muon: 0.02, OptimizerKind.sgd: 0.1}
+LEARNING_RATES = {"muon": 0.02, "sgd": 0.1}
 """Large enough that a few steps change most of what there is in the beginning."""
 
 LIMIT = 0.2
@@ -57,7 +58,7 @@ def config_of(
     *,
     mup: bool,
     family: ModelFamily = ModelFamily.llama,
-    optimizer: OptimizerKind = OptimizerKind.adamw,
+    optimizer: str = "adamw",
     steps: int = STEPS,
     seed: int = 1,
 ) -> RunConfig:
@@ -76,11 +77,11 @@ def config_of(
     model.initializer_range = 0.1
     config.precision.compute = DataType.fp32
     config.zero_stage.stage = 0
-    config.optimizer.kind = optimizer
+    config.optimizer = new_section("optimizer", optimizer)
     config.optimizer.lr = LEARNING_RATES.get(optimizer, 1e-2)
     config.optimizer.weight_decay = 0.0
     config.optimizer.gradient_clipping = 0.0
-    config.schedule.kind, config.schedule.warmup_steps = ScheduleKind.constant, 0
+    config.schedule = new_section("schedule", "constant", warmup_steps=0)
     config.checkpoint.at_end = False
     config.training.sample_tokens = 0
     return config
@@ -91,7 +92,7 @@ def check(
     *,
     mup: bool,
     family: ModelFamily = ModelFamily.llama,
-    optimizer: OptimizerKind = OptimizerKind.adamw,
+    optimizer: str = "adamw",
     widths: Sequence[int] = WIDTHS,
     seeds: Sequence[int] = SEEDS,
 ) -> Check:

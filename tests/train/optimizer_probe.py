@@ -10,7 +10,7 @@ from rank_processes import Case
 from torch import nn
 from torchao.optim import AdamW8bit
 
-from trainctl.config.schema import OptimizerConfig, OptimizerKind
+from trainctl.config.schema import OptimizerConfig
 from trainctl.engines.process import Process
 from trainctl.runs.records import EventWriter
 from trainctl.train.session import assemble
@@ -73,26 +73,28 @@ def _distance(case: Case, process: Process) -> dict[str, float]:
 
 def _reference(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> Iterator[Step]:
     """The steps of known good optimizers over the groups; their `lr` is read at each step."""
-    kind, betas, eps = optimizer.kind, (optimizer.beta1, optimizer.beta2), optimizer.epsilon
+    kind = optimizer.kind
+    betas = tuple(getattr(optimizer, name, 0.0) for name in ("beta1", "beta2"))
+    eps, momentum = (getattr(optimizer, name, 0.0) for name in ("epsilon", "momentum"))
     moments: dict[Any, Any] = {"step": 0}
-    if kind is OptimizerKind.lion:
+    if kind == "lion":
         yield lambda: _lion(groups, betas, moments)
-    elif kind is OptimizerKind.lamb:
+    elif kind == "lamb":
         yield lambda: _lamb(groups, betas, eps, moments)
-    elif kind is OptimizerKind.adamw_8bit:
+    elif kind == "adamw_8bit":
         yield _eight_bit(groups, betas, eps)
-    elif kind is OptimizerKind.muon:
+    elif kind == "muon":
         matrices = [group for group in groups if group["uses_muon"]]
         others = [group for group in groups if not group["uses_muon"]]
-        yield lambda: _muon(matrices, optimizer.momentum, moments)
+        yield lambda: _muon(matrices, momentum, moments)
         yield _of(torch.optim.AdamW(_plain(others), betas=betas, eps=eps), others)
     else:
         plain = _plain(groups)
-        made: dict[OptimizerKind, Callable[[], torch.optim.Optimizer]] = {
-            OptimizerKind.adamw: lambda: torch.optim.AdamW(plain, betas=betas, eps=eps),
-            OptimizerKind.adam: lambda: torch.optim.Adam(plain, betas=betas, eps=eps),
-            OptimizerKind.sgd: lambda: torch.optim.SGD(plain, momentum=optimizer.momentum),
-            OptimizerKind.adafactor: lambda: torch.optim.Adafactor(plain, eps=(eps**0.5, 1e-3)),
+        made: dict[str, Callable[[], torch.optim.Optimizer]] = {
+            "adamw": lambda: torch.optim.AdamW(plain, betas=betas, eps=eps),
+            "adam": lambda: torch.optim.Adam(plain, betas=betas, eps=eps),
+            "sgd": lambda: torch.optim.SGD(plain, momentum=momentum),
+            "adafactor": lambda: torch.optim.Adafactor(plain, eps=(eps**0.5, 1e-3)),
         }
         yield _of(made[kind](), groups)
 

@@ -16,7 +16,6 @@ from trainctl.config.schema import (
     DataKind,
     ModelConfig,
     OffloadDevice,
-    OptimizerKind,
     RunConfig,
 )
 from trainctl.hardware import Hardware
@@ -29,6 +28,7 @@ from trainctl.train.prepare import prepare
 
 PRELOAD = (
     "ranks",
+    "trainctl.engines.deepspeed.room",
     # What DeepSpeed's engine imports only when it is built; the first alone, which has torch's
     # compiler imported, is two seconds.
     "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -138,8 +138,8 @@ def _operators(plan: RunPlan) -> set[str]:
     offload = plan.config.offload
     operators = set()
     kind = plan.config.optimizer.kind
-    if offload.optimizer is not OffloadDevice.none and kind is not OptimizerKind.sgd:
-        is_lion = kind is OptimizerKind.lion
+    if offload.optimizer is not OffloadDevice.none and kind != "sgd":
+        is_lion = kind == "lion"
         operators.add("CPULionBuilder" if is_lion else "CPUAdamBuilder")
     if OffloadDevice.nvme in (offload.optimizer, offload.parameters):
         operators.add("AsyncIOBuilder")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
-from trainctl.config.schema import DataType, OffloadDevice, OptimizerKind, PrecisionConfig
+from trainctl.config.registry import new_section
+from trainctl.config.schema import DataType, OffloadDevice, PrecisionConfig
 from trainctl.memory.engine import read_engine
 from trainctl.memory.host import host_budget
 from trainctl.memory.phases import resident
@@ -27,13 +28,13 @@ def plan(
     world_size: int,
     zero: int,
     precision: PrecisionConfig,
-    optimizer: OptimizerKind = OptimizerKind.adamw,
+    optimizer: str = "adamw",
     offload: str = "none",
 ) -> RunPlan:
     config = tiny_config(steps=2)
     config.model.hidden_size, config.model.intermediate_size = 128, 352
     config.precision = precision
-    config.optimizer.kind = optimizer
+    config.optimizer = new_section("optimizer", optimizer, lr=config.optimizer.lr)
     config.zero_stage.stage = zero
     # Small: what is reduced last may outlive the step by a reference, and is no state.
     config.zero_stage.reduce_bucket_size = 5_000
@@ -60,12 +61,10 @@ STATES: dict[str, tuple[Any, ...]] = {
     "ZeRO 3, autocast": (3, AUTOCAST),
 }
 OPTIMIZERS: dict[str, tuple[Any, ...]] = {
-    f"ZeRO {zero}, {kind.value}": (zero, BF16, kind)
-    for zero in (0, 1, 3)
-    for kind in (OptimizerKind.adam, OptimizerKind.sgd)
+    f"ZeRO {zero}, {kind}": (zero, BF16, kind) for zero in (0, 1, 3) for kind in ("adam", "sgd")
 }
 OFFLOADED: dict[str, tuple[Any, ...]] = {
-    f"ZeRO {zero}, {name}, optimizer on the host": (zero, precision, OptimizerKind.adamw, "cpu")
+    f"ZeRO {zero}, {name}, optimizer on the host": (zero, precision, "adamw", "cpu")
     for zero in (1, 2, 3)
     for name, precision in {"bf16": BF16, "fp32": FP32}.items()
 }

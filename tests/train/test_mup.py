@@ -16,7 +16,6 @@ from trainctl.config.schema import (
     DataType,
     ModelConfig,
     ModelFamily,
-    OptimizerKind,
 )
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mup import check_multipliers, multipliers
@@ -64,7 +63,7 @@ def test_activations_depend_on_the_width_without_mup_and_not_with_it(tmp_path):
     ],
 )
 def test_every_family_and_optimizer_that_has_a_table(family, optimizer, tmp_path):
-    kinds = ModelFamily(family), OptimizerKind(optimizer)
+    kinds = ModelFamily(family), optimizer
     flat = coordinates.check(tmp_path / "with", mup=True, family=kinds[0], optimizer=kinds[1])
     assert flat.is_flat, coordinates.table(flat)
     steep = coordinates.check(

@@ -4,30 +4,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.ops.lion import FusedLion
 from torch import nn
 
-from trainctl.config.schema import OptimizerKind
+from trainctl.config.registry import new_section
+from trainctl.engines.deepspeed import updaters
+from trainctl.engines.deepspeed.wrappers import adapter_of
 from trainctl.engines.shards import Piece, Shard
-from trainctl.train import state as state_module
 from trainctl.train.state import OptimizerState
 
 
-def state_of(optimizer: torch.optim.Optimizer, kind: OptimizerKind) -> OptimizerState:
+def state_of(optimizer: torch.optim.Optimizer, kind: str) -> OptimizerState:
     """Of an optimizer of named parameters, as an engine without ZeRO has it in fp32."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     pieces = {
         parameter: Piece(str(index), parameter.shape, Shard.whole(parameter.shape))
         for index, parameter in enumerate(parameters)
     }
-    engine = SimpleNamespace(
-        deepspeed=SimpleNamespace(optimizer=optimizer),
-        stage=0,
-        pieces=pieces,
-        mesh=SimpleNamespace(replicas=SimpleNamespace(index=0, size=1)),
-        config=SimpleNamespace(optimizer=SimpleNamespace(kind=kind, momentum=0.9)),
-        has_zenflow=False,
-    )
-    return OptimizerState(engine)  # type: ignore[arg-type]
+    replicas = SimpleNamespace(index=0, size=1)
+    states = adapter_of(optimizer)(SimpleNamespace(optimizer=optimizer), pieces, replicas)
+    engine = SimpleNamespace(states=states, pieces=pieces, mesh=SimpleNamespace(replicas=replicas))
+    return OptimizerState(engine, new_section("optimizer", kind))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -39,7 +36,7 @@ def test_a_fused_kernel_finds_the_step_count_beside_the_parameter(fused, exists)
     if exists:
         moments = {name: torch.empty(8, device="meta") for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(9.0), **moments}
-    state_of(optimizer, OptimizerKind.adamw).create(0, {"step": 3.0})
+    state_of(optimizer, "adamw").create(0, {"step": 3.0})
     assert optimizer.state[parameter]["step"].device.type == ("meta" if fused else "cpu")
     assert optimizer.state[parameter]["exp_avg"].device.type == "meta"
 
@@ -49,12 +46,12 @@ class CountsOnTheLast(torch.optim.SGD):
 
 
 def test_the_step_count_of_the_fused_lion_is_that_of_the_last_of_a_group(monkeypatch):
-    monkeypatch.setattr(state_module, "FusedLion", CountsOnTheLast)
+    monkeypatch.setitem(updaters._KINDS, CountsOnTheLast, updaters._KINDS[FusedLion])
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
     optimizer = CountsOnTheLast(parameters)
     for parameter, step in zip(parameters, (0, 0, 5), strict=True):
         optimizer.state[parameter] = {"step": step, "exp_avg": torch.zeros(4)}
-    state = state_of(optimizer, OptimizerKind.lion)
+    state = state_of(optimizer, "lion")
     assert state.scalars() == {"step": 5}
     state.create(1, {"step": 5.0})
     step = optimizer.state[parameters[1]]["step"]
@@ -67,4 +64,4 @@ def test_states_that_differ_between_parameters_are_not_saved_as_one_number():
     for parameter, step in zip(parameters, (1.0, 2.0), strict=True):
         optimizer.state[parameter] = {"step": torch.tensor(step)}
     with pytest.raises(RuntimeError, match="step differs"):
-        state_of(optimizer, OptimizerKind.adamw).scalars()
+        state_of(optimizer, "adamw").scalars()

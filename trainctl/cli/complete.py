@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 from contextlib import redirect_stdout, suppress
-from enum import Enum
 from io import StringIO
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 import typer
+
+if TYPE_CHECKING:
+    from trainctl.config.keys import Leaf
 
 Suggestions = list[tuple[str, str]]
 """Each a word and what it means, for the shells that show that."""
@@ -87,19 +89,18 @@ def _overrides(incomplete: str) -> Iterator[tuple[str, str]]:
                 yield f"{group}={counted}{option}", f"an option of {group}"
     for leaf in leaves().values():
         if leaf.key != "recipe" and not leaf.is_mapping:
-            for value in _values(leaf.hint, leaf.default):
+            for value in _values(leaf):
                 yield f"{leaf.key}={value}", leaf.metadata["doc"]
 
 
-def _values(hint: Any, default: Any) -> list[str]:
+def _values(leaf: Leaf) -> list[str]:
     """All values of a key that has few, else its default, to be changed."""
-    kinds = get_args(hint) or (hint,)
-    kind = next((each for each in kinds if each is not type(None)), str)
+    kinds, default = get_args(leaf.hint) or (leaf.hint,), leaf.default
     found: list[str] = ["null"] if type(None) in kinds else []
-    if kind is bool:
+    if bool in kinds:
         return [*found, "true", "false"]
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return [*found, *(str(member.value) for member in kind)]
+    if leaf.choices:
+        return [*found, *leaf.choices]
     if isinstance(default, (int, float, str)) and str(default) and " " not in str(default):
         found.append(str(default))
     return found

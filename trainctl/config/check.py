@@ -61,7 +61,7 @@ def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
     try:
         value = accept(leaf, tree, text)
     except ValueProblem as problem:
-        return [], [_wrong_value(setting, problem)]
+        return [], [wrong_value(setting.key, setting.source, problem)]
     if not leaf.is_mapping:
         return [replace(setting, value=value)], []
     return [replace(setting, path=path, value=item) for path, item in _flat(value, prefix)], []
@@ -135,15 +135,16 @@ def _refused(setting: Setting) -> Iterator[Finding]:
         )
 
 
-def _wrong_value(setting: Setting, problem: ValueProblem) -> Finding:
-    is_variable = f"{setting.key}.".startswith(f"{ENVIRONMENT}.")
+def wrong_value(key: str, source: str, problem: ValueProblem) -> Finding:
+    """The finding for a value that its key does not accept."""
+    is_variable = f"{key}.".startswith(f"{ENVIRONMENT}.")
     return Finding(
         rule=OUT_OF_RANGE if problem.out_of_range else WRONG_VALUE,
-        key=setting.key,
+        key=key,
         # A value that was meant for a variable may be a secret.
         message="this is no mapping of names to texts" if is_variable else problem.message,
         hint=problem.hint,
-        source=setting.source,
+        source=source,
     )
 
 

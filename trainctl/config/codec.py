@@ -10,7 +10,9 @@ import types
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from trainctl.config.registry import own_keys, section_class
 
 T = TypeVar("T")
 
@@ -31,13 +33,17 @@ def to_plain(value: Any) -> Any:
 def from_plain(cls: type[T], data: Any, key: str = "") -> T:
     """An instance of the dataclass `cls` from what `to_plain` gave.
 
-    Keys that `data` lacks keep their defaults (an older file), so that a newer version reads it.
+    Keys that `data` lacks keep their defaults (an older file), so that a newer version reads it. In
+    a section whose options are units, keys of other kinds are left out, as an older file has all.
 
     Raises:
         ValueError: An unknown key, or a value of the wrong type; names the key.
     """
     if not isinstance(data, dict):
         raise ValueError(f"{key or cls.__name__} must be a mapping, not {type(data).__name__}")
+    group = getattr(cls, "units", "")
+    if group:
+        cls, data = _of_kind(group, cls, data)
     hints = _hints(cast(Any, cls))
     unknown = [str(name) for name in data if name not in hints]
     if unknown:
@@ -45,9 +51,21 @@ def from_plain(cls: type[T], data: Any, key: str = "") -> T:
     return cls(**{name: _read(hints[name], data[name], _join(key, name)) for name in data})
 
 
+def _of_kind(group: str, cls: Any, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The class of the kind that the section has, and its data without the keys of other kinds."""
+    kind = data.get("kind", cls.kind)
+    if not isinstance(kind, str):
+        raise ValueError(f"the kind of {group} must be a name, not {kind!r}")
+    found = section_class(group, kind)
+    foreign = own_keys(group) - set(_hints(found))
+    kept = {name: value for name, value in data.items() if name not in foreign}
+    return found, {"kind": kind, **kept}
+
+
 @cache
 def _hints(cls: Any) -> dict[str, Any]:
-    return get_type_hints(cls)
+    found = get_type_hints(cls)
+    return {name: hint for name, hint in found.items() if get_origin(hint) is not ClassVar}
 
 
 def _join(prefix: str, name: str) -> str:

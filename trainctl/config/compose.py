@@ -19,7 +19,8 @@ from trainctl.config.check import Setting, check_setting
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.extends import check_extends
 from trainctl.config.hf import APPLIED, FILLED, NO_MODEL, fill_from_directory, warnings
-from trainctl.config.layers import Layer, Stack
+from trainctl.config.kinds import keep_own_keys
+from trainctl.config.layers import TAKEN_BACK, Layer, Stack
 from trainctl.config.literals import literal_secrets
 from trainctl.config.overrides import Choice, Overrides, read_overrides
 from trainctl.config.schema import GROUPS, ModelFamily, RunConfig
@@ -32,7 +33,6 @@ UNTYPED = ("name", "family", "path", "initial_weights")
 """Fields whose own value is what the directory was read with, or is kept by it."""
 
 SAVED = "config.yaml of the run"
-TAKEN_BACK = "default"
 NO_EFFECT, NOT_THE_DIRECTORYS = "TC112", "TC146"
 
 
@@ -42,7 +42,7 @@ class Composed:
 
     Attributes:
         config: The configuration, typed and in range.
-        layers: For each key that anything set: every place that set it, in the order of
+        layers: Every place that set a key, by that key, in the order of
             application; the last one won. Keys of free-form mappings have layers of their own.
         findings: Warnings; also errors, in what `examine` gives.
         overrides: The overrides, as typed.
@@ -100,7 +100,7 @@ def examine(overrides: Sequence[str], *, config_dir: Path | None = None) -> Comp
     findings += [*broken, *_lay_files(stack, folders, defaults, asked.choices)]
     if asked.recipe:
         stack.apply([Setting(("recipe",), recipe, asked.recipe.source)])
-    return _finish(stack, asked, findings, overrides, fill_model=True)
+    return _finish(stack, asked, findings, overrides, fill_model=True, recipe=recipe)
 
 
 def recompose(
@@ -134,7 +134,7 @@ def recompose(
         defaults = [{group: choice.option} for group, choice in asked.choices.items()]
         findings += _lay_files(stack, folders, defaults, asked.choices)
     named_model = "model" in asked.choices or any(s.key == "model.path" for s in asked.settings)
-    composed = _finish(stack, asked, findings, overrides, fill_model=named_model)
+    composed = _finish(stack, asked, findings, overrides, fill_model=named_model, recipe=None)
     if composed.has_error:
         raise TrainctlError.from_findings(composed.findings)
     return composed
@@ -147,6 +147,7 @@ def _finish(
     overrides: Sequence[str],
     *,
     fill_model: bool,
+    recipe: str | None,
 ) -> Composed:
     """Apply the keys set on the command line, resolve references, read the model's directory."""
     stack.apply(asked.settings)
@@ -154,8 +155,10 @@ def _finish(
     findings += unresolved
     if unresolved:  # the values that such references stand for are not there to check
         raise TrainctlError.from_findings(findings)
+    typed = {setting.key for setting in asked.settings}
+    findings += keep_own_keys(stack, typed, recipe)
     if fill_model:
-        findings += _fill_model(stack, {setting.key for setting in asked.settings})
+        findings += _fill_model(stack, typed)
     config = from_plain(RunConfig, stack.plain)
     findings += [
         finding.set_by(_last_source(stack, finding.key)) for finding in literal_secrets(config)
@@ -238,7 +241,7 @@ def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
     for name in FILLED:
         key, value = f"model.{name}", filled[name]
         own = stack.value_of(key)
-        has_own = _was_set(stack, key) and name not in UNTYPED
+        has_own = stack.is_set(key) and name not in UNTYPED
         if own == value:
             continue
         if has_own and (key in typed or "model.path" not in typed):
@@ -274,11 +277,6 @@ def _fill_tensors(stack: Stack) -> list[Finding]:
     if table != config.model.tensors:
         stack.apply([Setting(("model", "tensors"), table, f"traced from {config.model.path}")])
     return []
-
-
-def _was_set(stack: Stack, key: str) -> bool:
-    """Whether something gave a key a value; a choice of the group only took one back."""
-    return key in stack.layers and not stack.layers[key][-1].source.startswith(TAKEN_BACK)
 
 
 def _last_source(stack: Stack, key: str) -> str:

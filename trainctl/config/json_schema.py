@@ -13,6 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trainctl.config.catalog import options, recipes
 from trainctl.config.keys import COUNT, Leaf, leaves
+from trainctl.config.registry import names
 from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.config.suggest import did_you_mean, nearest
 from trainctl.errors import TrainctlError
@@ -62,20 +63,44 @@ def value_schema(leaf: Leaf) -> dict[str, Any]:
     return {
         "description": f"{leaf.metadata['doc']}{unit}",
         "default": leaf.default,
-        "anyOf": [*_types(leaf.hint, leaf.metadata), REFERENCE],
+        "anyOf": [*types_of(leaf), REFERENCE],
     }
 
 
 def _section(name: str) -> dict[str, Any]:
     cls = get_type_hints(RunConfig)[name]
+    keys = [leaf for leaf in leaves().values() if leaf.key.startswith(f"{name}.")]
     return {
         "description": (cls.__doc__ or "").strip(),
         "type": "object",
-        "properties": {
-            item.name: value_schema(leaves()[f"{name}.{item.name}"]) for item in fields(cls)
-        },
+        "properties": {leaf.key.partition(".")[2]: value_schema(leaf) for leaf in keys},
         "additionalProperties": False,
+        **({"allOf": _by_kind(name, keys)} if any(leaf.kinds for leaf in keys) else {}),
     }
+
+
+def _by_kind(group: str, keys: list[Leaf]) -> list[dict[str, Any]]:
+    """For each kind that is named in the same file, that there is no key of the others."""
+    return [
+        {
+            "if": {"properties": {"kind": {"const": kind}}, "required": ["kind"]},
+            "then": {
+                "properties": {
+                    leaf.key.partition(".")[2]: False
+                    for leaf in keys
+                    if leaf.kinds and kind not in leaf.kinds
+                }
+            },
+        }
+        for kind in names(group)
+    ]
+
+
+def types_of(leaf: Leaf) -> list[dict[str, Any]]:
+    """The JSON types of a key's values."""
+    if leaf.metadata.get("units"):
+        return [{"enum": list(leaf.choices)}]
+    return _types(leaf.hint, leaf.metadata)
 
 
 def _types(hint: Any, limits: Any) -> list[dict[str, Any]]:

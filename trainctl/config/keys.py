@@ -6,13 +6,14 @@ import math
 import re
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trainctl.config.codec import to_plain
 from trainctl.config.quantities import in_unit
+from trainctl.config.registry import names, new_section, unit_groups
 from trainctl.config.schema import RunConfig
 from trainctl.config.suggest import nearest
 
@@ -32,12 +33,14 @@ class Leaf:
         hint: Its type, resolved.
         default: Its default, as plain data.
         metadata: Doc, unit and range, from `schema.option`.
+        kinds: Options of its group, where its options are units: those that have the key.
     """
 
     key: str
     hint: Any
     default: Any
     metadata: Mapping[str, Any]
+    kinds: tuple[str, ...] = ()
 
     @property
     def is_mapping(self) -> bool:
@@ -48,6 +51,16 @@ class Leaf:
     def is_text_mapping(self) -> bool:
         """Whether it is a mapping of texts, such as `launcher.environment`."""
         return self.is_mapping and get_args(self.hint)[1] is str
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values, where it names one of a group's options or a member of an enumeration."""
+        if self.metadata.get("units"):
+            return names(self.metadata["units"])
+        kinds = [each for each in (self.hint, *get_args(self.hint)) if isinstance(each, type)]
+        return tuple(
+            str(member.value) for kind in kinds if issubclass(kind, Enum) for member in kind
+        )
 
 
 class ValueProblem(Exception):
@@ -68,9 +81,37 @@ class ValueProblem(Exception):
 
 @cache
 def leaves() -> dict[str, Leaf]:
-    """Every key of the schema, by its dotted name, in the schema's order."""
+    """Every key of the schema, by its dotted name, in the schema's order.
+
+    Of a group whose options are units: the keys of all kinds. A key that several have is described
+    as the default kind has it, or else the first.
+    """
     table: dict[str, Leaf] = {}
     _collect(RunConfig(), "", table)
+    return table
+
+
+def keys_of(group: str, kind: str) -> dict[str, Leaf]:
+    """The keys of a section under one kind, as that has them."""
+    section = new_section(group, kind)
+    hints = get_type_hints(type(section))
+    leaves = (
+        Leaf(
+            f"{group}.{item.name}",
+            hints[item.name],
+            to_plain(getattr(section, item.name)),
+            item.metadata,
+        )
+        for item in fields(section)
+    )
+    return {leaf.key: leaf for leaf in leaves}
+
+
+def leaves_under(plain: Mapping[str, Any]) -> dict[str, Leaf]:
+    """The keys of a configuration, given as plain data, under the kinds that its sections have."""
+    table = {key: leaf for key, leaf in leaves().items() if not leaf.kinds}
+    for group in unit_groups():
+        table |= keys_of(group, plain[group]["kind"])
     return table
 
 
@@ -100,6 +141,8 @@ def accept(leaf: Leaf, value: Any, text: str | None = None) -> Any:
     Raises:
         ValueProblem: The value is of another type, or out of range.
     """
+    if leaf.metadata.get("units"):
+        return _accept_name(leaf.choices, value, text)
     if leaf.metadata.get("unit") == "tokens" and isinstance(value, str):
         value = _with_suffix(value)
     try:
@@ -179,11 +222,26 @@ def _collect(config: Any, prefix: str, table: dict[str, Leaf]) -> None:
     hints = get_type_hints(type(config))
     for item in fields(config):
         value = getattr(config, item.name)
-        if is_dataclass(value):
+        group = getattr(value, "units", "")
+        if group:
+            _collect_units(group, value.kind, table)
+        elif is_dataclass(value):
             _collect(value, f"{prefix}{item.name}.", table)
         else:
             key = f"{prefix}{item.name}"
             table[key] = Leaf(key, hints[item.name], to_plain(value), item.metadata)
+
+
+def _collect_units(group: str, default: str, table: dict[str, Leaf]) -> None:
+    """The keys of all kinds of a group: first, and as it has them, those of the default one."""
+    found = {kind: keys_of(group, kind) for kind in dict.fromkeys([default, *names(group)])}
+    having: dict[str, list[str]] = {}
+    for kind, keys in found.items():
+        for key in keys:
+            having.setdefault(key, []).append(kind)
+    for key, kinds in having.items():
+        leaf = found[kinds[0]][key]
+        table[key] = leaf if len(kinds) == len(found) else replace(leaf, kinds=tuple(sorted(kinds)))
 
 
 def _accept(hint: Any, value: Any, text: str | None, default: Any) -> Any:
@@ -266,10 +324,14 @@ def _accept_entry(hint: Any, value: Any) -> dict[str, Any]:
 
 
 def _accept_member(kind: type[Enum], value: Any, text: str | None) -> Any:
-    written = value if isinstance(value, str) else text if text is not None else str(value)
     members = {str(member.value): member.value for member in kind}
+    return members[_accept_name(tuple(members), value, text)]
+
+
+def _accept_name(members: tuple[str, ...], value: Any, text: str | None) -> str:
+    written = value if isinstance(value, str) else text if text is not None else str(value)
     if written in members:
-        return members[written]
+        return written
     close = nearest(written, members)
     legal = f"one of {', '.join(members)}"
     raise ValueProblem(

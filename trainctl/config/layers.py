@@ -9,13 +9,15 @@ from functools import cache
 from typing import Any
 
 from trainctl.config.check import WRONG_VALUE, Setting, check_setting, has_reference
-from trainctl.config.keys import leaves
+from trainctl.config.keys import leaves, leaves_under
 from trainctl.config.secrets import ENVIRONMENT, is_kept, is_secret_name
 from trainctl.config.suggest import first_line
 from trainctl.config.yaml_files import read_scalar
 from trainctl.errors import Finding
 
 VALUE = "_value_"
+TAKEN_BACK = "default"
+"""Source of a value that a choice of the group put back; it is followed by what chose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +40,20 @@ class Stack:
         self.plain = deepcopy(plain)
         self.layers: dict[str, list[Layer]] = {}
         self.references: dict[str, Setting] = {}
-        for leaf in leaves().values() if source else ():
-            value = self.value_of(leaf.key)
+        for key, leaf in (leaves_under(plain) if source else {}).items():
+            value = self.value_of(key)
             if value != leaf.default:
-                self.layers[leaf.key] = [Layer(source, value)]
+                self.layers[key] = [Layer(source, value)]
 
     def value_of(self, key: str) -> Any:
         node: Any = self.plain
         for name in key.split("."):
             node = node[name]
         return node
+
+    def is_set(self, key: str) -> bool:
+        """Whether something gave a key a value; a choice of the group only took one back."""
+        return key in self.layers and not self.layers[key][-1].source.startswith(TAKEN_BACK)
 
     def apply(self, settings: Iterable[Setting], note: str = "") -> None:
         """Set keys, the last one wins; `note` is added to the sources."""

@@ -19,11 +19,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainctl.config.schema import Accelerator, OffloadDevice, OptimizerKind, RunConfig
+from trainctl.config.schema import Accelerator, OffloadDevice, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware.facts import Hardware
 from trainctl.hardware.finding import problem
 from trainctl.hardware.packages import packaged_text, torch_build
+from trainctl.options.optimizer import Maker, spec_of
 
 _COMPILE_SECONDS = 60.0
 
@@ -36,17 +37,16 @@ def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
 
     Those that DeepSpeed was installed with are left out.
     """
-    offload, kind = config.offload, config.optimizer.kind
+    offload, optimizer = config.offload, spec_of(config.optimizer)
     on_cpu = hardware.accelerator is Accelerator.cpu
     wanted: dict[str, str] = {}
-    is_elsewhere = kind is OptimizerKind.sgd and config.trains_itself  # torch's, in host memory
-    if offload.optimizer is not OffloadDevice.none and not is_elsewhere:
-        operator = "cpu_lion" if kind is OptimizerKind.lion else "cpu_adam"
-        wanted[operator] = "offload.optimizer"
-    elif kind is OptimizerKind.lion and not on_cpu and config.optimizer.fused is not False:
-        wanted["fused_lion"] = "optimizer.kind"
-    elif kind is OptimizerKind.lamb and not on_cpu and not config.trains_itself:
-        wanted["fused_lamb"] = "optimizer.kind"
+    if offload.optimizer is not OffloadDevice.none:
+        if optimizer.host_operator or not config.trains_itself:
+            wanted[optimizer.host_operator or "cpu_adam"] = "offload.optimizer"
+    elif optimizer.device_operator and not on_cpu:
+        is_wanted = optimizer.fused_by is Maker.deepspeed and config.optimizer.fused is not False
+        if is_wanted or not config.trains_itself:
+            wanted[optimizer.device_operator] = "optimizer.kind"
     for key in ("optimizer", "parameters"):
         if getattr(offload, key) is OffloadDevice.nvme:
             wanted["async_io"] = f"offload.{key}"

@@ -17,26 +17,23 @@ from trainctl.config.schema import (
     DataType,
     KernelsConfig,
     LrScaling,
-    OffloadConfig,
     OffloadDevice,
-    OptimizerKind,
     RunConfig,
-    ZeroStageConfig,
 )
 from trainctl.hardware import Hardware
+from trainctl.options.optimizer import DeepSpeedForm, Maker, Parameter, spec_of
 from trainctl.plan import mup
+from trainctl.plan.deepspeed_table import (
+    BF16_KEYS,
+    FP16_KEYS,
+    OFFLOAD_KEYS,
+    ZERO_KEYS,
+    written,
+)
 from trainctl.plan.learning_rate import lr_scale
-from trainctl.plan.optimizers import Maker, is_fused, maker
+from trainctl.plan.optimizers import is_fused, maker
 from trainctl.plan.precision import formats
 from trainctl.plan.types import Batch, Mesh
-
-ZERO_TESTED_OPTIMIZERS = (
-    OptimizerKind.adamw,
-    OptimizerKind.adam,
-    OptimizerKind.lion,
-    OptimizerKind.muon,
-)
-"""Kinds whose classes DeepSpeed lists as tested with ZeRO (runtime/zero/utils.py)."""
 
 BATCH_KEYS = (
     "train_batch_size",
@@ -44,9 +41,6 @@ BATCH_KEYS = (
     "gradient_accumulation_steps",
 )
 """The batch triple; its product counts data-parallel ranks only."""
-
-ADAPTIVE_LOSS_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-"""How an adaptive loss scale moves: the same names in `precision` and in DeepSpeed's `fp16`."""
 
 MATRIX_MODULES = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
 """Where the matrices are; the second is gpt2's."""
@@ -68,16 +62,23 @@ def render(settings: Iterable[Derived]) -> dict[str, Any]:
 
 
 def derived_settings(
-    config: RunConfig, hardware: Hardware, mesh: Mesh, batch: Batch
+    config: RunConfig, hardware: Hardware, mesh: Mesh | None, batch: Batch | None
 ) -> tuple[Derived, ...]:
-    """Every key of the JSON that trainctl sets, without the user's `deepspeed` section."""
+    """Every key of the JSON that trainctl sets, without the user's `deepspeed` section.
+
+    Args:
+        mesh: None where none is possible: then one of the sizes that are set.
+        batch: None where none is possible: then the JSON is without it.
+    """
+    axes = config.parallelism
+    mesh = mesh or Mesh(data=1, tensor=axes.tensor, pipeline=axes.pipeline, sequence=axes.sequence)
     return (
-        *_batch(mesh, batch),
-        *_optimizer(config, hardware, lr_scale(config.optimizer, batch)),
+        *(() if batch is None else _batch(mesh, batch)),
+        *_optimizer(config, hardware, 1.0 if batch is None else lr_scale(config.optimizer, batch)),
         _clipping(config),
         *_precision(config, mesh),
         *_zero(config, hardware),
-        *_offload(config.zero_stage, config.offload),
+        *written(OFFLOAD_KEYS, config),
         *_parallelism(config, mesh),
         *_compile(config.kernels),
         *_reporting(config),
@@ -117,19 +118,11 @@ def _batch(mesh: Mesh, batch: Batch) -> Iterator[Derived]:
 
 
 def _optimizer(config: RunConfig, hardware: Hardware, lr_scale: float) -> Iterator[Derived]:
-    kind = config.optimizer.kind
-    name = {
-        OptimizerKind.adamw: "AdamW",
-        OptimizerKind.adam: "Adam",
-        OptimizerKind.lion: "Lion",
-        OptimizerKind.muon: "Muon",
-        OptimizerKind.lamb: "Lamb",
-        OptimizerKind.sgd: "SGD",
-        OptimizerKind.adafactor: "Adafactor",
-    }.get(kind)
-    if name is not None and not _is_own(config, hardware):
-        yield _set("optimizer.type", name, "optimizer.kind", why=f"optimizer.kind={kind.value}")
-        yield from _optimizer_params(config, hardware, lr_scale)
+    form = spec_of(config.optimizer).deepspeed
+    if form is not None and not _is_own(config, hardware):
+        why = f"optimizer.kind={config.optimizer.kind}"
+        yield _set("optimizer.type", form.type, "optimizer.kind", why=why)
+        yield from _optimizer_params(config, hardware, lr_scale, form)
 
 
 def _is_own(config: RunConfig, hardware: Hardware) -> bool:
@@ -150,46 +143,57 @@ def _clipping(config: RunConfig) -> Derived:
     return _set("gradient_clipping", limit, "optimizer.gradient_clipping")
 
 
-def _optimizer_params(config: RunConfig, hardware: Hardware, lr_scale: float) -> Iterator[Derived]:
-    optimizer, zenflow, epsilon = config.optimizer, config.offload.zenflow, mup.epsilon(config)
+def _optimizer_params(
+    config: RunConfig, hardware: Hardware, lr_scale: float, form: DeepSpeedForm
+) -> Iterator[Derived]:
+    optimizer, params = config.optimizer, "optimizer.params"
     offloaded = config.offload.optimizer is not OffloadDevice.none
-    kind, params = optimizer.kind, "optimizer.params"
-    scaling = () if optimizer.lr_scaling is LrScaling.none else ("optimizer.lr_scaling",)
-    rate = ("optimizer.lr", *scaling)
-    why = f"{' x '.join(rate)}: the peak; the trainer sets the schedule's value at each step"
-    yield _set(f"{params}.lr", optimizer.lr * lr_scale, *rate, why=why)
-    decay = "optimizer.weight_decay"
-    why = f"{decay}: the trainer's groups without decay override it"
-    yield _set(f"{params}.weight_decay", optimizer.weight_decay, decay, why=why)
-    if kind not in (OptimizerKind.sgd, OptimizerKind.adafactor):
-        betas = [optimizer.beta1, optimizer.beta2]
-        yield _set(f"{params}.betas", betas, "optimizer.beta1", "optimizer.beta2")
-    if kind not in (OptimizerKind.sgd, OptimizerKind.adafactor, OptimizerKind.lion):
-        by_width = "" if epsilon == optimizer.epsilon else " / mup.width_factor, as the gradients"
-        why = f"optimizer.epsilon{by_width}"
-        yield _set(f"{params}.eps", epsilon, "optimizer.epsilon", why=why)
-    if kind in (OptimizerKind.sgd, OptimizerKind.muon):
-        yield _set(f"{params}.momentum", optimizer.momentum, "optimizer.momentum")
-    if kind is OptimizerKind.muon:
-        matrix_lr = optimizer.lr if optimizer.matrix_lr is None else optimizer.matrix_lr
-        source = "optimizer.lr" if optimizer.matrix_lr is None else "optimizer.matrix_lr"
-        rate = (source, *scaling)
-        yield _set(f"{params}.muon_lr", matrix_lr * lr_scale, *rate, why=" x ".join(rate))
-    if kind is OptimizerKind.adam:
-        why = "optimizer.kind=adam: the decay is part of the gradient"
-        yield _set(f"{params}.adam_w_mode", False, "optimizer.kind", why=why)
+    for parameter in form.parameters:
+        yield _parameter(config, parameter, lr_scale)
+    for name, (value, why) in form.fixed.items():
+        yield _set(f"{params}.{name}", value, "optimizer.kind", why=why)
     # ZenFlow hands these parameters on to torch's AdamW, which does not know the key.
-    if kind in (OptimizerKind.adamw, OptimizerKind.adam, OptimizerKind.muon) and not zenflow:
+    if form.has_torch_adam and not config.offload.zenflow:
         why = (
             "the optimizer is offloaded: DeepSpeedCPUAdam"
             if offloaded
             else "torch's own AdamW: nothing to compile"
         )
         yield _set(f"{params}.torch_adam", not offloaded, why=why)
-    if config.trains_itself and is_fused(config, hardware) and kind is not OptimizerKind.lion:
+    takes_fused = spec_of(optimizer).fused_by is Maker.torch
+    if config.trains_itself and takes_fused and is_fused(config, hardware):
         why = "" if optimizer.fused else "one kernel updates all, on accelerators"
         sources = ("optimizer.fused",) if optimizer.fused else ()
         yield _set(f"{params}.fused", True, *sources, why=why)
+
+
+def _parameter(config: RunConfig, parameter: Parameter, lr_scale: float) -> Derived:
+    """A parameter of the JSON, from the keys that say it."""
+    optimizer = config.optimizer
+    values = [getattr(optimizer, key) for key in parameter.keys]
+    value: Any = values if len(values) > 1 else values[0]
+    sources = [f"optimizer.{key}" for key in parameter.keys]
+    if parameter.or_lr and value is None:
+        value, sources = optimizer.lr, ["optimizer.lr"]
+    why = " and ".join(sources)
+    if parameter.is_rate:
+        value *= lr_scale
+        if optimizer.lr_scaling is not LrScaling.none:
+            sources.append("optimizer.lr_scaling")
+        why = " x ".join(sources)
+    if parameter.is_epsilon:
+        scaled = mup.epsilon(config, value)
+        why += "" if scaled == value else " / mup.width_factor, as the gradients"
+        value = scaled
+    note = _NOTES.get(parameter.name)
+    why += f": {note}" if note else ""
+    return _set(f"optimizer.params.{parameter.name}", value, *sources, why=why)
+
+
+_NOTES = {
+    "lr": "the peak; the trainer sets the schedule's value at each step",
+    "weight_decay": "the trainer's groups without decay override it",
+}
 
 
 def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
@@ -200,30 +204,9 @@ def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
     wire_why = "" if on_wire else of_weights
 
     yield _set("bf16.enabled", used.weights is DataType.bf16, "precision.compute", why=compute)
-    if used.weights is DataType.bf16:
-        why = "no update is made from gradients that are not finite"
-        yield _set("bf16.check_grad_overflow", True, why=why)
-        if precision.master_weights is DataType.bf16:
-            why = "precision.master_weights=bf16"
-            yield _set(
-                "bf16.bf16_master_weights_and_grads", True, "precision.master_weights", why=why
-            )
-        if precision.optimizer_states is DataType.bf16:
-            why = "precision.optimizer_states=bf16"
-            yield _set("bf16.bf16_optimizer_states", True, "precision.optimizer_states", why=why)
-
+    yield from written(BF16_KEYS, config)
     yield _set("fp16.enabled", used.weights is DataType.fp16, "precision.compute", why=compute)
-    if used.weights is DataType.fp16:
-        why = "precision.loss_scale; 0 adapts it"
-        yield _set("fp16.loss_scale", precision.loss_scale, "precision.loss_scale", why=why)
-        for name in ADAPTIVE_LOSS_SCALE:
-            yield _set(f"fp16.{name}", getattr(precision, name), f"precision.{name}")
-        yield _set("fp16.consecutive_hysteresis", False, why="DeepSpeed's default")
-        if precision.master_weights is DataType.fp16:
-            why = "precision.master_weights=fp16"
-            yield _set(
-                "fp16.fp16_master_weights_and_grads", True, "precision.master_weights", why=why
-            )
+    yield from written(FP16_KEYS, config)
 
     yield _set("torch_autocast.enabled", precision.autocast, "precision.autocast")
     if precision.autocast:
@@ -246,84 +229,18 @@ def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
 
 
 def _zero(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
-    zero, kind, prefix = config.zero_stage, config.optimizer.kind, "zero_optimization"
-    yield _set(f"{prefix}.stage", zero.stage, "zero_stage.stage")
+    zero, optimizer = config.zero_stage, spec_of(config.optimizer)
+    yield _set("zero_optimization.stage", zero.stage, "zero_stage.stage")
     if zero.stage == 0:
         return
-    names = {
-        "overlap_comm": "overlap_comm",
-        "contiguous_gradients": "contiguous_gradients",
-        "reduce_scatter": "reduce_scatter",
-        "reduce_bucket_size": "reduce_bucket_size",
-    }
-    if zero.stage < 3:
-        names["allgather_bucket_size"] = "allgather_bucket_size"
-    else:
-        names |= {
-            "stage3_prefetch_bucket_size": "prefetch_bucket_size",
-            "stage3_param_persistence_threshold": "param_persistence_threshold",
-            "stage3_max_live_parameters": "max_live_parameters",
-            "stage3_max_reuse_distance": "max_reuse_distance",
-            "sub_group_size": "sub_group_size",
-            "zero_hpz_partition_size": "hpz_partition_size",
-            "zero_quantized_weights": "quantized_weights",
-            "zero_quantized_gradients": "quantized_gradients",
-        }
-    for name, field in names.items():
-        yield _set(f"{prefix}.{name}", getattr(zero, field), f"zero_stage.{field}")
+    yield from written(ZERO_KEYS, config)
     if _is_own(config, hardware):
-        why = f"{kind.value} is trainctl's own, which DeepSpeed does not list as tested with ZeRO"
+        name = optimizer.name
+        why = f"{name} is trainctl's own, which DeepSpeed does not list as tested with ZeRO"
         yield _set("zero_allow_untested_optimizer", True, why=why)
-    elif kind not in ZERO_TESTED_OPTIMIZERS:
-        why = f"DeepSpeed does not list {kind.value} as tested with ZeRO"
+    elif optimizer.deepspeed is None or not optimizer.deepspeed.is_zero_tested:
+        why = f"DeepSpeed does not list {optimizer.name} as tested with ZeRO"
         yield _set("zero_allow_untested_optimizer", True, why=why)
-
-
-def _offload(zero: ZeroStageConfig, offload: OffloadConfig) -> Iterator[Derived]:
-    devices = (offload.optimizer, offload.parameters)
-    if offload.optimizer is not OffloadDevice.none:
-        prefix = "zero_optimization.offload_optimizer"
-        yield _set(f"{prefix}.device", offload.optimizer.value, "offload.optimizer")
-        yield _set(f"{prefix}.pin_memory", offload.pin_memory, "offload.pin_memory")
-        if zero.stage == 3:
-            yield _set(f"{prefix}.ratio", offload.ratio, "offload.ratio")
-        if offload.optimizer is OffloadDevice.nvme:
-            yield _set(f"{prefix}.nvme_path", offload.nvme_path, "offload.nvme_path")
-            why = "Adam's four tensors: weight, gradient and two moments"
-            yield _set(f"{prefix}.buffer_count", 4, why=why)
-        if offload.super_offload:
-            yield _set(f"{prefix}.super_offload", True, "offload.super_offload")
-        if offload.zenflow:
-            yield from _zenflow(offload)
-    if offload.parameters is not OffloadDevice.none:
-        prefix = "zero_optimization.offload_param"
-        yield _set(f"{prefix}.device", offload.parameters.value, "offload.parameters")
-        yield _set(f"{prefix}.pin_memory", offload.pin_memory, "offload.pin_memory")
-        if offload.parameters is OffloadDevice.nvme:
-            for name in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"):
-                yield _set(f"{prefix}.{name}", getattr(offload, name), f"offload.{name}")
-    if OffloadDevice.nvme in devices:
-        # DeepSpeed's defaults (runtime/swap_tensor/constants.py).
-        defaults = {"block_size": 1_048_576, "queue_depth": 8, "intra_op_parallelism": 1}
-        for name, value in (*defaults.items(), ("single_submit", False), ("overlap_events", True)):
-            yield _set(f"aio.{name}", value, why="DeepSpeed's default, for NVMe")
-
-
-def _zenflow(offload: OffloadConfig) -> Iterator[Derived]:
-    prefix = "zero_optimization.zenflow"
-    yield _set(f"{prefix}.topk_ratio", offload.zenflow_topk_ratio, "offload.zenflow_topk_ratio")
-    why = "offload.zenflow: intervals are steps"
-    yield _set(f"{prefix}.select_strategy", "step", "offload.zenflow", why=why)
-    select = 0 if offload.zenflow_select_interval is None else offload.zenflow_select_interval
-    source = "offload.zenflow_select_interval"
-    yield _set(f"{prefix}.select_interval", select, source, why=f"{source}; 0 chooses once")
-    update = offload.zenflow_update_interval
-    source = "offload.zenflow_update_interval"
-    yield _set(f"{prefix}.update_interval", "auto" if update is None else update, source)
-    warmup = offload.zenflow_warmup_steps
-    yield _set(f"{prefix}.full_warm_up_rounds", warmup, "offload.zenflow_warmup_steps")
-    overlap = offload.zenflow_overlap_step
-    yield _set(f"{prefix}.overlap_step", overlap, "offload.zenflow_overlap_step")
 
 
 def _parallelism(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:

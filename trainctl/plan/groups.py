@@ -19,7 +19,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trainctl.config.schema import GroupOverride, OptimizerKind, RunConfig
+from trainctl.config.schema import GroupOverride, RunConfig
+from trainctl.options.optimizer import spec_of
 from trainctl.plan import mup, shapes
 from trainctl.plan.mup import TensorKind
 from trainctl.plan.shapes import TensorShape
@@ -32,7 +33,7 @@ class GroupKey:
     Attributes:
         uses_muon: Whether Muon updates them.
         is_decayed: Whether `optimizer.weight_decay` is for them.
-        lr_factor: Of the base learning rate.
+        lr_factor: Multiple of the base learning rate.
         weight_decay: Their decay.
         clip_at: Largest norm of their gradient together; 0 for none of their own.
     """
@@ -65,11 +66,11 @@ class ParameterGroup:
 
     Attributes:
         name: As in the records and the plan.
-        lr_factor: Of the base learning rate.
+        lr_factor: Multiple of the base learning rate.
         weight_decay: Decoupled decay.
         uses_muon: Whether Muon updates them.
         parameters: Canonical names, in the model's order.
-        elements: Of all of them.
+        elements: Number in all of them.
     """
 
     name: str
@@ -154,7 +155,7 @@ def group_of(
     return GroupKey(
         clip_at=clip_at or 0.0,
         uses_muon=(
-            optimizer.kind is OptimizerKind.muon
+            spec_of(optimizer).has_matrix_rule
             and kind is TensorKind.hidden
             and len(shape) == 2  # experts in one tensor, of another architecture, are no matrix
         ),
@@ -165,8 +166,8 @@ def group_of(
 
 
 def _base_lr(config: RunConfig, *, uses_muon: bool) -> float:
-    matrix_lr = config.optimizer.matrix_lr if uses_muon else None
-    return config.optimizer.lr if matrix_lr is None else matrix_lr
+    own = spec_of(config.optimizer).matrix_rate(config.optimizer) if uses_muon else None
+    return config.optimizer.lr if own is None else own
 
 
 def blocks_above(config: RunConfig, name: str, kind: TensorKind) -> int:

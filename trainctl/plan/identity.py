@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.schema import ModelConfig, ModelFamily, OptimizerKind, RunConfig
+from trainctl.config.schema import ModelConfig, ModelFamily, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.optimizer import spec_of
 from trainctl.plan.mup import check_multipliers, multipliers
-from trainctl.plan.optimizers import state_names
 from trainctl.plan.shapes import head_dim, key_value_heads
 
 _SHAPE = (
@@ -153,10 +153,9 @@ def check_optimizer(config: RunConfig, name: str, manifest: Mapping[str, Any]) -
         TrainctlError: They are another's (exit code 5).
     """
     had = set(manifest["states"]) - BESIDE_THE_OPTIMIZER
-    optimizer = config.optimizer
-    is_muon = optimizer.kind is OptimizerKind.muon
-    matrices = set(state_names(optimizer, uses_muon=True)) if is_muon else set()
-    wanted = set(state_names(optimizer, uses_muon=False))
+    optimizer, spec = config.optimizer, spec_of(config.optimizer)
+    matrices = set(spec.states_of(optimizer, is_matrix=True)) if spec.has_matrix_rule else set()
+    wanted = set(spec.states_of(optimizer, is_matrix=False))
     if had and had not in (wanted, matrices, wanted | matrices):
         raise another_optimizer(name, had, wanted | matrices)
 

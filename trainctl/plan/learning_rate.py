@@ -19,9 +19,9 @@ from trainctl.config.schema import (
     AdaptiveClipping,
     LrScaling,
     OptimizerConfig,
-    OptimizerKind,
     RunConfig,
 )
+from trainctl.options.optimizer import spec_of
 from trainctl.plan.batches import Batch
 
 SOURCES = {LrScaling.linear: "arXiv:1706.02677", LrScaling.sqrt: "arXiv:2205.10287"}
@@ -46,8 +46,10 @@ def reasons(config: RunConfig, batch: Batch) -> Iterator[Derived]:
         factor = f"sqrt({ratio})" if optimizer.lr_scaling is LrScaling.sqrt else f"({ratio})"
         source = SOURCES[optimizer.lr_scaling]
         rates = {"lr": optimizer.lr}
-        if optimizer.kind is OptimizerKind.muon and optimizer.matrix_lr is not None:
-            rates["matrix_lr"] = optimizer.matrix_lr
+        spec = spec_of(optimizer)
+        matrix_rate = spec.matrix_rate(optimizer)
+        if matrix_rate is not None:
+            rates[spec.matrix_lr] = matrix_rate
         for name, rate in rates.items():
             why = f"optimizer.{name} {rate:g} x {factor}, {source}"
             sources = (f"optimizer.{name}", "optimizer.lr_scaling_batch_size")

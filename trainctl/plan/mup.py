@@ -32,23 +32,13 @@ from enum import Enum
 from typing import Any
 
 from trainctl.config.derived import Derived
-from trainctl.config.schema import ModelConfig, OptimizerConfig, OptimizerKind, RunConfig
+from trainctl.config.schema import ModelConfig, OptimizerConfig, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.optimizer import WidthRule, spec_of
 from trainctl.plan.shapes import head_dim, key_value_heads
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight")
 OUTPUT = "lm_head.weight"
-
-LIKE_ADAM = (
-    OptimizerKind.adamw,
-    OptimizerKind.adam,
-    OptimizerKind.adamw_8bit,
-    OptimizerKind.lion,
-)
-"""Kinds whose step has entries of the learning rate's size, whatever the gradient's."""
-
-KNOWN = (*LIKE_ADAM, OptimizerKind.muon, OptimizerKind.sgd)
-"""Kinds that have a column in the table."""
 
 
 class TensorKind(Enum):
@@ -129,9 +119,10 @@ def check_multipliers(model: ModelConfig, name: str, manifest: Mapping[str, Any]
 def lr_factor(model: ModelConfig, optimizer: OptimizerConfig, kind: TensorKind) -> float:
     """Of the learning rate of a tensor."""
     m = width_factor(model)
-    if optimizer.kind in LIKE_ADAM:
+    rule = spec_of(optimizer).width_rule
+    if rule is WidthRule.adam:
         return 1 / m if kind is TensorKind.hidden else 1.0
-    if optimizer.kind is OptimizerKind.sgd:
+    if rule is WidthRule.sgd:
         return 1.0 if kind is TensorKind.hidden else m
     return 1.0
 
@@ -141,11 +132,9 @@ def decay_factor(model: ModelConfig, optimizer: OptimizerConfig, kind: TensorKin
     return 1 / lr_factor(model, optimizer, kind)
 
 
-def epsilon(config: RunConfig) -> float:
-    """Adam's, as small as the gradients are."""
-    if not config.trains_itself:
-        return config.optimizer.epsilon
-    return config.optimizer.epsilon / width_factor(config.model)
+def epsilon(config: RunConfig, value: float) -> float:
+    """Adam's `value`, as small as the gradients are."""
+    return value / width_factor(config.model) if config.trains_itself else value
 
 
 def base_heads(model: ModelConfig) -> tuple[float, float]:

@@ -1,152 +1,14 @@
-"""What each optimizer can be trained with: one table for the rules, the engine and the docs.
-
-ZeRO gives an optimizer flat pieces of parameters. To an elementwise rule that is all the same; one
-that looks at whole matrices (Muon, Adafactor), whole tensors (LAMB) or blocks of them (8-bit AdamW)
-would compute something else, silently. DeepSpeed's and torch's do. So those four are trainctl's own
-(`trainctl.train.optimizers`): they know which piece of which parameter they have and ask the
-other ranks for what they lack, which gives the same numbers at every ZeRO stage.
-"""
+"""What an optimizer is in one plan: whose code updates, with one kernel or not, what it refuses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 
 from trainctl.config.derived import Derived
-from trainctl.config.schema import (
-    Accelerator,
-    DataType,
-    OffloadDevice,
-    OptimizerConfig,
-    OptimizerKind,
-    RunConfig,
-)
+from trainctl.config.schema import Accelerator, DataType, OffloadDevice, RunConfig
 from trainctl.hardware import Hardware
-
-_HOST = (OffloadDevice.none, OffloadDevice.cpu)
-_EVERYWHERE = (*_HOST, OffloadDevice.nvme)
-
-EIGHT_BIT_AT_ONCE = 2**22
-"""Elements that 8-bit AdamW updates at a time, whole blocks: all in fp32 meanwhile."""
-
-
-class Maker(Enum):
-    """Whose code makes the update."""
-
-    torch = "torch"
-    deepspeed = "DeepSpeed"
-    trainctl = "trainctl"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capability:
-    """What one kind of optimizer allows.
-
-    Attributes:
-        needs: What of a parameter one element's update depends on.
-        states: Tensor states of the size of what they are for.
-        matrix_states: Those of Muon's matrices, where they are others.
-        stages: ZeRO stages.
-        offload: Places of its states.
-        tensor: Whether parameters may be cut over tensor-parallel ranks.
-        low_precision_states: Whether the states may be kept in bf16.
-        has_fused: Whether it has a fused kernel on accelerators.
-        why_not: By the name of what is not allowed: the reason.
-    """
-
-    needs: str
-    states: tuple[str, ...]
-    matrix_states: tuple[str, ...] = ()
-    stages: tuple[int, ...] = (0, 1, 2, 3)
-    offload: tuple[OffloadDevice, ...] = (OffloadDevice.none,)
-    tensor: bool = True
-    low_precision_states: bool = False
-    has_fused: bool = False
-    why_not: dict[str, str] = field(default_factory=dict)
-
-
-_NO_HOST_KERNEL = "DeepSpeed has no kernel that updates its states in host memory"
-_NO_SWAP = "DeepSpeed's swapper holds the four tensors of Adam"
-_ROUNDED = "a momentum in bf16 drops what a step adds to it"
-_CUT = "a tensor rank has only a shard of a matrix"
-
-CAPABILITIES: dict[OptimizerKind, Capability] = {
-    OptimizerKind.adamw: Capability(
-        needs="the element",
-        states=("exp_avg", "exp_avg_sq"),
-        offload=_EVERYWHERE,
-        low_precision_states=True,
-        has_fused=True,
-    ),
-    OptimizerKind.adam: Capability(
-        needs="the element",
-        states=("exp_avg", "exp_avg_sq"),
-        offload=_EVERYWHERE,
-        low_precision_states=True,
-        has_fused=True,
-    ),
-    OptimizerKind.lion: Capability(
-        needs="the element",
-        states=("exp_avg",),
-        offload=_HOST,
-        has_fused=True,
-        why_not={"nvme": _NO_SWAP, "states": _ROUNDED},
-    ),
-    OptimizerKind.muon: Capability(
-        needs="the matrix",
-        states=("exp_avg", "exp_avg_sq"),
-        matrix_states=("momentum_buffer",),
-        tensor=False,
-        has_fused=True,
-        why_not={
-            "cpu": "whole matrices are orthogonalised on the device",
-            "nvme": _NO_SWAP,
-            "tensor": f"{_CUT}, and orthogonalising a shard is another update",
-            "states": _ROUNDED,
-        },
-    ),
-    OptimizerKind.adamw_8bit: Capability(
-        needs="the block of 256",
-        states=("exp_avg.codes", "exp_avg_sq.codes"),
-        tensor=False,
-        why_not={
-            "cpu": _NO_HOST_KERNEL,
-            "nvme": _NO_SWAP,
-            "tensor": f"{_CUT}, and its blocks of 256 would be others",
-            "states": "its states have 8 bits already",
-        },
-    ),
-    OptimizerKind.adafactor: Capability(
-        needs="the matrix",
-        states=(),
-        tensor=False,
-        why_not={
-            "cpu": _NO_HOST_KERNEL,
-            "nvme": _NO_SWAP,
-            "tensor": f"{_CUT}, and the second moment's rows and columns would be a shard's",
-            "states": "its states are rows and columns, in fp32",
-        },
-    ),
-    OptimizerKind.lamb: Capability(
-        needs="the tensor",
-        states=("exp_avg", "exp_avg_sq"),
-        tensor=False,
-        why_not={
-            "cpu": _NO_HOST_KERNEL,
-            "nvme": _NO_SWAP,
-            "tensor": f"{_CUT}, and the trust ratio would be a shard's",
-            "states": _ROUNDED,
-        },
-    ),
-    OptimizerKind.sgd: Capability(
-        needs="the element",
-        states=("momentum_buffer",),
-        offload=_HOST,
-        has_fused=True,
-        why_not={"nvme": _NO_SWAP, "states": _ROUNDED},
-    ),
-}
+from trainctl.options.optimizer import Maker, spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +23,7 @@ class Refusal:
 
 def refusals(config: RunConfig) -> Iterator[Refusal]:
     """What of a config its optimizer does not allow in trainctl's trainer."""
-    can = CAPABILITIES[config.optimizer.kind]
+    can = spec_of(config.optimizer)
     stage, offload = config.zero_stage.stage, config.offload.optimizer
     if stage not in can.stages:
         nearest = min(can.stages, key=lambda each: abs(each - stage))
@@ -180,22 +42,9 @@ def refusals(config: RunConfig) -> Iterator[Refusal]:
             yield Refusal(key, kept.value, can.why_not["states"], f"{key}=fp32")
 
 
-def state_names(optimizer: OptimizerConfig, *, uses_muon: bool) -> tuple[str, ...]:
-    """Tensor states of a group, of the size of its parameters; the same whoever makes the update.
-
-    Args:
-        optimizer: The run's.
-        uses_muon: Whether Muon updates the group.
-    """
-    can = CAPABILITIES[optimizer.kind]
-    if optimizer.kind is OptimizerKind.sgd and not optimizer.momentum:
-        return ()
-    return can.matrix_states if uses_muon else can.states
-
-
 def is_fused(config: RunConfig, hardware: Hardware) -> bool:
     """Whether one fused kernel on the device makes the update."""
-    if not CAPABILITIES[config.optimizer.kind].has_fused:
+    if spec_of(config.optimizer).fused_by is None:
         return False
     if config.offload.optimizer is not OffloadDevice.none:
         return False
@@ -208,12 +57,10 @@ def reasons(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
     """Whose optimizer it is, where the config leaves it open."""
     if not config.trains_itself:
         return
-    kind, made_by = config.optimizer.kind, maker(config, hardware)
-    can = CAPABILITIES[kind]
+    spec, made_by = spec_of(config.optimizer), maker(config, hardware)
     if made_by is Maker.trainctl:
-        why = f"one element's update needs {can.needs}, and ZeRO's pieces are cut anywhere"
-        if kind is OptimizerKind.lion:
-            why = "DeepSpeed's kernels are for GPUs and for states in host memory"
+        needs = f"one element's update needs {spec.needs}, and ZeRO's pieces are cut anywhere"
+        why = spec.is_ours_because or needs
         yield Derived(key="optimizer.made_by", value=made_by.value, reason=why)
     if config.optimizer.fused is None and is_fused(config, hardware):
         yield Derived(key="optimizer.fused", value=True, reason=f"on {hardware.accelerator.value}")
@@ -221,10 +68,10 @@ def reasons(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
 
 def maker(config: RunConfig, hardware: Hardware) -> Maker:
     """Whose code updates: torch's and DeepSpeed's come by the JSON, trainctl's beside it."""
-    kind, offloaded = config.optimizer.kind, config.offload.optimizer is not OffloadDevice.none
-    if kind in (OptimizerKind.adamw, OptimizerKind.adam):
-        return Maker.deepspeed if offloaded else Maker.torch
-    if kind is OptimizerKind.lion:
-        by_kernel = offloaded or is_fused(config, hardware)
-        return Maker.deepspeed if by_kernel else Maker.trainctl
-    return Maker.torch if kind is OptimizerKind.sgd else Maker.trainctl
+    spec = spec_of(config.optimizer)
+    if config.offload.optimizer is not OffloadDevice.none:
+        return spec.made_on_host_by or spec.made_by
+    # A kernel of torch's is a switch of whoever makes the rest.
+    if spec.fused_by is Maker.deepspeed and is_fused(config, hardware):
+        return spec.fused_by
+    return spec.made_by

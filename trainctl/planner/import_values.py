@@ -6,63 +6,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainctl.plan.deepspeed import ADAPTIVE_LOSS_SCALE
+from trainctl.config.registry import specs
+from trainctl.options.optimizer import DeepSpeedForm
 from trainctl.plan.deepspeed_rules import Case
 from trainctl.plan.deepspeed_rules.case import AUTO, FILLED_BY_OTHERS
 from trainctl.plan.deepspeed_rules.keys import autos
 from trainctl.plan.deepspeed_rules.values import is_number
+from trainctl.plan.deepspeed_table import (
+    BF16_KEYS,
+    FP16_KEYS,
+    OFFLOAD_KEYS,
+    SOURCES,
+    ZENFLOW,
+    ZERO,
+    ZERO_KEYS,
+    Modes,
+    Row,
+)
 
-ZERO = "zero_optimization"
-ZENFLOW = f"{ZERO}.zenflow"
-ZERO_FIELDS = {
-    "overlap_comm": "overlap_comm",
-    "contiguous_gradients": "contiguous_gradients",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_bucket_size": "reduce_bucket_size",
-}
-STAGE_1_2_FIELDS = {"allgather_bucket_size": "allgather_bucket_size"}
-STAGE_3_FIELDS = {
-    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
-    "stage3_param_persistence_threshold": "param_persistence_threshold",
-    "stage3_max_live_parameters": "max_live_parameters",
-    "stage3_max_reuse_distance": "max_reuse_distance",
-    "sub_group_size": "sub_group_size",
-    "zero_hpz_partition_size": "hpz_partition_size",
-    "zero_quantized_weights": "quantized_weights",
-    "zero_quantized_gradients": "quantized_gradients",
-}
+DEVICES = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 
-OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("adamw", {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}),
-    "lion": ("lion", {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.0}),
-    "lamb": ("lamb", {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}),
-    "muon": (
-        "muon",
-        {"lr": 0.02, "momentum": 0.95, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0},
-    ),
-    "SGD": ("sgd", {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}),
-    "Adafactor": ("adafactor", {"lr": 1e-2, "weight_decay": 0.0}),
-}
-"""By DeepSpeed's name: our kind, and the defaults of its class."""
+NOT_PARAMETERS = ("torch_adam", "adam_w_mode")
+"""Which class updates, and how: the kind says it."""
 
 TORCH_WEIGHT_DECAY = 0.01
 """Default of torch.optim.AdamW, which `torch_adam` chooses; FusedAdam's is 0."""
-
-SCHEDULE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "WarmupLR": {"warmup_num_steps": 1000},
-    "WarmupDecayLR": {"warmup_num_steps": 1000, "warmup_max_lr": 1e-3},
-    "WarmupCosineLR": {"warmup_num_steps": 1000},
-}
-"""By DeepSpeed's name: what holds where nothing is said (runtime/lr_schedules.py)."""
-
-PARAMETERS = {
-    "lr": "lr",
-    "weight_decay": "weight_decay",
-    "eps": "epsilon",
-    "momentum": "momentum",
-    "muon_lr": "matrix_lr",
-}
-NOT_PARAMETERS = ("torch_adam", "adam_w_mode", "betas")
 
 RECOMPUTE = "activation_checkpointing"
 """The same name in DeepSpeed's JSON and among the groups."""
@@ -76,7 +44,7 @@ NOT_RECOMPUTED_SO = {
 }
 """Keys of that section that trainctl's recomputation does without, and why."""
 
-LEFT_OPEN = {
+LEFT_OPEN = {name: key for name, key in SOURCES.items() if name in FILLED_BY_OTHERS} | {
     "train_batch_size": "training.global_batch_size",
     "train_micro_batch_size_per_gpu": "training.micro_batch_size",
     "gradient_accumulation_steps": "training.gradient_accumulation_steps",
@@ -91,22 +59,10 @@ LEFT_OPEN = {
     "fp16.enabled": "the group precision",
     "bf16.enabled": "the group precision",
     "zero_optimization.stage": "the group zero_stage",
-    "zero_optimization.reduce_bucket_size": "zero_stage.reduce_bucket_size",
-    "zero_optimization.stage3_prefetch_bucket_size": "zero_stage.prefetch_bucket_size",
-    "zero_optimization.stage3_param_persistence_threshold": (
-        "zero_stage.param_persistence_threshold"
-    ),
     "zero_optimization.offload_optimizer.device": "the group offload",
-    "zero_optimization.offload_optimizer.nvme_path": "offload.nvme_path",
     "zero_optimization.offload_param.device": "the group offload",
-    "zero_optimization.offload_param.nvme_path": "offload.nvme_path",
 }
 """What says here what transformers or accelerate would have filled in."""
-
-MASTERS = {
-    "bf16.bf16_master_weights_and_grads": "bf16",
-    "fp16.fp16_master_weights_and_grads": "fp16",
-}
 
 
 @dataclass
@@ -133,13 +89,13 @@ class Wanted:
 
 def wanted_values(case: Case) -> Wanted:
     """Choices and values for everything in the JSON that trainctl has a key for."""
-    wanted = Wanted()
+    wanted, modes = Wanted(), _modes(case)
     _batch(case, wanted)
     _optimizer(case, wanted)
     _schedule(case, wanted)
-    _zero(case, wanted)
-    _offload(case, wanted)
-    _precision(case, wanted)
+    _zero(case, modes, wanted)
+    _offload(case, modes, wanted)
+    _precision(case, modes, wanted)
     _recomputation(case, wanted)
     _left_open(case, wanted)
     if case.tensor_size > 1:
@@ -187,18 +143,27 @@ def _optimizer(case: Case, wanted: Wanted) -> None:
         return
     wanted.taken.add("optimizer")
     params = case.params("optimizer")
-    is_adam = name == "adam" and params.get("adam_w_mode", True) is False
-    kind, defaults = OPTIMIZERS.get("adamw" if name == "adam" else name, ("", {}))
-    if not kind:
+    spec = _optimizer_of(name, params)
+    if spec is None:
         reason = "trainctl has no such optimizer: choose an option of the group optimizer"
         wanted.left_out.append(("optimizer.type", case.get("optimizer.type"), reason))
         return
-    wanted.choices["optimizer"] = "adam" if is_adam else kind
-    values = dict(defaults)
-    if params.get("torch_adam") and "weight_decay" in values:
+    wanted.choices["optimizer"] = spec.name
+    values = {each.name: each.default for each in spec.deepspeed.parameters}
+    if params.get("torch_adam"):
         values["weight_decay"] = TORCH_WEIGHT_DECAY
     values |= {key: value for key, value in params.items() if value is not None}
-    _parameters(_without_autos(case, "optimizer", values), wanted)
+    _parameters(spec.deepspeed, _without_autos(case, "optimizer", values), wanted)
+
+
+def _optimizer_of(name: str, params: Mapping[str, Any]) -> Any:
+    """The spec that says what a JSON's optimizer does; of several the one that says more of it."""
+    named = [
+        spec
+        for spec in specs("optimizer")
+        if spec.deepspeed is not None and spec.deepspeed.matches(name, params)
+    ]
+    return max(named, key=lambda spec: len(spec.deepspeed.fixed), default=None)
 
 
 def _without_autos(case: Case, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,17 +174,20 @@ def _without_autos(case: Case, section: str, values: Mapping[str, Any]) -> dict[
     }
 
 
-def _parameters(values: Mapping[str, Any], wanted: Wanted) -> None:
-    for key, value in values.items():
-        if key in PARAMETERS and is_number(value):
-            wanted.settings[f"optimizer.{PARAMETERS[key]}"] = float(value)
-        elif key not in NOT_PARAMETERS:
-            reason = "trainctl has no key for it"
-            wanted.left_out.append((f"optimizer.params.{key}", value, reason))
-    betas = values.get("betas")
-    if isinstance(betas, list) and len(betas) == 2:
-        for ours, beta in zip(("beta1", "beta2"), betas, strict=True):
-            wanted.settings[f"optimizer.{ours}"] = float(beta)
+def _parameters(form: DeepSpeedForm, values: Mapping[str, Any], wanted: Wanted) -> None:
+    ours = {each.name: each for each in form.parameters}
+    for name, value in values.items():
+        parameter = ours.get(name)
+        if parameter is None:
+            if name not in (*form.fixed, *NOT_PARAMETERS):
+                reason = "trainctl has no key for it"
+                wanted.left_out.append((f"optimizer.params.{name}", value, reason))
+        elif len(parameter.keys) > 1:
+            if isinstance(value, list) and len(value) == len(parameter.keys):
+                for key, item in zip(parameter.keys, value, strict=True):
+                    wanted.settings[f"optimizer.{key}"] = float(item)
+        elif is_number(value):
+            wanted.settings[f"optimizer.{parameter.keys[0]}"] = float(value)
 
 
 def _schedule(case: Case, wanted: Wanted) -> None:
@@ -227,108 +195,97 @@ def _schedule(case: Case, wanted: Wanted) -> None:
     if name is None:
         return
     wanted.taken.add("scheduler")
-    kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-    if name not in kinds:
+    spec = _schedule_of(name)
+    if spec is None:
         reason = "trainctl has no such schedule: choose an option of the group schedule"
         wanted.left_out.append(("scheduler.type", name, reason))
         return
-    wanted.choices["schedule"] = kinds[name]
-    params = _without_autos(case, "scheduler", SCHEDULE_DEFAULTS[name] | dict(params))
-    if "warmup_num_steps" in params:
-        wanted.settings["schedule.warmup_steps"] = int(params["warmup_num_steps"])
-    if "total_num_steps" in params:
-        wanted.settings["training.steps"] = int(params["total_num_steps"])
-    if name == "WarmupCosineLR":  # the line of WarmupDecayLR ends at 0, as trainctl's own does
-        wanted.settings["schedule.floor_ratio"] = float(params.get("cos_min_ratio", 1e-4))
+    wanted.choices["schedule"] = spec.name
+    ours = spec.deepspeed.parameters
+    defaults = {each.name: each.default for each in ours if each.default is not None}
+    params = _without_autos(case, "scheduler", defaults | dict(params))
+    for each in ours:
+        value: Any = params.get(each.name)
+        if is_number(value):
+            wanted.settings[each.key] = int(value) if each.is_whole else float(value)
     if params.get("warmup_type", "log") == "log":
         reason = "trainctl warms up linearly"
         wanted.left_out.append(("scheduler.params.warmup_type", "log", reason))
-    peak = params.get("warmup_max_lr")
-    if peak is not None and is_number(peak):
-        wanted.settings["optimizer.lr"] = float(peak)
     for key in ("warmup_min_lr", "warmup_min_ratio"):
         if params.get(key):
             reason = "trainctl warms up from 0"
             wanted.left_out.append((f"scheduler.params.{key}", params[key], reason))
 
 
-def _zero(case: Case, wanted: Wanted) -> None:
-    stage = case.stage
-    if stage is None:
+def _schedule_of(name: str) -> Any:
+    """The spec that says what a JSON's schedule does."""
+    named = (
+        spec
+        for spec in specs("schedule")
+        if spec.deepspeed is not None and spec.deepspeed.type == name
+    )
+    return next(named, None)
+
+
+def _modes(case: Case) -> Modes:
+    """What decides which keys there are; of what others decide the least."""
+    stage = case.stage or 0
+    is_decided = _has_devices(case)
+    return Modes(
+        stage=stage,
+        weights=case.weights or "",
+        states=case.offload_device if stage and is_decided else "none",
+        parameters=case.parameter_device if stage == 3 and is_decided else "none",
+        zenflow=case.has(ZENFLOW) and case.get(ZENFLOW) is not None,
+        by_steps=case.get(f"{ZENFLOW}.select_strategy") == "step",
+    )
+
+
+def _has_devices(case: Case) -> bool:
+    """Whether the JSON says where states and parameters are; else transformers or accelerate do."""
+    return not any(case.has(key) and case.get(key) is None for key in DEVICES)
+
+
+def _take(rows: tuple[Row, ...], case: Case, modes: Modes, wanted: Wanted) -> None:
+    """What the JSON says by rows of the table; where two say the same thing, the first does."""
+    for row in rows:
+        if row.read is None or row.source in wanted.settings or not row.holds(modes):
+            continue
+        value = case.get(row.key)
+        if value is None and row.key == f"{ZERO}.overlap_comm":
+            value = modes.stage == 3
+        said = None if value is None else row.read(value)
+        is_off = value is False and said is None  # such as super_offload: it asks for nothing
+        if value is not None and not is_off:
+            wanted.take(row.key, row.source, said)
+
+
+def _zero(case: Case, modes: Modes, wanted: Wanted) -> None:
+    if case.stage is None:
         return  # transformers or accelerate decide it
-    wanted.choices["zero_stage"] = str(stage)
+    wanted.choices["zero_stage"] = str(modes.stage)
     wanted.taken |= {f"{ZERO}.stage", "allgather_size"}
     if isinstance(case.json.get(ZERO), bool):
         wanted.taken.add(ZERO)
-    if stage == 0:
+    _take(ZERO_KEYS, case, modes, wanted)
+
+
+def _offload(case: Case, modes: Modes, wanted: Wanted) -> None:
+    if not _has_devices(case):
         return
-    names = ZERO_FIELDS | (STAGE_3_FIELDS if stage == 3 else STAGE_1_2_FIELDS)
-    for name, ours in names.items():
-        value = case.get(f"{ZERO}.{name}")
-        if name == "overlap_comm" and value is None:
-            value = stage == 3
-        if value is not None:
-            wanted.take(f"{ZERO}.{name}", f"zero_stage.{ours}", value)
-
-
-def _offload(case: Case, wanted: Wanted) -> None:
-    stage = case.stage or 0
-    devices = (f"{ZERO}.offload_{which}.device" for which in ("optimizer", "param"))
-    if any(case.has(key) and case.get(key) is None for key in devices):
-        return  # transformers or accelerate decide it
-    states = case.offload_device if stage else "none"
-    parameters = case.parameter_device if stage == 3 else "none"
     options = {
         ("cpu", "none"): "cpu",
         ("cpu", "cpu"): "cpu-all",
         ("nvme", "none"): "nvme-optimizer",
         ("nvme", "nvme"): "nvme",
     }
-    wanted.choices["offload"] = options.get((states, parameters), "none")
-    wanted.settings |= {"offload.optimizer": states, "offload.parameters": parameters}
-    block = f"{ZERO}.offload_optimizer"
-    if states != "none":
-        wanted.taken |= {f"{block}.device"}
-        wanted.take(f"{block}.pin_memory", "offload.pin_memory", case.get(f"{block}.pin_memory"))
-        if stage == 3:
-            wanted.take(f"{block}.ratio", "offload.ratio", float(case.get(f"{block}.ratio")))
-        if states == "nvme" and case.given(f"{block}.nvme_path"):
-            wanted.take(f"{block}.nvme_path", "offload.nvme_path", case.get(f"{block}.nvme_path"))
-        if case.get(f"{block}.super_offload"):
-            wanted.take(f"{block}.super_offload", "offload.super_offload", True)
-        if case.has(ZENFLOW) and case.get(ZENFLOW) is not None:
-            _zenflow(case, wanted)
-    block = f"{ZERO}.offload_param"
-    if parameters != "none":
-        wanted.taken |= {f"{block}.device"}
-        if states == "none":
-            key = f"{block}.pin_memory"
-            wanted.take(key, "offload.pin_memory", case.get(key))
-        for name in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"):
-            key = f"{block}.{name}"
-            is_path = name == "nvme_path"
-            is_said = case.given(key) and states == "none" if is_path else True
-            if parameters == "nvme" and is_said:
-                wanted.take(key, f"offload.{name}", case.get(key))
-
-
-def _zenflow(case: Case, wanted: Wanted) -> None:
-    wanted.settings["offload.zenflow"] = True
-    names = {
-        "topk_ratio": "topk_ratio",
-        "update_interval": "update_interval",
-        "full_warm_up_rounds": "warmup_steps",
-        "overlap_step": "overlap_step",
-    }
-    if case.get(f"{ZENFLOW}.select_strategy") == "step":
-        wanted.taken.add(f"{ZENFLOW}.select_strategy")
-        names["select_interval"] = "select_interval"
-    for name, ours in names.items():
-        key = f"{ZENFLOW}.{name}"
-        value = case.get(key)
-        if name.endswith("_interval") and (not is_number(value) or value < 1):
-            value = None  # "auto", and 0 for once
-        wanted.take(key, f"offload.zenflow_{ours}", value)
+    devices = dict(zip(DEVICES, (modes.states, modes.parameters), strict=True))
+    wanted.choices["offload"] = options.get((modes.states, modes.parameters), "none")
+    wanted.settings |= {SOURCES[key]: device for key, device in devices.items()}
+    wanted.taken |= {key for key, device in devices.items() if device != "none"}
+    if modes.zenflow and modes.states != "none":
+        wanted.settings["offload.zenflow"] = True
+    _take(OFFLOAD_KEYS, case, modes, wanted)
 
 
 def _recomputation(case: Case, wanted: Wanted) -> None:
@@ -349,7 +306,7 @@ def _recomputation(case: Case, wanted: Wanted) -> None:
             wanted.left_out.append((key, value, reason))
 
 
-def _precision(case: Case, wanted: Wanted) -> None:
+def _precision(case: Case, modes: Modes, wanted: Wanted) -> None:
     weights = case.weights
     if weights is None:
         return  # transformers or accelerate decide it
@@ -361,15 +318,7 @@ def _precision(case: Case, wanted: Wanted) -> None:
         compute = "fp16" if dtype in ("fp16", "float16", "half") else "bf16"
         wanted.settings |= {"precision.autocast": True, "precision.compute": compute}
         wanted.taken |= {"torch_autocast.enabled", "torch_autocast.dtype"}
-    for key, format_ in MASTERS.items():
-        if case.get(key):
-            wanted.take(key, "precision.master_weights", format_)
-    if case.get("bf16.bf16_optimizer_states"):
-        wanted.take("bf16.bf16_optimizer_states", "precision.optimizer_states", "bf16")
-    if weights == "fp16":
-        wanted.take("fp16.loss_scale", "precision.loss_scale", float(case.get("fp16.loss_scale")))
-        for name in ADAPTIVE_LOSS_SCALE:
-            wanted.take(f"fp16.{name}", f"precision.{name}", case.get(f"fp16.{name}"))
+    _take((*BF16_KEYS, *FP16_KEYS), case, modes, wanted)
     if case.given("data_types.grad_accum_dtype"):
         dtype = str(case.get("data_types.grad_accum_dtype")).removeprefix("torch.")
         format_ = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}.get(dtype, dtype)

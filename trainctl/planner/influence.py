@@ -32,6 +32,9 @@ def depending_on(key: str, plan: RunPlan) -> list[Derived]:
 def _moved(key: str, plan: RunPlan) -> set[str]:
     """Names of the derived values that another value of the key would change."""
     before = {item.key: item.value for item in plan.derived}
+    kinds = leaves()[key].kinds
+    if kinds and getattr(plan.config, key.partition(".")[0]).kind not in kinds:
+        return set()
     for value in _other_values(leaves()[key], _value(plan.config, key)):
         plain = deepcopy(to_plain(plan.config))
         *parents, last = key.split(".")
@@ -69,8 +72,8 @@ def _other_values(leaf: Leaf, value: Any) -> Iterator[Any]:
         candidates = [2 * value, value + 1, value // 2, value - 1] if value is not None else [1, 2]
     elif kind is float:
         candidates = [value / 2, value * 2, 0.5] if value is not None else [0.5, 2.0]
-    elif kind is not str and hasattr(kind, "__members__"):
-        candidates = [member.value for member in kind]  # type: ignore[attr-defined]
+    elif leaf.choices:
+        candidates = [*leaf.choices]
     if type(None) in kinds:
         candidates.append(None)
     for candidate in candidates:

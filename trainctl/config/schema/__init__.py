@@ -1,9 +1,10 @@
 """Every configuration key: its type, default, meaning, unit and range. Standard library only.
 
-Each class of this package is one config group (`conf/<group>/`) or section. `option` attaches to a
-field what the reference documentation, the range check and the error messages need. A value of
-``None`` means "derived": `trainctl.plan` computes it and records the reason. Enum members are named
-as users write them in YAML, with the value equal to the name.
+Each class of this package is one config group (`conf/<group>/`) or section. Where a group's options
+are units (`config.registry`), it is what they share, and each adds the keys of its own. `option`
+attaches to a field what the reference documentation, the range check and the error messages need. A
+value of ``None`` means "derived": `trainctl.plan` computes it and records the reason. Enum members
+are named as users write them in YAML, with the value equal to the name.
 """
 
 from __future__ import annotations
@@ -45,15 +46,12 @@ from trainctl.config.schema.model import (
 )
 from trainctl.config.schema.optimization import (
     AdaptiveClipping,
-    DecayShape,
     GradientsConfig,
     GroupOverride,
     LrScaling,
     OnBadLoss,
     OptimizerConfig,
-    OptimizerKind,
     ScheduleConfig,
-    ScheduleKind,
     ScheduleUnit,
     StabilityConfig,
 )
@@ -83,7 +81,6 @@ __all__ = [
     "DataConfig",
     "DataKind",
     "DataType",
-    "DecayShape",
     "GradientsConfig",
     "GroupOverride",
     "HardwareConfig",
@@ -101,13 +98,11 @@ __all__ = [
     "OnBadLoss",
     "OnBadText",
     "OptimizerConfig",
-    "OptimizerKind",
     "ParallelismConfig",
     "PipelinePartition",
     "PrecisionConfig",
     "RunConfig",
     "ScheduleConfig",
-    "ScheduleKind",
     "ScheduleUnit",
     "StabilityConfig",
     "TokenizerConfig",
@@ -166,7 +161,7 @@ class RunConfig:
 GROUPS = tuple(
     item.name
     for item in fields(RunConfig)
-    if is_dataclass(item.default_factory) and item.name != "training"
+    if "section" in item.metadata and item.name != "training"
 )
 """The config groups: sections with a folder of options under `conf/`."""
 

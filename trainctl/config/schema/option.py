@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import field
+from functools import partial
 from typing import Any
+
+from trainctl.config.registry import new_section
 
 
 def option(
@@ -15,6 +19,8 @@ def option(
     maximum: float | None = None,
     above: float | None = None,
     example: str = "",
+    units: str = "",
+    needs: tuple[Callable[[Any], bool], str] | None = None,
 ) -> Any:
     """A config field with its meaning, unit and range.
 
@@ -26,6 +32,8 @@ def option(
         maximum: Largest legal value, inclusive.
         above: Bound below, exclusive (a learning rate is above 0).
         example: A value as it is typed, where its type alone does not say how: a list of mappings.
+        units: The group whose registered options it names one of (`config.registry`).
+        needs: When it has an effect, of the section that it is in, and that in words.
     """
     metadata = {
         "doc": doc,
@@ -34,6 +42,8 @@ def option(
         "maximum": maximum,
         "above": above,
         "example": example,
+        "units": units,
+        "needs": needs,
     }
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -41,5 +51,16 @@ def option(
 
 
 def section(cls: type) -> Any:
-    """A nested section with that class's defaults."""
-    return field(default_factory=cls, metadata={"doc": (cls.__doc__ or "").strip()})
+    """A nested section with that class's defaults.
+
+    Of a group whose options are units (it has a `units`), the class is that of the default kind.
+    """
+    metadata = {"doc": (cls.__doc__ or "").strip(), "section": cls}
+    return field(default_factory=partial(_default, cls), metadata=metadata)
+
+
+def _default(cls: type) -> Any:
+    group = getattr(cls, "units", "")
+    if not group:
+        return cls()
+    return new_section(group, cls.kind)  # type: ignore[attr-defined]

@@ -70,7 +70,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC052", precision.gradients_travel_in_a_known_type),
     ("TC053", precision.autocast_has_a_lower_type),
     ("TC054", precision.master_weights_are_kept_in_a_known_type),
-    ("TC055", precision.lamb_adapts_its_loss_scale),
+    ("TC055", precision.optimizer_adapts_its_loss_scale),
     ("TC056", precision.optimizer_has_a_kernel_here),
     ("TC057", precision.loss_is_scaled_where_deepspeed_does),
     ("TC058", precision.fp8_has_matrices_that_fit),

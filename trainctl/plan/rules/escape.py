@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainctl.config.derived import Derived
 from trainctl.errors import Finding
-from trainctl.plan.deepspeed import BATCH_KEYS, derived_settings, flatten
-from trainctl.plan.deepspeed_rules import Case
-from trainctl.plan.deepspeed_rules.keys import suggestion
+from trainctl.plan.deepspeed import derived_settings, flatten
+from trainctl.plan.deepspeed_rules import Case, keys
 from trainctl.plan.rules.draft import Draft, error
-from trainctl.plan.types import Batch, Mesh
 
 OWNED_KEYS = {
     "scheduler": "the trainer sets the learning rate at each step: use the schedule group",
@@ -21,19 +18,20 @@ OWNED_KEYS = {
 }
 """Keys that would work against trainctl even where it does not write them, and what to use."""
 
+KEY_RULES = (
+    keys.removed_keys_are_gone,
+    keys.checked_sections_hold_known_keys,
+    keys.other_sections_hold_known_keys,
+)
+"""What holds of the keys of every JSON, here with an identifier of its own."""
+
 
 def pass_through_keys_exist(draft: Draft) -> Iterator[Finding]:
-    """DeepSpeed ignores an unknown key at the top level, silently."""
+    """The rules over keys of any JSON; an unknown one at the top DeepSpeed ignores silently."""
     case = Case(draft.config.deepspeed)
-    for path, _, key in case.entries():
-        name = ".".join(path)
-        if name in case.schema.removed:
-            instead = case.schema.removed[name]
-            hint = f"use {instead}" if instead else "leave it out"
-            yield error(f"deepspeed.{name}", f"{name} has been removed from DeepSpeed", hint)
-        elif key is None:
-            hint = suggestion(case.schema, path)
-            yield error(f"deepspeed.{name}", f"DeepSpeed has no key {name}", hint)
+    for rule in KEY_RULES:
+        for problem in rule.check(case):
+            yield error(f"deepspeed.{problem.key}", problem.message, problem.hint)
 
 
 def pass_through_has_no_auto(draft: Draft) -> Iterator[Finding]:
@@ -58,7 +56,8 @@ def pass_through_agrees(draft: Draft) -> Iterator[Finding]:
     for name, instead in owned.items():
         if name in section:
             yield error(f"deepspeed.{name}", f"deepspeed.{name} is trainctl's to set", instead)
-    derived = {setting.key: setting for setting in _known_settings(draft)}
+    settings = derived_settings(draft.config, draft.hardware, draft.mesh, draft.batch)
+    derived = {setting.key: setting for setting in settings}
     for key, value in flatten(section):
         if key.split(".")[0] in owned:
             continue
@@ -67,23 +66,6 @@ def pass_through_agrees(draft: Draft) -> Iterator[Finding]:
             if overlaps and not (other == key and setting.value == value):
                 yield _contradiction(key, value, other, setting.value, setting.reason)
                 break
-
-
-def _known_settings(draft: Draft) -> list[Derived]:
-    """What trainctl sets; without the batch keys when there is no legal batch."""
-    axes, length = draft.config.parallelism, draft.config.training.sequence_length
-    mesh = draft.mesh or Mesh(
-        data=1, tensor=axes.tensor, pipeline=axes.pipeline, sequence=axes.sequence
-    )
-    batch = draft.batch or Batch(
-        global_batch_size=1,
-        micro_batch_size=1,
-        gradient_accumulation_steps=1,
-        sequence_length=length,
-    )
-    settings = derived_settings(draft.config, draft.hardware, mesh, batch)
-    unknown = () if draft.batch is not None else BATCH_KEYS
-    return [setting for setting in settings if setting.key not in unknown]
 
 
 def _contradiction(key: str, value: Any, other: str, derived: Any, reason: str) -> Finding:

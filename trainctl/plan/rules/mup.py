@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from trainctl.config.schema import ModelFamily, OptimizerKind
+from trainctl.config.schema import ModelFamily
 from trainctl.errors import Finding
-from trainctl.plan.mup import KNOWN, base_heads, width_factor
+from trainctl.options.optimizer import spec_of
+from trainctl.plan.mup import base_heads, width_factor
 from trainctl.plan.rules.draft import Draft, error, warning
 from trainctl.plan.shapes import head_dim, key_value_heads
 
@@ -81,18 +82,18 @@ def mup_knows_the_optimizer(draft: Draft) -> Iterator[Finding]:
     model, optimizer = draft.config.model, draft.config.optimizer
     if not model.mup or not draft.config.trains_itself or width_factor(model) == 1:
         return
-    kind = optimizer.kind
-    if kind not in KNOWN:
+    spec = spec_of(optimizer)
+    if spec.width_rule is None:
         yield error(
             "model.mup",
-            f"model.mup=true with optimizer.kind={kind.value}: its step follows each tensor's own "
+            f"model.mup=true with optimizer.kind={spec.name}: its step follows each tensor's own "
             "norm, and no rule for its learning rates is known to transfer",
             "optimizer=adamw",
         )
-    if kind is OptimizerKind.adam and optimizer.weight_decay > 0:
+    if spec.decays_gradient and optimizer.weight_decay > 0:
         yield error(
             "optimizer.weight_decay",
-            f"model.mup=true with optimizer.kind=adam and optimizer.weight_decay="
+            f"model.mup=true with optimizer.kind={spec.name} and optimizer.weight_decay="
             f"{optimizer.weight_decay:g}: a decay inside the gradient, which Adam then normalises, "
             "has another strength at each width",
             "optimizer.weight_decay=0, or optimizer=adamw",

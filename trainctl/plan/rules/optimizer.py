@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from trainctl.config.schema import Accelerator, LrScaling, OffloadDevice, OptimizerKind
+from trainctl.config.schema import Accelerator, LrScaling, OffloadDevice
 from trainctl.errors import Finding
-from trainctl.plan.optimizers import CAPABILITIES, refusals
+from trainctl.options.optimizer import Maker, spec_of
+from trainctl.plan.optimizers import refusals
 from trainctl.plan.rules.draft import Draft, error, warning
 from trainctl.plan.shapes import all_tensors
 
@@ -16,7 +17,7 @@ def optimizer_fits_the_layout(draft: Draft) -> Iterator[Finding]:
     """What the table of optimizers allows of stages, offload, shards and formats of states."""
     if not draft.config.trains_itself:
         return  # DeepSpeed makes it, and says what it refuses
-    kind = draft.config.optimizer.kind.value
+    kind = draft.config.optimizer.kind
     for refusal in refusals(draft.config):
         yield error(
             refusal.key,
@@ -82,19 +83,21 @@ def scaled_rate_has_its_batch(draft: Draft) -> Iterator[Finding]:
 def fused_kernel_is_there(draft: Draft) -> Iterator[Finding]:
     """One kernel for the update: not for every kind, and Lion's is a GPU's."""
     config = draft.config
-    kind = config.optimizer.kind
+    spec = spec_of(config.optimizer)
     if not config.optimizer.fused or not config.trains_itself:
         return
     key = "optimizer.fused"
-    if not CAPABILITIES[kind].has_fused:
+    if spec.fused_by is None:
         yield error(
-            key, f"{key}=true: optimizer.kind={kind.value} has no fused kernel", f"{key}=null"
+            key, f"{key}=true: optimizer.kind={spec.name} has no fused kernel", f"{key}=null"
         )
     elif config.offload.optimizer is not OffloadDevice.none:
         yield warning(
             key, f"{key}=true is for a device, and the optimizer is in host memory", f"{key}=null"
         )
-    elif kind is OptimizerKind.lion and draft.hardware.accelerator is Accelerator.cpu:
+    elif spec.fused_by is Maker.deepspeed and draft.hardware.accelerator is Accelerator.cpu:
         yield error(
-            key, f"{key}=true: Lion's kernel is a GPU's, the hardware is cpu", f"{key}=null"
+            key,
+            f"{key}=true: {spec.name.title()}'s kernel is a GPU's, the hardware is cpu",
+            f"{key}=null",
         )

@@ -9,9 +9,9 @@ from trainctl.config.schema import (
     DataType,
     ModelFamily,
     OffloadDevice,
-    OptimizerKind,
 )
 from trainctl.errors import Finding
+from trainctl.options.optimizer import spec_of
 from trainctl.plan.precision import formats
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples
 
@@ -246,17 +246,19 @@ def master_weights_are_kept_in_a_known_type(draft: Draft) -> Iterator[Finding]:
         )
 
 
-def lamb_adapts_its_loss_scale(draft: Draft) -> Iterator[Finding]:
+def optimizer_adapts_its_loss_scale(draft: Draft) -> Iterator[Finding]:
     """DeepSpeed's Lamb refuses a fixed loss scale (runtime/engine.py)."""
     config = draft.config
     if config.trains_itself:
         return  # with trainctl's own
     fixed = config.precision.compute is DataType.fp16 and config.precision.loss_scale > 0
-    if config.optimizer.kind is OptimizerKind.lamb and fixed:
+    form = spec_of(config.optimizer).deepspeed
+    if form is not None and form.needs_adaptive_loss_scale and fixed:
         yield error(
             "precision.loss_scale",
-            f"precision.loss_scale={config.precision.loss_scale:g} with optimizer.kind=lamb: "
-            "DeepSpeed's Lamb needs an adaptive one",
+            f"precision.loss_scale={config.precision.loss_scale:g} with "
+            f"optimizer.kind={config.optimizer.kind}: "
+            f"DeepSpeed's {form.type} needs an adaptive one",
             "precision.loss_scale=0",
         )
 
@@ -266,11 +268,11 @@ def optimizer_has_a_kernel_here(draft: Draft) -> Iterator[Finding]:
     config = draft.config
     if config.trains_itself:
         return  # where it has no kernel, trainctl has an optimizer
-    kind, offloaded = config.optimizer.kind, config.offload.optimizer is not OffloadDevice.none
-    lacks = kind is OptimizerKind.lamb or (kind is OptimizerKind.lion and not offloaded)
+    spec, offloaded = spec_of(config.optimizer), config.offload.optimizer is not OffloadDevice.none
+    lacks = spec.device_operator and not (offloaded and spec.has_cpu_kernel)
     if lacks and draft.hardware.accelerator is Accelerator.cpu:
         yield error(
             "optimizer.kind",
-            f"optimizer.kind={kind.value} is a GPU kernel of DeepSpeed, and the hardware is cpu",
+            f"optimizer.kind={spec.name} is a GPU kernel of DeepSpeed, and the hardware is cpu",
             "optimizer=adamw",
         )

@@ -9,11 +9,11 @@ from trainctl.config.schema import (
     DataKind,
     LauncherKind,
     ModelFamily,
-    OptimizerKind,
     TokenizerKind,
     WeightsKind,
 )
 from trainctl.errors import Finding
+from trainctl.options.optimizer import spec_of
 from trainctl.plan import average
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples, warning
 
@@ -293,14 +293,14 @@ def profiler_has_a_window(draft: Draft) -> Iterator[Finding]:
 
 
 def factored_states_stay_factored(draft: Draft) -> Iterator[Finding]:
-    """ZeRO hands the optimizer flat vectors, and adafactor factors matrices only."""
+    """ZeRO hands the optimizer flat vectors, and only matrices have factors."""
     config = draft.config
     if config.trains_itself:
         return  # trainctl's own knows which matrix a piece is of
-    if config.optimizer.kind is OptimizerKind.adafactor and config.zero_stage.stage > 0:
+    if spec_of(config.optimizer).has_factored_states and config.zero_stage.stage > 0:
         yield warning(
             "optimizer.kind",
-            f"optimizer.kind=adafactor at ZeRO stage {config.zero_stage.stage} updates flat "
-            "partitions: its second moment is whole, and saves no memory",
+            f"optimizer.kind={config.optimizer.kind} at ZeRO stage {config.zero_stage.stage} "
+            "updates flat partitions: its second moment is whole, and saves no memory",
             "zero_stage=0, or optimizer=adamw_8bit",
         )

@@ -2,15 +2,17 @@
 
 It updates a share of the columns during the backward pass, before anything that DeepSpeed does at
 the end of a step: clipping, unscaling, the look for gradients that are not finite. What it does
-otherwise, without a word, is refused here; what could be put right is in `trainctl.train.zenflow`.
+otherwise, without a word, is refused here; what could be put right is in
+`trainctl.engines.deepspeed.zenflow`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.config.schema import CompileKind, DataType, OptimizerKind, RunConfig
+from trainctl.config.schema import CompileKind, DataType, RunConfig
 from trainctl.errors import Finding
+from trainctl.options.optimizer import spec_of
 from trainctl.plan.precision import formats
 from trainctl.plan.rules.draft import Draft, error
 
@@ -45,10 +47,10 @@ def zenflow_findings(draft: Draft) -> Iterator[Finding]:
             "to no checkpoint, and outlives a rank that is killed",
             "offload.zenflow_overlap_step=false",
         )
-    if config.optimizer.kind is not OptimizerKind.adamw:
+    if "zenflow" not in spec_of(config.optimizer).offload_variants:
         yield error(
             "optimizer.kind",
-            f"offload.zenflow is for adamw, not {config.optimizer.kind.value}",
+            f"offload.zenflow is for adamw, not {config.optimizer.kind}",
             "optimizer=adamw",
         )
     if config.kernels.compile is CompileKind.deepcompile:

@@ -9,9 +9,9 @@ from trainctl.config.schema import (
     CheckpointConfig,
     DataType,
     OffloadDevice,
-    OptimizerKind,
 )
 from trainctl.errors import Finding
+from trainctl.options.optimizer import spec_of
 from trainctl.plan.precision import formats
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_divisors
 from trainctl.plan.rules.zenflow import zenflow_findings
@@ -92,21 +92,20 @@ def nvme_has_a_path(draft: Draft) -> Iterator[Finding]:
 
 def offloaded_optimizer_has_a_cpu_kernel(draft: Draft) -> Iterator[Finding]:
     """What DeepSpeed can update in host memory, and what it can update in parts."""
-    offload, kind = draft.config.offload, draft.config.optimizer.kind
+    offload, spec = draft.config.offload, spec_of(draft.config.optimizer)
     if offload.optimizer is OffloadDevice.none:
         return
-    has_none = kind in (OptimizerKind.lamb, OptimizerKind.adamw_8bit)
-    if has_none and not draft.config.trains_itself:
+    if not spec.has_cpu_kernel and not draft.config.trains_itself:
         yield error(
             "optimizer.kind",
-            f"optimizer.kind={kind.value} has no CPU kernel, and its states are offloaded",
+            f"optimizer.kind={spec.name} has no CPU kernel, and its states are offloaded",
             "optimizer=adamw, or offload=none",
         )
-    elif not has_none and offload.ratio < 1 and kind is not OptimizerKind.adamw:
+    elif spec.has_cpu_kernel and offload.ratio < 1 and "ratio" not in spec.offload_variants:
         # The part on the device is always torch's AdamW (zero/stage3.py, backup_optimizer).
         yield error(
             "offload.ratio",
-            f"offload.ratio={offload.ratio:g} is for adamw, not {kind.value}",
+            f"offload.ratio={offload.ratio:g} is for adamw, not {spec.name}",
             "offload.ratio=1",
         )
 
@@ -138,11 +137,11 @@ def offload_variants_have_their_base(draft: Draft) -> Iterator[Finding]:
         )
     # Its process makes a CPUAdam of rates, betas and decay alone (superoffload_utils.py), and where
     # nothing is clipped it updates during the backward pass, before gradients are unscaled.
-    kind, precision = draft.config.optimizer.kind, draft.config.precision
-    if kind is not OptimizerKind.adamw:
+    spec, precision = spec_of(draft.config.optimizer), draft.config.precision
+    if "super_offload" not in spec.offload_variants:
         yield error(
             "optimizer.kind",
-            f"offload.super_offload updates by AdamW, and optimizer.kind is {kind.value}",
+            f"offload.super_offload updates by AdamW, and optimizer.kind is {spec.name}",
             "optimizer=adamw, or offload.super_offload=false",
         )
     if precision.master_weights is not DataType.fp32:
@@ -240,12 +239,13 @@ def muon_sees_whole_gradients(draft: Draft) -> Iterator[Finding]:
     zero = draft.config.zero_stage
     if draft.config.trains_itself:
         return  # by trainctl's own
-    if draft.config.optimizer.kind is not OptimizerKind.muon or zero.stage != 3:
+    spec = spec_of(draft.config.optimizer)
+    if not spec.has_matrix_rule or zero.stage != 3:
         return
     for name in ("reduce_scatter", "quantized_gradients"):
         if getattr(zero, name):
             yield error(
                 f"zero_stage.{name}",
-                f"optimizer.kind=muon at ZeRO stage 3 cannot go with zero_stage.{name}",
+                f"optimizer.kind={spec.name} at ZeRO stage 3 cannot go with zero_stage.{name}",
                 f"zero_stage.{name}=false, or zero_stage=2",
             )

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from trainctl.options.optimizer.adafactor import AdafactorConfig
+from trainctl.plan import mup
+from trainctl.plan.types import RunPlan
 from trainctl.train.optimizers.partitioned import Part, PartitionedOptimizer
 
 DECAY_POWER = -0.8
@@ -131,3 +134,10 @@ def _whole_rows(part: Part, values: torch.Tensor) -> tuple[int, int, torch.Tenso
     table = torch.zeros((last - first) * width, device=values.device, dtype=values.dtype)
     table[part.start - first * width : part.end - first * width] = values
     return first, last, table.view(-1, width)
+
+
+def build(plan: RunPlan, groups: list[dict[str, Any]]) -> Adafactor:
+    """The optimizer of a plan."""
+    section = plan.config.optimizer
+    assert isinstance(section, AdafactorConfig)
+    return Adafactor(groups, mup.epsilon(plan.config, section.epsilon))

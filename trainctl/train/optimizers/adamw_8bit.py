@@ -20,7 +20,10 @@ from torchao.optim.quant_utils import (
     quantize_8bit_with_qmap,
 )
 
-from trainctl.plan.optimizers import EIGHT_BIT_AT_ONCE
+from trainctl.options.optimizer import WithMoments
+from trainctl.options.optimizer.adamw_8bit import AT_ONCE
+from trainctl.plan import mup
+from trainctl.plan.types import RunPlan
 from trainctl.train.optimizers.partitioned import AdamLike, Part
 
 BLOCK = 256
@@ -155,8 +158,8 @@ def _is_quantised(part: Part) -> bool:
 
 def _stretches(part: Part) -> Iterator[Part]:
     """The part in pieces of whole blocks, no larger than what is updated at a time."""
-    for low in range(part.start - part.start % BLOCK, part.end, EIGHT_BIT_AT_ONCE):
-        high = min(low + EIGHT_BIT_AT_ONCE, part.end)
+    for low in range(part.start - part.start % BLOCK, part.end, AT_ONCE):
+        high = min(low + AT_ONCE, part.end)
         yield _stretch(part, max(low, part.start), high)
 
 
@@ -199,3 +202,12 @@ def _out_of_blocks(blocks: torch.Tensor, part: Part) -> torch.Tensor:
 def _table(moment: str, device: torch.device) -> torch.Tensor:
     """Values of the 256 codes; the second moment has no sign."""
     return torch.tensor(create_dynamic_map(signed=moment == MOMENTS[0]), device=device)
+
+
+def build(plan: RunPlan, groups: list[dict[str, Any]]) -> AdamW8bit:
+    """The optimizer of a plan."""
+    section = plan.config.optimizer
+    assert isinstance(section, WithMoments)
+    return AdamW8bit(
+        groups, (section.beta1, section.beta2), mup.epsilon(plan.config, section.epsilon)
+    )

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from trainctl.options.optimizer import WithMoments
+from trainctl.plan import mup
+from trainctl.plan.types import RunPlan
 from trainctl.train.optimizers.partitioned import AdamLike
 
 
@@ -47,3 +50,10 @@ class Lamb(AdamLike):
         for part, ratio in zip(scaled, ratios, strict=True):
             part.of(change).mul_(ratio)
         weights.add_(change, alpha=-group["lr"])
+
+
+def build(plan: RunPlan, groups: list[dict[str, Any]]) -> Lamb:
+    """The optimizer of a plan."""
+    section = plan.config.optimizer
+    assert isinstance(section, WithMoments)
+    return Lamb(groups, (section.beta1, section.beta2), mup.epsilon(plan.config, section.epsilon))

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from trainctl.options.optimizer import WithBetas
+from trainctl.plan.types import RunPlan
+
 
 class Lion(Optimizer):
     """The sign of a mix of momentum and gradient; elementwise, so it may be given any piece.
@@ -38,3 +41,10 @@ class Lion(Optimizer):
                 direction = state["exp_avg"].lerp(gradient, 1 - beta1).sign_()
                 parameter.add_(direction, alpha=-group["lr"])
                 state["exp_avg"].lerp_(gradient, 1 - beta2)
+
+
+def build(plan: RunPlan, groups: list[dict[str, Any]]) -> Lion:
+    """The optimizer of a plan."""
+    section = plan.config.optimizer
+    assert isinstance(section, WithBetas)
+    return Lion(groups, (section.beta1, section.beta2))

@@ -17,6 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
+from trainctl.config.schema import DataType
+from trainctl.options.optimizer.muon import MuonConfig
+from trainctl.plan import mup
+from trainctl.plan.optimizers import is_fused
+from trainctl.plan.types import RunPlan
 from trainctl.train.optimizers.partitioned import Part, PartitionedOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -153,3 +158,17 @@ def orthogonalised(matrix: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, polynomial, x, beta=a)
     return x.T if is_tall else x
+
+
+def build(plan: RunPlan, groups: list[dict[str, Any]]) -> MatrixOptimizer:
+    """The optimizer of a plan."""
+    config, section = plan.config, plan.config.optimizer
+    assert isinstance(section, MuonConfig)
+    return MatrixOptimizer(
+        groups,
+        momentum=section.momentum,
+        betas=(section.beta1, section.beta2),
+        eps=mup.epsilon(config, section.epsilon),
+        fused=is_fused(config, plan.hardware),
+        iterate_in=torch.float32 if config.precision.compute is DataType.fp32 else torch.bfloat16,
+    )

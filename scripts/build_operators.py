@@ -1,0 +1,47 @@
+"""Compile the native operators of DeepSpeed that the tests use, and say how long each took.
+
+    python scripts/build_operators.py
+
+DeepSpeed compiles an operator when it is first used, into the cache of torch's cpp_extension, for
+up to two minutes and on every core. Done here, that does not fall into a test that measures time.
+An operator that is built already costs a second. The exit code is 1 if one cannot be built.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from trainctl.hardware.builds import tools_path
+
+OPERATORS = {
+    "CPUAdamBuilder": "AdamW in host memory",
+    "CPULionBuilder": "Lion in host memory",
+    "AsyncIOBuilder": "offload to NVMe; builds pinned memory too",
+    "ShareMemCommBuilder": "programs that leave communication to DeepSpeed",
+}
+"""DeepSpeed's builders for a CPU (deepspeed/ops/op_builder/cpu), and what needs each."""
+
+
+def main() -> int:
+    """Build what is not built yet."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ["PATH"] = tools_path()
+    from deepspeed.accelerator import get_accelerator
+
+    failed = 0
+    for name, use in OPERATORS.items():
+        start = time.monotonic()
+        try:
+            get_accelerator().create_op_builder(name).load(verbose=False)
+        except Exception as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            failed = 1
+        else:
+            print(f"{name} ({use}): {time.monotonic() - start:.0f} s", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

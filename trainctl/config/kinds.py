@@ -1,0 +1,82 @@
+"""Sections whose options are units: each kind has keys of its own, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from pathlib import PurePath
+from typing import Any
+
+from trainctl.config.check import UNKNOWN_KEY, wrong_value
+from trainctl.config.keys import Leaf, ValueProblem, accept, as_written, keys_of, leaves
+from trainctl.config.layers import Stack
+from trainctl.config.registry import unit_groups
+from trainctl.config.schema import GROUPS
+from trainctl.config.suggest import did_you_mean, nearest_keys
+from trainctl.errors import Finding, Severity
+
+NO_EFFECT = "TC112"
+
+
+def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator[Finding]:
+    """Leave each section with the keys of its kind; those that nothing set have its defaults.
+
+    A key of another kind is an unknown one, unless it came with what is now replaced: from a recipe
+    that this one extends, or from the run that is resumed.
+
+    Args:
+        stack: What was set, references resolved.
+        typed: Keys that the command line sets.
+        recipe: The chosen recipe; None where a saved configuration is changed.
+    """
+    for group in unit_groups():
+        section = stack.plain[group]
+        kind = section["kind"]
+        own = keys_of(group, kind)
+        for name in [name for name in section if name != "kind"]:
+            key = f"{group}.{name}"
+            value = section.pop(name)
+            if not stack.is_set(key):
+                continue
+            source = stack.layers[key][-1].source
+            if key not in own:
+                is_left_over = key not in typed and _is_of_before(source, recipe)
+                yield _foreign(key, value, kind, is_left_over).set_by(source)
+            elif leaves()[key].kinds:
+                yield from _accepted(section, own[key], value, source)
+            else:
+                section[name] = value
+
+
+def _accepted(section: dict[str, Any], leaf: Leaf, value: Any, source: str) -> Iterator[Finding]:
+    """Set a key that not all kinds have; each may have a range of its own."""
+    try:
+        section[leaf.key.rpartition(".")[2]] = accept(leaf, value)
+    except ValueProblem as problem:
+        yield wrong_value(leaf.key, source, problem)
+
+
+def _is_of_before(source: str, recipe: str | None) -> bool:
+    """Whether a file set it that another one stands on: a recipe, but not the chosen one."""
+    file = PurePath(source.rpartition(":")[0])
+    return recipe is None or (file.stem != recipe and file.parent.name not in GROUPS)
+
+
+def _foreign(key: str, value: Any, kind: str, is_left_over: bool) -> Finding:
+    group = key.partition(".")[0]
+    having = ", ".join(leaves()[key].kinds)
+    if is_left_over:
+        return Finding(
+            rule=NO_EFFECT,
+            key=key,
+            message=f"{key}={as_written(value)} has no effect: it is a key of {having}, and "
+            f"{group}.kind is {kind}",
+            hint=f"leave {key} out",
+            severity=Severity.warning,
+        )
+    close = [near for near in nearest_keys(key, keys_of(group, kind), GROUPS) if near != key]
+    return Finding(
+        rule=UNKNOWN_KEY,
+        key=key,
+        message=f"there is no key {key} with {group}.kind={kind}",
+        hint=f"{did_you_mean(close)} {group}={' or '.join(leaves()[key].kinds)} has it".strip(),
+    )

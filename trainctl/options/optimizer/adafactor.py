@@ -1,0 +1,44 @@
+"""Adafactor (arXiv:1804.04235): row and column second moments, no first moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema import OptimizerConfig
+from trainctl.config.schema.option import option
+from trainctl.options.optimizer import (
+    CUT,
+    NO_HOST_KERNEL,
+    NO_SWAP,
+    DeepSpeedForm,
+    Optimizer,
+    Update,
+    parameters,
+)
+
+
+@dataclass
+class AdafactorConfig(OptimizerConfig):
+    """Its own keys."""
+
+    epsilon: float = option(1e-8, "Smallest second moment.", above=0)
+
+
+SPEC = Optimizer(
+    name="adafactor",
+    keys=AdafactorConfig,
+    build="trainctl.train.optimizers.adafactor:build",
+    needs="the matrix",
+    states=(),
+    has_factored_states=True,
+    tensor=False,
+    why_not={
+        "cpu": NO_HOST_KERNEL,
+        "nvme": NO_SWAP,
+        "tensor": f"{CUT}, and the second moment's rows and columns would be a shard's",
+        "states": "its states are rows and columns, in fp32",
+    },
+    # The step, a parameter's second moment, and two fp64 copies of its step for the norm.
+    update=Update(moments=((4, 20),), by_tensor=True),
+    deepspeed=DeepSpeedForm(type="Adafactor", parameters=parameters(1e-2)),
+)

@@ -1,0 +1,34 @@
+"""AdamW (arXiv:1711.05101): Adam with a decay beside the gradient."""
+
+from __future__ import annotations
+
+from trainctl.options.optimizer import (
+    ADAM,
+    EVERYWHERE,
+    DeepSpeedForm,
+    Maker,
+    Optimizer,
+    WidthRule,
+    WithMoments,
+)
+
+SPEC = Optimizer(
+    name="adamw",
+    keys=WithMoments,
+    needs="the element",
+    states=("exp_avg", "exp_avg_sq"),
+    offload=EVERYWHERE,
+    offload_variants=("ratio", "zenflow", "super_offload"),
+    low_precision_states=True,
+    made_by=Maker.torch,
+    made_on_host_by=Maker.deepspeed,
+    fused_by=Maker.torch,
+    width_rule=WidthRule.adam,
+    deepspeed=DeepSpeedForm(
+        type="AdamW",
+        also=("adam",),
+        parameters=ADAM,
+        has_torch_adam=True,
+        is_zero_tested=True,
+    ),
+)

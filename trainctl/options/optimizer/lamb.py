@@ -1,0 +1,36 @@
+"""LAMB (arXiv:1904.00962): Adam with a trust ratio per layer, for very large batches."""
+
+from __future__ import annotations
+
+from trainctl.options.optimizer import (
+    ADAM,
+    CUT,
+    NO_HOST_KERNEL,
+    NO_SWAP,
+    ROUNDED,
+    DeepSpeedForm,
+    Optimizer,
+    Update,
+    WithMoments,
+)
+
+SPEC = Optimizer(
+    name="lamb",
+    keys=WithMoments,
+    build="trainctl.train.optimizers.lamb:build",
+    needs="the tensor",
+    states=("exp_avg", "exp_avg_sq"),
+    tensor=False,
+    has_cpu_kernel=False,
+    host_operator="",
+    device_operator="fused_lamb",
+    why_not={
+        "cpu": NO_HOST_KERNEL,
+        "nvme": NO_SWAP,
+        "tensor": f"{CUT}, and the trust ratio would be a shard's",
+        "states": ROUNDED,
+    },
+    # The step, divided out of the corrected first moment; its norms are those of copies in fp64.
+    update=Update(moments=((8, 0), (4, 8)), by_tensor=True),
+    deepspeed=DeepSpeedForm(type="Lamb", parameters=ADAM, needs_adaptive_loss_scale=True),
+)

@@ -1,0 +1,37 @@
+"""Lion (arXiv:2302.06675): the sign of a momentum, so one state a parameter."""
+
+from __future__ import annotations
+
+from trainctl.options.optimizer import (
+    HOST,
+    NO_SWAP,
+    ROUNDED,
+    DeepSpeedForm,
+    Maker,
+    Optimizer,
+    Update,
+    WidthRule,
+    WithBetas,
+    betas,
+    parameters,
+)
+
+SPEC = Optimizer(
+    name="lion",
+    keys=WithBetas,
+    build="trainctl.train.optimizers.lion:build",
+    needs="the element",
+    states=("exp_avg",),
+    offload=HOST,
+    why_not={"nvme": NO_SWAP, "states": ROUNDED},
+    made_on_host_by=Maker.deepspeed,
+    fused_by=Maker.deepspeed,
+    is_ours_because="DeepSpeed's kernels are for GPUs and for states in host memory",
+    host_operator="cpu_lion",
+    device_operator="fused_lion",
+    update=Update(moments=((4, 0),), by_tensor=True),  # the step
+    width_rule=WidthRule.adam,
+    deepspeed=DeepSpeedForm(
+        type="Lion", parameters=parameters(1e-4, betas(0.9, 0.99)), is_zero_tested=True
+    ),
+)

@@ -1,0 +1,66 @@
+"""Muon (kellerjordan.github.io/posts/muon): orthogonalised momentum for matrices of the blocks,
+AdamW for embeddings, norms and the output projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema.option import option
+from trainctl.options.optimizer import (
+    CUT,
+    NO_SWAP,
+    ROUNDED,
+    DeepSpeedForm,
+    Maker,
+    Optimizer,
+    Parameter,
+    Update,
+    WidthRule,
+    WithMoments,
+    betas,
+    eps,
+    parameters,
+)
+
+
+@dataclass
+class MuonConfig(WithMoments):
+    """Its own keys."""
+
+    momentum: float = option(0.95, "Decay of the matrices' momentum.", minimum=0, maximum=0.999999)
+    matrix_lr: float | None = option(None, "Learning rate of the matrices; none means lr.", above=0)
+
+
+SPEC = Optimizer(
+    name="muon",
+    keys=MuonConfig,
+    build="trainctl.train.optimizers.muon:build",
+    needs="the matrix",
+    states=("exp_avg", "exp_avg_sq"),
+    matrix_states=("momentum_buffer",),
+    matrix_lr="matrix_lr",
+    tensor=False,
+    fused_by=Maker.torch,
+    why_not={
+        "cpu": "whole matrices are orthogonalised on the device",
+        "nvme": NO_SWAP,
+        "tensor": f"{CUT}, and orthogonalising a shard is another update",
+        "states": ROUNDED,
+    },
+    # Directions in fp32; and for one matrix, in 16 bits, five of its size: the iterate, the next
+    # one, the step before, its Gram matrix and the polynomial of that.
+    matrix_update=Update(moments=((4, 10),), whole_tensors=True, by_tensor=True),
+    width_rule=WidthRule.spectral,
+    deepspeed=DeepSpeedForm(
+        type="Muon",
+        parameters=parameters(
+            0.02,
+            betas(0.9, 0.95),
+            eps(1e-10),
+            Parameter(name="momentum", keys=("momentum",), default=0.95),
+            Parameter(name="muon_lr", keys=("matrix_lr",), is_rate=True, or_lr=True),
+        ),
+        has_torch_adam=True,
+        is_zero_tested=True,
+    ),
+)

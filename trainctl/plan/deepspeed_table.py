@@ -1,0 +1,221 @@
+"""Keys of DeepSpeed's JSON that say what a config key says: one table, written from and read back.
+
+The renderer goes through it from the config to the JSON, the importer from the JSON to the config.
+The batch, the optimizer and the schedule are not here: they are arithmetic, or units of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trainctl.config.derived import Derived
+from trainctl.config.schema import RunConfig
+from trainctl.plan.precision import formats
+
+ZERO = "zero_optimization"
+STATES = f"{ZERO}.offload_optimizer"
+PARAMETERS = f"{ZERO}.offload_param"
+ZENFLOW = f"{ZERO}.zenflow"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modes:
+    """What decides which keys of the JSON there are, of a config or of a JSON.
+
+    Attributes:
+        stage: Stage of ZeRO.
+        weights: Number format of the weights that the model computes with.
+        states: Device of the optimizer's states: none, cpu or nvme.
+        parameters: Device of the parameters: none, cpu or nvme.
+        zenflow: Whether ZenFlow updates.
+        by_steps: Whether ZenFlow counts its intervals in steps; epochs otherwise.
+    """
+
+    stage: int
+    weights: str
+    states: str
+    parameters: str
+    zenflow: bool
+    by_steps: bool = True
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Modes:
+        """Those that a config asks for."""
+        offload = config.offload
+        return cls(
+            stage=config.zero_stage.stage,
+            weights=formats(config.precision).weights.value,
+            states=offload.optimizer.value,
+            parameters=offload.parameters.value,
+            zenflow=offload.zenflow,
+        )
+
+
+WHEN: dict[str, Callable[[Modes], bool]] = {
+    "sharded": lambda modes: modes.stage > 0,
+    "stage 1 or 2": lambda modes: modes.stage in (1, 2),
+    "stage 3": lambda modes: modes.stage == 3,
+    "states away": lambda modes: modes.states != "none",
+    "states away at 3": lambda modes: modes.states != "none" and modes.stage == 3,
+    "states on nvme": lambda modes: modes.states == "nvme",
+    "zenflow": lambda modes: modes.states != "none" and modes.zenflow,
+    "zenflow by steps": lambda modes: modes.states != "none" and modes.zenflow and modes.by_steps,
+    "parameters away": lambda modes: modes.parameters != "none",
+    "parameters on nvme": lambda modes: modes.parameters == "nvme",
+    "nvme": lambda modes: "nvme" in (modes.states, modes.parameters),
+    "bf16": lambda modes: modes.weights == "bf16",
+    "fp16": lambda modes: modes.weights == "fp16",
+}
+"""Where the JSON may have a key; elsewhere DeepSpeed does not read it."""
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A key of the JSON, and the config key that it follows from.
+
+    Attributes:
+        when: A name of `WHEN`.
+        key: Dotted, of the JSON.
+        source: The config key; empty if the value is always the same.
+        reason: Why it has its value; empty where naming the source says it.
+        write: Turns the config key's plain value into the JSON's; None leaves the key out.
+        read: Back from a value that is given; None if this key cannot say it.
+    """
+
+    when: str
+    key: str
+    source: str
+    reason: str = ""
+    write: Callable[[Any], Any] = _as_it_is
+    read: Callable[[Any], Any] | None = _as_it_is
+
+    def holds(self, modes: Modes) -> bool:
+        """Whether the JSON may have the key."""
+        return WHEN[self.when](modes)
+
+
+def _flag(when: str, key: str, source: str, value: Any, reason: str = "") -> Row:
+    """A key that is true where a config key has one certain value, and else left out."""
+
+    def write(said: Any) -> bool | None:
+        return True if said == value else None
+
+    return Row(when, key, source, reason, write, lambda is_on: value if is_on else None)
+
+
+def _fixed(when: str, key: str, value: Any, reason: str, source: str = "") -> Row:
+    """A key that has one value wherever it is written; there is nothing to read back."""
+    return Row(when, key, source, reason, lambda _: value, None)
+
+
+def _interval(when: str, key: str, source: str, undecided: Any, reason: str = "") -> Row:
+    """A number of steps; `undecided` stands for none, where DeepSpeed chooses."""
+
+    def read(steps: Any) -> int | None:
+        return steps if isinstance(steps, int) and steps >= 1 else None
+
+    return Row(when, key, source, reason, lambda steps: undecided if steps is None else steps, read)
+
+
+ZERO_KEYS = (
+    Row("sharded", f"{ZERO}.overlap_comm", "zero_stage.overlap_comm"),
+    Row("sharded", f"{ZERO}.contiguous_gradients", "zero_stage.contiguous_gradients"),
+    Row("sharded", f"{ZERO}.reduce_scatter", "zero_stage.reduce_scatter"),
+    Row("sharded", f"{ZERO}.reduce_bucket_size", "zero_stage.reduce_bucket_size"),
+    Row("stage 1 or 2", f"{ZERO}.allgather_bucket_size", "zero_stage.allgather_bucket_size"),
+    Row("stage 3", f"{ZERO}.stage3_prefetch_bucket_size", "zero_stage.prefetch_bucket_size"),
+    Row(
+        "stage 3",
+        f"{ZERO}.stage3_param_persistence_threshold",
+        "zero_stage.param_persistence_threshold",
+    ),
+    Row("stage 3", f"{ZERO}.stage3_max_live_parameters", "zero_stage.max_live_parameters"),
+    Row("stage 3", f"{ZERO}.stage3_max_reuse_distance", "zero_stage.max_reuse_distance"),
+    Row("stage 3", f"{ZERO}.sub_group_size", "zero_stage.sub_group_size"),
+    Row("stage 3", f"{ZERO}.zero_hpz_partition_size", "zero_stage.hpz_partition_size"),
+    Row("stage 3", f"{ZERO}.zero_quantized_weights", "zero_stage.quantized_weights"),
+    Row("stage 3", f"{ZERO}.zero_quantized_gradients", "zero_stage.quantized_gradients"),
+)
+
+_ADAM = "Adam's four tensors: weight, gradient and two moments"
+_STEP = "offload.zenflow: intervals are steps"
+_AIO = "DeepSpeed's default, for NVMe"  # runtime/swap_tensor/constants.py
+OFFLOAD_KEYS = (
+    Row("states away", f"{STATES}.device", "offload.optimizer"),
+    Row("states away", f"{STATES}.pin_memory", "offload.pin_memory"),
+    Row("states away at 3", f"{STATES}.ratio", "offload.ratio", read=float),
+    Row("states on nvme", f"{STATES}.nvme_path", "offload.nvme_path"),
+    _fixed("states on nvme", f"{STATES}.buffer_count", 4, _ADAM),
+    _flag("states away", f"{STATES}.super_offload", "offload.super_offload", True),
+    Row("zenflow", f"{ZENFLOW}.topk_ratio", "offload.zenflow_topk_ratio"),
+    _fixed("zenflow by steps", f"{ZENFLOW}.select_strategy", "step", _STEP, "offload.zenflow"),
+    _interval(
+        "zenflow by steps",
+        f"{ZENFLOW}.select_interval",
+        "offload.zenflow_select_interval",
+        0,
+        "offload.zenflow_select_interval; 0 chooses once",
+    ),
+    _interval("zenflow", f"{ZENFLOW}.update_interval", "offload.zenflow_update_interval", "auto"),
+    Row("zenflow", f"{ZENFLOW}.full_warm_up_rounds", "offload.zenflow_warmup_steps"),
+    Row("zenflow", f"{ZENFLOW}.overlap_step", "offload.zenflow_overlap_step"),
+    Row("parameters away", f"{PARAMETERS}.device", "offload.parameters"),
+    Row("parameters away", f"{PARAMETERS}.pin_memory", "offload.pin_memory"),
+    Row("parameters on nvme", f"{PARAMETERS}.nvme_path", "offload.nvme_path"),
+    Row("parameters on nvme", f"{PARAMETERS}.buffer_count", "offload.buffer_count"),
+    Row("parameters on nvme", f"{PARAMETERS}.buffer_size", "offload.buffer_size"),
+    Row("parameters on nvme", f"{PARAMETERS}.max_in_cpu", "offload.max_in_cpu"),
+    _fixed("nvme", "aio.block_size", 1_048_576, _AIO),
+    _fixed("nvme", "aio.queue_depth", 8, _AIO),
+    _fixed("nvme", "aio.intra_op_parallelism", 1, _AIO),
+    _fixed("nvme", "aio.single_submit", False, _AIO),
+    _fixed("nvme", "aio.overlap_events", True, _AIO),
+)
+
+_FINITE = "no update is made from gradients that are not finite"
+_MASTERS, _MOMENTS = "precision.master_weights", "precision.optimizer_states"
+BF16_KEYS = (
+    _fixed("bf16", "bf16.check_grad_overflow", True, _FINITE),
+    _flag("bf16", "bf16.bf16_master_weights_and_grads", _MASTERS, "bf16", f"{_MASTERS}=bf16"),
+    _flag("bf16", "bf16.bf16_optimizer_states", _MOMENTS, "bf16", f"{_MOMENTS}=bf16"),
+)
+_SCALE = "precision.loss_scale"
+FP16_KEYS = (
+    Row("fp16", "fp16.loss_scale", _SCALE, f"{_SCALE}; 0 adapts it", read=float),
+    Row("fp16", "fp16.initial_scale_power", "precision.initial_scale_power"),
+    Row("fp16", "fp16.loss_scale_window", "precision.loss_scale_window"),
+    Row("fp16", "fp16.hysteresis", "precision.hysteresis"),
+    Row("fp16", "fp16.min_loss_scale", "precision.min_loss_scale"),
+    _fixed("fp16", "fp16.consecutive_hysteresis", False, "DeepSpeed's default"),
+    _flag("fp16", "fp16.fp16_master_weights_and_grads", _MASTERS, "fp16", f"{_MASTERS}=fp16"),
+)
+TABLE = (*ZERO_KEYS, *OFFLOAD_KEYS, *BF16_KEYS, *FP16_KEYS)
+
+SOURCES = {row.key: row.source for row in TABLE if row.read is not None}
+"""The config key by the key of the JSON that says the same."""
+
+
+def written(rows: tuple[Row, ...], config: RunConfig) -> Iterator[Derived]:
+    """The settings of some rows that a config has."""
+    modes = Modes.of(config)
+    for row in rows:
+        value = row.write(_plain(config, row.source)) if row.holds(modes) else None
+        if value is not None:
+            sources = (row.source,) if row.source else ()
+            reason = row.reason or row.source
+            yield Derived(key=row.key, value=value, reason=reason, sources=sources)
+
+
+def _plain(config: RunConfig, key: str) -> Any:
+    """The value of a config key, of a choice its name; None without a key."""
+    if not key:
+        return None
+    section, name = key.split(".")
+    value = getattr(getattr(config, section), name)
+    return getattr(value, "value", value)
