@@ -25,6 +25,14 @@ def test_a_unit_is_found_by_its_name_and_adds_keys_to_those_of_all(group, name):
     assert {key for key in leaves() if key.startswith(f"{group}.")} >= set(keys_of(group, name))
 
 
+def test_a_key_of_several_kinds_is_described_as_the_default_one_has_it():
+    assert leaves()["optimizer.kind"].default == "adamw"
+    assert (
+        leaves()["optimizer.epsilon"].metadata["doc"] == "Added to the root of the second moment."
+    )
+    assert leaves()["optimizer.momentum"].kinds == ("muon", "sgd")
+
+
 def test_a_typed_key_of_another_kind_is_unknown():
     with pytest.raises(TrainctlError) as raised:
         compose(["recipe=tiny", "optimizer.momentum=0.9"])

@@ -34,7 +34,7 @@ class Spec:
         name: As it is chosen, `GROUP=NAME`; also its `kind`.
         keys: The dataclass of its section: what all kinds of the group share, and its own keys.
         build: `module:function` that a rank calls; empty where there is nothing to build.
-        extra: Of trainctl's package: what has the packages that `build` needs.
+        extra: Part of trainctl's package: what has the packages that `build` needs.
     """
 
     name: str
