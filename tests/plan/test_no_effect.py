@@ -50,11 +50,47 @@ def test_the_table_names_keys_of_the_schema_once():
         ({"model__sliding_window": 512}, {"model__family": "mistral"}),
         ({"model__path": "/m"}, {"model__family": "hf"}),
         ({"model__mup_base_width": 64}, {"model__mup": True}),
-        ({"optimizer__matrix_lr": 0.1}, {"optimizer__kind": "muon"}),
-        ({"optimizer__momentum": 0.5}, {"optimizer__kind": "sgd"}),
-        ({"schedule__power": 2.0}, {"schedule__kind": "polynomial"}),
-        ({"schedule__decay_fraction": 0.5}, {"schedule__kind": "wsd"}),
-        ({"schedule__step_every": 5}, {"schedule__kind": "step"}),
+        (
+            {"schedule__warmup_fraction": 0.1, "schedule__warmup_steps": 5},
+            {"schedule__warmup_steps": None},
+        ),
+        (
+            {
+                "schedule__decay_fraction": 0.5,
+                "schedule__decay_tokens": 5000,
+                "schedule__kind": "wsd",
+            },
+            {"schedule__decay_tokens": None},
+        ),
+        (
+            {
+                "schedule__decay_tokens": 5000,
+                "schedule__decay_steps": 5,
+                "schedule__kind": "wsd",
+            },
+            {"schedule__decay_steps": None},
+        ),
+        (
+            {
+                "schedule__step_every": 5,
+                "schedule__step_every_tokens": 5000,
+                "schedule__unit": "tokens",
+                "schedule__kind": "step",
+            },
+            {"schedule__unit": "steps"},
+        ),
+        (
+            {"schedule__unit": "tokens"},
+            {"schedule__kind": "milestones", "schedule__milestones": [3]},
+        ),
+        (
+            {
+                "schedule__milestone_fractions": [0.5],
+                "schedule__milestones": [3],
+                "schedule__kind": "milestones",
+            },
+            {"schedule__milestones": []},
+        ),
         ({"tokenizer__path": "/t"}, {"tokenizer__kind": "file"}),
         ({"data__text_key": "body"}, {"data__kind": "files", "data__paths": ["a"]}),
         ({"training__ema_every_steps": 5}, {"training__ema_decay": 0.99}),
@@ -81,16 +117,6 @@ def test_the_table_names_keys_of_the_schema_once():
         (
             {"stability__rewind_lr_factor": 0.5},
             {"stability__on_bad_loss": "rewind", "checkpoint__every_steps": 5},
-        ),
-        ({"schedule__step_factor": 0.3}, {"schedule__kind": "milestones"}),
-        ({"schedule__milestones": [3]}, {"schedule__kind": "milestones"}),
-        (
-            {"schedule__restart_factor": 2},
-            {"schedule__kind": "cosine_restarts", "schedule__step_every": 5},
-        ),
-        (
-            {"schedule__plateau_patience": 2, "training__evaluate_every_steps": 5},
-            {"schedule__kind": "plateau"},
         ),
         ({"gradients__noise_decay": 1.0}, {"gradients__noise": 0.1}),
         (

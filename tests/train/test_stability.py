@@ -11,7 +11,8 @@ from parity_cases import enlarge
 from poison import NAN, Poisoned, train_poisoned
 from rank_processes import curve, tiny_config, tiny_plan, with_stop
 
-from trainctl.config.schema import DataType, OffloadDevice, OnBadLoss, ScheduleKind
+from trainctl.config.registry import new_section
+from trainctl.config.schema import DataType, OffloadDevice, OnBadLoss
 from trainctl.errors import ExitCode
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
@@ -35,8 +36,7 @@ def plan(stage, compute, policy, **settings):
     config = tiny_config(steps=STEPS, evaluation_samples=0)
     config.zero_stage.stage = stage
     config.precision.compute = compute
-    config.schedule.kind = ScheduleKind.constant
-    config.schedule.warmup_steps = 0
+    config.schedule = new_section("schedule", "constant", warmup_steps=0)
     config.stability.on_bad_loss = policy
     config.stability.spike_factor = 2.0
     config.stability.norm_spike_factor = 4.0

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from trainctl.config.quantities import disk_text
 from trainctl.config.schema import Accelerator, RunConfig
-from trainctl.engines import declared
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.hardware.health import preflight
@@ -68,6 +67,8 @@ def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
     """What this machine lacks, or has otherwise, space for a checkpoint among it."""
+    from trainctl.engines import declared  # `validate`, which reads this file, needs none of it
+
     return [
         *preflight(plan.config, plan.hardware),
         *declared.differences(plan.config),

@@ -46,14 +46,12 @@ from trainctl.config.schema.model import (
 )
 from trainctl.config.schema.optimization import (
     AdaptiveClipping,
-    DecayShape,
     GradientsConfig,
     GroupOverride,
     LrScaling,
     OnBadLoss,
     OptimizerConfig,
     ScheduleConfig,
-    ScheduleKind,
     ScheduleUnit,
     StabilityConfig,
 )
@@ -83,7 +81,6 @@ __all__ = [
     "DataConfig",
     "DataKind",
     "DataType",
-    "DecayShape",
     "GradientsConfig",
     "GroupOverride",
     "HardwareConfig",
@@ -106,7 +103,6 @@ __all__ = [
     "PrecisionConfig",
     "RunConfig",
     "ScheduleConfig",
-    "ScheduleKind",
     "ScheduleUnit",
     "StabilityConfig",
     "TokenizerConfig",
