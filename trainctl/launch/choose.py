@@ -9,7 +9,6 @@ from typing import Protocol, cast
 
 from trainctl.config.schema import LauncherKind, RunConfig
 from trainctl.errors import Finding
-from trainctl.hardware import Hardware
 from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.rendered import Rendered
@@ -21,9 +20,6 @@ class Launcher(Protocol):
 
     def check(self, plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
         """What is wrong with the machines, before a run is made in or below the folder."""
-
-    def check_config(self, config: RunConfig, hardware: Hardware) -> list[Finding]:
-        """What of it the configuration alone tells."""
 
     def render(self, start: Start) -> Rendered:
         """What would be started. Pure."""

@@ -1,4 +1,7 @@
-"""What a launcher refuses of a configuration by itself: found by `validate`, before any launch."""
+"""What a launcher refuses of a configuration by itself: found by `validate`, before any launch.
+
+A file for each launcher, apart from the code that starts it: whoever only checks loads none of it.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,17 @@ import os
 from collections.abc import Iterator
 from importlib import import_module
 
+from trainctl.config.references import references
 from trainctl.config.schema import LauncherKind, RunConfig
 from trainctl.errors import ExitCode, Finding
 from trainctl.hardware import Hardware
-from trainctl.launch import program
 
 UNSET = "TC168"
 
 
 def refusals(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """What keeps the configuration's launcher from starting it, wherever it is started from."""
-    found = import_module(f"trainctl.launch.{config.launcher.kind.value}")
+    found = import_module(f"trainctl.launch.refusals.{config.launcher.kind.value}")
     own: list[Finding] = found.check_config(config, hardware)
     return [*own, *_unset_variables(config)]
 
@@ -25,7 +28,7 @@ def _unset_variables(config: RunConfig) -> Iterator[Finding]:
     """Variables that the configuration refers to, and that a start would not find."""
     launcher = config.launcher
     in_pods = launcher.kind is LauncherKind.kubernetes
-    for name in program.references(config):
+    for name in references(config):
         if in_pods and launcher.kubernetes_secret is None:
             yield Finding(
                 rule=UNSET,
