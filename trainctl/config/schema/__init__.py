@@ -41,7 +41,6 @@ from trainctl.config.schema.layout import (
 from trainctl.config.schema.model import (
     AttentionKind,
     ModelConfig,
-    ModelFamily,
     WeightsKind,
 )
 from trainctl.config.schema.optimization import (
@@ -91,7 +90,6 @@ __all__ = [
     "LoggingConfig",
     "LrScaling",
     "ModelConfig",
-    "ModelFamily",
     "MpiFlavor",
     "OffloadConfig",
     "OffloadDevice",
