@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parents[1] / "options"
 ENTRY_POINTS = "trainctl.options"
 
+SEVERAL = ("logger",)
+"""Groups of which a run may have several options, by a list of names; of the others each is the
+kind of a section."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
@@ -45,8 +49,9 @@ class Spec:
 
 @cache
 def unit_groups() -> tuple[str, ...]:
-    """The groups whose options are units."""
-    return tuple(sorted(path.parent.name for path in SHIPPED.glob("*/__init__.py")))
+    """The groups whose options are units, and the kinds of a section."""
+    found = {path.parent.name for path in SHIPPED.glob("*/__init__.py")}
+    return tuple(sorted(found.difference(SEVERAL)))
 
 
 @cache
