@@ -98,6 +98,16 @@ def test_every_rule_of_the_machine_has_one_place() -> None:
 # ---------------------------------------------------------------- packages
 
 
+def test_what_a_logger_imports_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = config("logging.to=[csv,tensorboard]")
+    assert list(packages.loggers_are_installed(chosen, CPU)) == ["csv, tensorboard"]
+    monkeypatch.setattr(packages, "find_spec", lambda module: None)
+    finding = only(packages.loggers_are_installed(chosen, CPU))
+    assert (finding.rule, finding.key) == ("TC124", "logging.to")
+    assert "'trainctl[tensorboard]'" in finding.hint
+    assert list(packages.loggers_are_installed(config(), CPU)) == []
+
+
 def put_package(folder: Path, name: str, version: str, *requires: str) -> None:
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
+from trainctl.config.registry import load
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware.detect import driver_cuda_version
@@ -59,6 +61,24 @@ def _compared() -> Iterator[str | Finding]:
     if is_well:
         known = [(name, version(name)) for name in SHOWN]
         yield ", ".join(f"{name} {found}" for name, found in known if found)
+
+
+def loggers_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """What the loggers of `logging.to` import is there, on the machine that sends to them."""
+    lacking = False
+    for spec in (load("logger", name) for name in config.logging.to):
+        missing = [module for module in spec.modules if find_spec(module) is None]
+        if missing:
+            lacking = True
+            what = f"trainctl[{spec.extra}]" if spec.extra else " ".join(missing)
+            yield problem(
+                "TC124",
+                "logging.to",
+                f"the logger {spec.name} needs {', '.join(missing)}, which is not installed here",
+                f"pip install '{what}', or leave it out of logging.to",
+            )
+    if config.logging.to and not lacking:
+        yield ", ".join(config.logging.to)
 
 
 def torch_matches_the_device(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:

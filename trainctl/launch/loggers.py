@@ -7,7 +7,6 @@ sends the rest.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Self
 from trainctl.errors import TrainctlError
 from trainctl.launch.processes import Process, start_tied
 from trainctl.loggers.cursor import read_cursor
+from trainctl.loggers.sending import command
 from trainctl.runs.access import ensure_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import RunTag
@@ -116,12 +116,10 @@ class _Logger:
 
     def start(self) -> None:
         """Start the process; a disk or a system that has no room for it is a problem to be told."""
-        command = [sys.executable, "-m", "trainctl.loggers", str(self._run.root), self.name]
+        argv = command(self._run, self.name, "--follow")
         try:
             ensure_folder(self._paths.folder)
-            self._process = start_tied(
-                [*command, "--follow"], tag=self._tag, log=self._paths.log, has_input=True
-            )
+            self._process = start_tied(argv, tag=self._tag, log=self._paths.log, has_input=True)
             self._failure = ""
         except OSError as error:
             self._failure = f"it cannot be started: {error.strerror}"

@@ -1,4 +1,4 @@
-"""`python -m trainctl.loggers RUN_DIR NAME [--follow]`: send a run's metrics to one logger.
+"""`python -m trainctl.loggers RUN_DIR NAME [--follow | --again]`: send a run's metrics to a logger.
 
 Without `--follow` what there is now. With it, until its stdin ends: its launcher closes it when the
 run has ended, and what is still to be sent then is. Whatever the logger does, this process tries
@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("name")
     parser.add_argument("--follow", action="store_true", help="until stdin ends")
+    parser.add_argument("--again", action="store_true", help="what was sent already too")
     given = parser.parse_args()
     os.nice(_NICENESS)
     try:
@@ -43,6 +44,8 @@ def main() -> int:
         ensure_folder(paths.folder)
         if not _lock(paths, waits=given.follow):
             return ExitCode.run_state
+        if given.again:
+            paths.cursor.unlink(missing_ok=True)
         return _send(run, given.name, follows=given.follow)
     except (TrainctlError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

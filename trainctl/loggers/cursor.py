@@ -56,6 +56,6 @@ def read_cursor(path: Path) -> Cursor:
     except (OSError, ValueError) as error:
         raise TrainctlError(
             f"{path} cannot be read: {error}",
-            hint=f"remove it to send everything again: rm {path}",
+            hint="`trainctl runs sync --again` sends everything anew",
             exit_code=ExitCode.run_state,
         ) from None
