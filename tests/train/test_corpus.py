@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainctl.config.schema import DataConfig, DataKind
+from trainctl.config.registry import new_section
+from trainctl.config.schema import DataConfig
 from trainctl.config.text.files import split_files
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_json
@@ -44,7 +45,7 @@ def texts(tmp_path):
 
 
 def files_config(texts, **fields):
-    return DataConfig(kind=DataKind.files, paths=[str(texts / "**" / "*.*")], **fields)
+    return new_section("data", "files", paths=[str(texts / "**" / "*.*")], **fields)
 
 
 def test_the_standard_library_is_there_and_its_tests_are_not():
@@ -122,7 +123,7 @@ def test_a_broken_jsonl_names_the_file(texts, content, message):
 
 
 def test_a_glob_without_files_says_which(tmp_path):
-    config = DataConfig(kind=DataKind.files, paths=[str(tmp_path / "none" / "*.txt")])
+    config = new_section("data", "files", paths=[str(tmp_path / "none" / "*.txt")])
     with pytest.raises(TrainctlError, match=r"data\.paths: no file matches"):
         build_corpus(config, ByteTokenizer())
 
@@ -142,7 +143,7 @@ def test_the_digest_tells_training_text_from_held_out_text(texts):
         for held in (names[:1], names[:2])
     ]
     corpora = [
-        build_corpus(DataConfig(kind=DataKind.files, **each), ByteTokenizer()) for each in fields
+        build_corpus(new_section("data", "files", **each), ByteTokenizer()) for each in fields
     ]
     raw = [
         b"".join((Path(c.folder) / s.file).read_bytes() for s in (c.held_out, c.train))

@@ -59,11 +59,12 @@ from trainctl.config.schema.option import option, section
 from trainctl.config.schema.run import (
     CheckpointConfig,
     DataConfig,
-    DataKind,
+    DataFromPaths,
+    DataFromRecords,
     LoggingConfig,
     OnBadText,
     TokenizerConfig,
-    TokenizerKind,
+    TokenizerFromPath,
     TrainingConfig,
 )
 
@@ -79,7 +80,8 @@ __all__ = [
     "CpuBinding",
     "CrossEntropyKind",
     "DataConfig",
-    "DataKind",
+    "DataFromPaths",
+    "DataFromRecords",
     "DataType",
     "GradientsConfig",
     "GroupOverride",
@@ -106,7 +108,7 @@ __all__ = [
     "ScheduleUnit",
     "StabilityConfig",
     "TokenizerConfig",
-    "TokenizerKind",
+    "TokenizerFromPath",
     "TrainingConfig",
     "WeightsKind",
     "ZeroStageConfig",
