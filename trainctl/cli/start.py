@@ -264,7 +264,7 @@ def _run_attempt(
     """Start the next attempt, show its records, and say how it ended, unless it is detached."""
     from trainctl.cli.follow import Follower
     from trainctl.cli.progress import Progress
-    from trainctl.launch.choose import has_scheduler, launcher
+    from trainctl.launch.choose import has_scheduler, run_launch
     from trainctl.launch.order import Launch
     from trainctl.runs.directory import new_attempt
     from trainctl.runs.lock import hold
@@ -290,7 +290,7 @@ def _run_attempt(
         else:
             shown = Follower(run)
         with shown as on_event:
-            outcome = launcher(made.config).run_launch(
+            outcome = run_launch(
                 Launch(
                     run=run,
                     attempt=attempt,
@@ -366,14 +366,14 @@ def _show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool
     """The commands of a dry run; with `as_json` the plan and budget too, as one document."""
     from trainctl.cli.plan_view import show_commands
     from trainctl.config.codec import to_plain
-    from trainctl.launch.choose import launcher
+    from trainctl.launch.choose import render
     from trainctl.launch.order import Start, cores
     from trainctl.runs.command import command_record
     from trainctl.runs.directory import last_attempt
 
     attempt = run.attempt(last_attempt(run) + 1)
     start = Start(plan=made, run=run, attempt=attempt, environment=os.environ, cores=cores())
-    rendered = launcher(made.config).render(start)
+    rendered = render(start)
     if not as_json:
         show_commands(rendered.commands)
         for name, text in rendered.files.items():

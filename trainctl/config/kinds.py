@@ -17,15 +17,19 @@ from trainctl.errors import Finding, Severity
 NO_EFFECT = "TC112"
 
 
-def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator[Finding]:
+def keep_own_keys(
+    stack: Stack, typed: Set[str], chosen: Set[str], recipe: str | None
+) -> Iterator[Finding]:
     """Leave each section with the keys of its kind; those that nothing set have its defaults.
 
     A key of another kind is an unknown one, unless it came with what is now replaced: from a recipe
-    that this one extends, or from the run that is resumed.
+    that this one extends, from the run that is resumed, or from a file whose kind the command line
+    replaces.
 
     Args:
         stack: What was set, references resolved.
         typed: Keys that the command line sets.
+        chosen: Groups that it chooses an option of.
         recipe: The chosen recipe; None where a saved configuration is changed.
     """
     for group in unit_groups():
@@ -39,7 +43,13 @@ def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator
                 continue
             source = stack.layers[key][-1].source
             if key not in own:
-                is_left_over = key not in typed and _is_of_before(source, recipe)
+                is_left_over = key not in typed and (
+                    recipe is None
+                    or f"{group}.kind" in typed
+                    or _is_of_before(source, None if group in chosen else recipe)
+                )
+                if is_left_over and value == leaves()[key].default:
+                    continue  # it says nothing that could be missed
                 yield _foreign(key, value, kind, is_left_over).set_by(source)
             elif leaves()[key].kinds:
                 yield from _accepted(section, own[key], value, source)
@@ -56,9 +66,9 @@ def _accepted(section: dict[str, Any], leaf: Leaf, value: Any, source: str) -> I
 
 
 def _is_of_before(source: str, recipe: str | None) -> bool:
-    """Whether a file set it that another one stands on: a recipe, but not the chosen one."""
+    """Whether a recipe set it: another than the chosen one, if one is given."""
     file = PurePath(source.rpartition(":")[0])
-    return recipe is None or (file.stem != recipe and file.parent.name not in GROUPS)
+    return file.stem != recipe and file.parent.name not in GROUPS
 
 
 def _foreign(key: str, value: Any, kind: str, is_left_over: bool) -> Finding:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainctl.config.schema import Accelerator, KubernetesApi, RunConfig
+from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.config.secrets import REDACTED
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import Hardware
@@ -31,6 +31,8 @@ from trainctl.launch.rendered import Rendered
 from trainctl.launch.schedulers import run_tool
 from trainctl.launch.variables import rank_variables
 from trainctl.launch.words import check_words
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.kubernetes import KubernetesApi, KubernetesConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.job import Job, write_job
@@ -56,7 +58,7 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
     """What the manifest lacks: an image, a volume for the run; and names that are none."""
-    launcher = plan.config.launcher
+    launcher = _section(plan)
     findings = check_config(plan.config, plan.hardware)
     path = PurePosixPath(folder.absolute())
     if not any(path.is_relative_to(mount) for mount in launcher.kubernetes_claims.values()):
@@ -73,7 +75,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
 
 def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """The same, as far as the configuration tells: all but where the run is."""
-    launcher = config.launcher
+    launcher = section_of(config, KubernetesConfig)
     findings = []
     if launcher.kubernetes_image is None:
         findings.append(
@@ -102,6 +104,17 @@ def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
                 )
             )
     findings += check_words([("launcher.kubernetes_image", launcher.kubernetes_image)])
+    if launcher.kubernetes_secret is None:
+        findings += [
+            Finding(
+                rule=program.UNSET,
+                key="launcher.kubernetes_secret",
+                message=f"nothing gives the pods {name}, which ${{oc.env:{name}}} stands for",
+                hint=f"kubectl create secret generic NAME --from-literal={name}=..., and "
+                "launcher.kubernetes_secret=NAME",
+            )
+            for name in program.references(config)
+        ]
     return findings
 
 
@@ -112,11 +125,12 @@ def render(start: Start) -> Rendered:
     unknown = dict.fromkeys(program.references(plan.config), REDACTED)
     start = replace(start, environment={**start.environment, **unknown})
     kinds = {KubernetesApi.jobset: _job_set, KubernetesApi.trainjob: _train_job}
-    manifest = kinds[plan.config.launcher.kubernetes_api](plan, run, attempt, job_name(run))
+    manifest = kinds[_section(plan).kubernetes_api](plan, run, attempt, job_name(run))
+    kubectl = _kubectl(_section(plan).kubernetes_namespace)
     text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
     return Rendered(
         command=pod_command(start),
-        commands=((*_kubectl(plan), "create", "--filename", str(attempt.root / MANIFEST)),),
+        commands=((*kubectl, "create", "--filename", str(attempt.root / MANIFEST)),),
         files={MANIFEST: text},
     )
 
@@ -124,7 +138,7 @@ def render(start: Start) -> Rendered:
 def pod_command(start: Start) -> AttemptCommand:
     """What the pods of an attempt start; the agents read it from the run directory."""
     plan, run, attempt = start.plan, start.run, start.attempt
-    launcher, nodes = plan.config.launcher, plan.hardware.nodes
+    launcher, nodes = _section(plan), plan.hardware.nodes
     python = launcher.kubernetes_python
     name = job_name(run)
     number = ("--attempt", str(attempt.number))
@@ -160,13 +174,16 @@ def pod_host(name: str, node: int) -> str:
     return f"{name}-node-0-{node}.{name}"
 
 
-def _kubectl(plan: RunPlan) -> tuple[str, ...]:
-    namespace = plan.config.launcher.kubernetes_namespace
+def _section(plan: RunPlan) -> KubernetesConfig:
+    return section_of(plan.config, KubernetesConfig)
+
+
+def _kubectl(namespace: str | None) -> tuple[str, ...]:
     return ("kubectl", *(("--namespace", namespace) if namespace is not None else ()))
 
 
 def _metadata(plan: RunPlan, name: str) -> dict[str, Any]:
-    launcher = plan.config.launcher
+    launcher = _section(plan)
     metadata: dict[str, Any] = {"name": name, "labels": {"app.kubernetes.io/part-of": "trainctl"}}
     if launcher.kubernetes_namespace is not None:
         metadata["namespace"] = launcher.kubernetes_namespace
@@ -176,7 +193,7 @@ def _metadata(plan: RunPlan, name: str) -> dict[str, Any]:
 
 
 def _pod_argv(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> list[str]:
-    python = plan.config.launcher.kubernetes_python
+    python = _section(plan).kubernetes_python
     number = str(attempt.number)
     # Kubernetes puts the value of a variable for $(NAME), and a dollar for two.
     folder = str(run.root).replace("$(", "$$(")
@@ -193,7 +210,7 @@ def _variables(plan: RunPlan) -> list[dict[str, Any]]:
         *(
             {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
             for name in program.references(plan.config)
-            if (secret := plan.config.launcher.kubernetes_secret) is not None
+            if (secret := _section(plan).kubernetes_secret) is not None
         ),
     ]
 
@@ -207,7 +224,7 @@ def _resources(plan: RunPlan) -> dict[str, Any]:
 
 def _volumes(plan: RunPlan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The volumes of a pod, and where its container mounts them."""
-    launcher = plan.config.launcher
+    launcher = _section(plan)
     volumes: list[dict[str, Any]] = []
     mounts: list[dict[str, Any]] = []
     for number, (claim, path) in enumerate(launcher.kubernetes_claims.items()):
@@ -223,7 +240,7 @@ def _volumes(plan: RunPlan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 def _pod_fields(plan: RunPlan) -> dict[str, Any]:
     """What a pod's specification has in both kinds of manifest."""
-    launcher = plan.config.launcher
+    launcher = _section(plan)
     seconds = launcher.stop_grace_seconds + launcher.grace_seconds + _GRACE_MARGIN_SECONDS
     fields: dict[str, Any] = {"terminationGracePeriodSeconds": round(seconds)}
     if launcher.kubernetes_service_account is not None:
@@ -234,7 +251,7 @@ def _pod_fields(plan: RunPlan) -> dict[str, Any]:
 
 
 def _job_set(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -> dict[str, Any]:
-    launcher, nodes = plan.config.launcher, plan.hardware.nodes
+    launcher, nodes = _section(plan), plan.hardware.nodes
     volumes, mounts = _volumes(plan)
     container = {
         "name": "node",
@@ -286,7 +303,7 @@ def _train_job(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -
         "spec": {
             "runtimeRef": {"name": "torch-distributed"},
             "trainer": {
-                "image": plan.config.launcher.kubernetes_image,
+                "image": _section(plan).kubernetes_image,
                 "command": _pod_argv(plan, run, attempt),
                 "numNodes": plan.hardware.nodes,
                 "env": _variables(plan),
@@ -325,9 +342,19 @@ def run_launch(launch: Launch) -> Outcome:
             code = int(error.exit_code)
             write_status(run, status.changed(State.failed, exit_code=code, message=error.message))
             raise
-        space = plan.config.launcher.kubernetes_namespace
-        kind = plan.config.launcher.kubernetes_api.value
+        space = _section(plan).kubernetes_namespace
+        kind = _section(plan).kubernetes_api.value
         identity = f"{space or ''}/{kind}/{job_name(run)}"
         host = socket.gethostname()
         write_job(attempt, Job(kind="kubernetes", id=identity, submitted=now, host=host))
     return Outcome(exit_code=0, state=State.queued, message=f"{kind} {job_name(run)} is submitted")
+
+
+def cancel(job: Job) -> None:
+    """Delete a job and its pods, if they are still there.
+
+    Raises:
+        TrainctlError: kubectl is missing or fails (exit code 4).
+    """
+    namespace, kind, name = job.id.split("/")
+    run_tool((*_kubectl(namespace or None), "delete", "--ignore-not-found", kind, name))

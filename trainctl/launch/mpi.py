@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from trainctl.config.hosts import HOST_NAME_HINT, is_host_name
-from trainctl.config.schema import MpiFlavor, RunConfig
+from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding
 from trainctl.hardware import Hardware
 from trainctl.launch import program
@@ -25,6 +25,8 @@ from trainctl.launch.rendered import Rendered
 from trainctl.launch.step import run_steps
 from trainctl.launch.variables import rank_variables
 from trainctl.launch.words import UNSAFE_WORD
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.mpi import MpiConfig, MpiFlavor
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.layout import AttemptPaths
@@ -35,7 +37,7 @@ NO_PROGRAM, FEW_HOSTS = "TC162", "TC163"
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
     """Whether mpirun is here, and its hostfile names enough hosts."""
-    launcher = plan.config.launcher
+    launcher = section_of(plan.config, MpiConfig)
     findings = []
     if shutil.which(launcher.mpi_program) is None:
         findings.append(
@@ -52,7 +54,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
 
 def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """Whether the hostfile names enough hosts, and nothing else."""
-    launcher, nodes = config.launcher, hardware.nodes
+    launcher, nodes = section_of(config, MpiConfig), hardware.nodes
     findings: list[Finding] = []
     if launcher.mpi_hostfile is not None:
         path = Path(launcher.mpi_hostfile)
@@ -121,7 +123,7 @@ def render(start: Start, *, hosts: Sequence[str] = ()) -> Rendered:
 
 def _mpirun(plan: RunPlan, variables: Mapping[str, str]) -> list[str]:
     """The part before the agent's command. Values of variables are not in it, only their names."""
-    launcher, nodes = plan.config.launcher, str(plan.hardware.nodes)
+    launcher, nodes = section_of(plan.config, MpiConfig), str(plan.hardware.nodes)
     hostfile = launcher.mpi_hostfile
     if launcher.mpi_flavor is MpiFlavor.mpich:
         argv = [launcher.mpi_program, "-n", nodes, "-ppn", "1", "-prepend-rank"]
@@ -146,7 +148,7 @@ def run_launch(launch: Launch) -> Outcome:
     """
     if launch.checkpoint_bytes is not None:
         require_space(launch.run.root, launch.checkpoint_bytes)
-    hostfile = launch.plan.config.launcher.mpi_hostfile
+    hostfile = section_of(launch.plan.config, MpiConfig).mpi_hostfile
     hosts = hosts_in(Path(hostfile).read_text(encoding="utf-8")) if hostfile is not None else []
     return run_steps(launch, render=partial(render, hosts=hosts), start=_start).outcome
 

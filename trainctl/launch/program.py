@@ -17,6 +17,9 @@ from trainctl.runs.layout import AttemptPaths, RunPaths
 if TYPE_CHECKING:
     from trainctl.launch.order import Start
 
+UNSET = "TC168"
+"""The rule of a variable that a start would not find."""
+
 CONFIG_VARIABLE = "TRAINCTL_DEEPSPEED_CONFIG"
 PLAN_VARIABLE = "TRAINCTL_PLAN"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field
+from functools import partial
 from typing import Any
 
 from trainctl.config.codec import to_plain
@@ -14,7 +15,6 @@ from trainctl.config.schema import (
     CrossEntropyKind,
     DataKind,
     DataType,
-    LauncherKind,
     LrScaling,
     ModelFamily,
     OffloadDevice,
@@ -26,6 +26,7 @@ from trainctl.config.schema import (
     walk,
 )
 from trainctl.errors import Finding
+from trainctl.options.launcher import spec_of
 from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.rules.draft import Draft, warning
 from trainctl.plan.schedule import PERIODIC
@@ -418,79 +419,9 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "gradients.noise above 0",
     ),
     (
-        (
-            "launcher.hosts",
-            "launcher.hostfile",
-            "launcher.include",
-            "launcher.exclude",
-            "launcher.interface",
-            "launcher.interfaces",
-            "launcher.python",
-            "launcher.ssh_config",
-            "launcher.preflight_seconds",
-            "launcher.node_timeout_seconds",
-        ),
-        lambda c: c.launcher.kind is LauncherKind.ssh,
-        "launcher=ssh",
-    ),
-    (
-        (
-            "launcher.slurm_partition",
-            "launcher.slurm_account",
-            "launcher.slurm_qos",
-            "launcher.slurm_constraint",
-            "launcher.slurm_time_minutes",
-            "launcher.slurm_cpus_per_node",
-            "launcher.slurm_gres",
-            "launcher.slurm_dependency",
-            "launcher.slurm_requeue",
-            "launcher.slurm_modules",
-            "launcher.slurm_options",
-            "launcher.slurm_container",
-        ),
-        lambda c: c.launcher.kind is LauncherKind.slurm,
-        "launcher=slurm",
-    ),
-    (
-        ("launcher.slurm_container_mounts",),
-        lambda c: c.launcher.slurm_container is not None,
-        "launcher.slurm_container",
-    ),
-    (
-        (
-            "launcher.mpi_program",
-            "launcher.mpi_flavor",
-            "launcher.mpi_hostfile",
-            "launcher.mpi_options",
-        ),
-        lambda c: c.launcher.kind is LauncherKind.mpi,
-        "launcher=mpi",
-    ),
-    (
-        (
-            "launcher.kubernetes_api",
-            "launcher.kubernetes_image",
-            "launcher.kubernetes_namespace",
-            "launcher.kubernetes_queue",
-            "launcher.kubernetes_claims",
-            "launcher.kubernetes_shared_memory",
-            "launcher.kubernetes_node_selector",
-            "launcher.kubernetes_service_account",
-            "launcher.kubernetes_python",
-            "launcher.kubernetes_secret",
-        ),
-        lambda c: c.launcher.kind is LauncherKind.kubernetes,
-        "launcher=kubernetes",
-    ),
-    (
         ("launcher.plain_environment",),
         lambda c: bool(c.launcher.environment),
         "launcher.environment",
-    ),
-    (
-        ("launcher.min_nodes", "launcher.node_wait_seconds"),
-        lambda c: c.launcher.kind is LauncherKind.ssh and c.launcher.max_restarts > 0,
-        "launcher=ssh and launcher.max_restarts above 0",
     ),
     (
         ("launcher.min_bandwidth_gb_per_second",),
@@ -504,7 +435,7 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
 def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
     """A value that nobody reads is said so: it was typed for a reason."""
     changed = {key: value for key, item, value in walk(draft.config) if value != _default(item)}
-    for keys, has_effect, needs in NEEDS:
+    for keys, has_effect, needs in (*NEEDS, *_of_the_launcher(draft.config)):
         if has_effect(draft.config):
             continue
         for key in keys:
@@ -513,6 +444,18 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
                 yield warning(
                     key, f"{key}={value} has no effect: it needs {needs}", f"leave {key} out"
                 )
+
+
+def _of_the_launcher(config: RunConfig) -> Iterator[tuple[tuple[str, ...], Condition, str]]:
+    """The same of keys that the launcher's kind has of its own."""
+    for key, needed in spec_of(config.launcher).idle_without.items():
+        value = getattr(config.launcher, needed)
+        words = f"launcher.{needed}" + (" above 0" if isinstance(value, int) else "")
+        yield (f"launcher.{key}",), partial(_launcher_has, needed), words
+
+
+def _launcher_has(key: str, config: RunConfig) -> bool:
+    return bool(getattr(config.launcher, key))
 
 
 def _default(item: Field[Any]) -> Any:
