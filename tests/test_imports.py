@@ -82,6 +82,27 @@ def test_only_the_torch_side_imports(package: str) -> None:
     assert {name.partition("/")[0] for name in _users(package)} <= {"engines", "train", "agent"}
 
 
+def test_only_its_engine_imports_deepspeed() -> None:
+    users = _users("deepspeed")
+    assert users
+    assert all(name.startswith("engines/deepspeed/") for name in users)
+
+
+@pytest.mark.parametrize("room", ["train", "agent"])
+def test_nothing_reaches_through_an_engine_into_deepspeeds(room: str) -> None:
+    """Such as `engine.deepspeed.optimizer`; `plan.deepspeed` is its JSON."""
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in _modules()
+        if _room(path) == room
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "deepspeed"
+    ]
+    assert not found
+
+
 def test_only_composition_imports_hydra() -> None:
     hydra = _users("hydra") | _users("omegaconf")
     assert hydra

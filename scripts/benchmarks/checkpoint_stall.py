@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 
 from trainctl.config.schema import CheckpointConfig
+from trainctl.engines.fragments import Fragment
 from trainctl.engines.process import Process
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.train.saver import Saver
-from trainctl.train.state import MASTER, Fragment
+from trainctl.train.state import MASTER
 
 STATES = ("exp_avg", "exp_avg_sq")
 TENSORS = 8

@@ -49,7 +49,7 @@ from trainctl.memory.phases import phases, resident
 from trainctl.memory.runtime import fragmentation_of, reserved_bytes, runtime_of
 from trainctl.memory.stages import Stage
 from trainctl.options.optimizer import KERNEL
-from trainctl.plan.types import Batch, Mesh, RunPlan
+from trainctl.plan.types import Batch, Mesh, Sketch
 
 FP32 = 4
 
@@ -73,7 +73,7 @@ class Case:
     """
 
     row: Row
-    plan: RunPlan
+    plan: Sketch
     engine: Engine
     trainer: Trainer | megatron.Job | None
     held: tuple[Stage, ...]
@@ -257,7 +257,7 @@ def case_of(row: Row) -> Case:
     length, micro = config.training.sequence_length, config.training.micro_batch_size
     # Pipelines are run with more micro batches than stages; elsewhere a row rarely says.
     accumulation = mesh.pipeline if mesh.pipeline > 1 else 1
-    plan = RunPlan(
+    plan = Sketch(
         config=config,
         hardware=Hardware(
             name=row["gpu"] or "unknown",
@@ -273,11 +273,7 @@ def case_of(row: Row) -> Case:
             gradient_accumulation_steps=accumulation,
             sequence_length=length,
         ),
-        total_steps=1,
-        stop_step=1,
-        warmup_steps=0,
         stage_blocks=stage_blocks_of(row, model, mesh.pipeline),
-        deepspeed={"optimizer": {"params": {}}},
     )
     engine = _engine_of(row, plan)
     held = stages_of(row, model, mesh.tensor, plan.stage_blocks)
@@ -306,7 +302,7 @@ def case_of(row: Row) -> Case:
     )
 
 
-def _engine_of(row: Row, plan: RunPlan) -> Engine:
+def _engine_of(row: Row, plan: Sketch) -> Engine:
     """DeepSpeed's engine, with what the row's program does otherwise than trainctl's trainer."""
     engine = read_engine(plan)
     if without_init(row):

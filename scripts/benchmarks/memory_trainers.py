@@ -34,7 +34,7 @@ from trainctl.memory import constants
 from trainctl.memory.activations import BlockActivations, block_activations, compute_bytes
 from trainctl.memory.constants import BYTES, LogitBytes
 from trainctl.memory.engine import Engine
-from trainctl.plan.types import RunPlan
+from trainctl.plan.types import Sketch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ def logit_bytes_of(row: Row, engine: Engine) -> LogitBytes:
     return constants.LOGIT_BYTES[engine.weight_bytes]
 
 
-def block_of(row: Row, plan: RunPlan, engine: Engine) -> BlockActivations | None:
+def block_of(row: Row, plan: Sketch, engine: Engine) -> BlockActivations | None:
     """Activations of a block of the row's own code; None is transformers'."""
     if "tiledmlp" in row.words("loss", "caveat").replace(" ", ""):
         return _tiled(plan, engine)
@@ -187,7 +187,7 @@ def block_of(row: Row, plan: RunPlan, engine: Engine) -> BlockActivations | None
     )
 
 
-def _tiled(plan: RunPlan, engine: Engine) -> BlockActivations:
+def _tiled(plan: Sketch, engine: Engine) -> BlockActivations:
     """A transformers block whose feed-forward layer goes through it in as many pieces as its hidden
     states are wide (ArcticTraining, TiledMLP): of its inner width nothing is kept."""
     model, element = plan.config.model, compute_bytes(plan)

@@ -61,8 +61,11 @@ def make_plan(
     deepspeed: dict[str, Any] | None = None,
     **settings: Any,
 ) -> RunPlan:
-    """A plan; `settings` are dotted keys with ``__`` for the dot (``zero_stage__stage=3``)."""
-    config = RunConfig(model=model)
+    """A plan; `settings` are dotted keys with ``__`` for the dot (``zero_stage__stage=3``).
+
+    Without its JSON, of which nothing in the budget is read.
+    """
+    config = RunConfig(model=model, deepspeed=deepspeed or {})
     axes = config.parallelism
     axes.tensor, axes.pipeline, axes.sequence = tensor, pipeline, sequence
     if "optimizer__kind" in settings:
@@ -92,7 +95,5 @@ def make_plan(
         stop_step=10,
         warmup_steps=0,
         stage_blocks=blocks_of_stages(model, config.parallelism, sequence_length=sequence_length),
-        deepspeed={"optimizer": {"params": {"torch_adam": True}}}
-        if deepspeed is None
-        else deepspeed,
+        deepspeed={},
     )

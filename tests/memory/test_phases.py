@@ -19,8 +19,6 @@ from trainctl.memory.phases import phases
 from trainctl.memory.stages import Piece, Stage, stages
 from trainctl.plan.types import RunPlan
 
-FUSED = {"optimizer": {"params": {}}}
-
 
 def one_stage(plan: RunPlan) -> Stage:
     (stage,) = stages(plan.config.model)
@@ -92,7 +90,6 @@ def bf16_master_plan(*, low: bool) -> RunPlan:
         TRANSFORMER_7B,
         devices=4,
         sequence_length=512,
-        deepspeed=FUSED,
         zero_stage__stage=3,
         zero_stage__reduce_bucket_size=50_000_000,
         zero_stage__param_persistence_threshold=0,
@@ -213,7 +210,6 @@ def test_long_sequences_peak_at_the_loss() -> None:
         LLAMA_3_8B,
         devices=1,
         sequence_length=32_000,
-        deepspeed=FUSED,
         zero_stage__stage=3,
         offload__optimizer=OffloadDevice.cpu,
         offload__parameters=OffloadDevice.cpu,

@@ -17,7 +17,7 @@ from trainctl.config.schema import (
 )
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.hardware import Hardware
-from trainctl.memory.budget import budget
+from trainctl.memory.budget import device_budget
 from trainctl.planner.assess import Assessment, assess
 from trainctl.planner.search import MOST_BUDGETS, Found, search
 from trainctl.planner.space import MOST_ROUNDED, RESOLUTION, Space
@@ -128,7 +128,7 @@ def test_nothing_that_fits_is_faster(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", names("optimizer"))
 def test_the_memory_of_a_sketch_is_that_of_its_plan(kind: str) -> None:
-    """The search budgets sketches, which have no JSON: of no optimizer may it know less by that."""
+    """The search budgets sketches: of no optimizer may it know less by that."""
     hardware = hardware_of("h100-80g", 1, 8)
     compared = 0
     for stage, away in product(range(4), (OffloadDevice.none, OffloadDevice.cpu)):
@@ -142,7 +142,7 @@ def test_the_memory_of_a_sketch_is_that_of_its_plan(kind: str) -> None:
         config = config_of(LLAMA_7B | values)
         variant, real = timed(config, hardware), assess(config, hardware)
         if real.budget is not None and variant is not None:
-            assert budget(variant.sketch).phases == real.budget.phases
+            assert device_budget(variant.sketch).phases == real.budget.phases
             compared += 1
     assert compared >= 4
 

@@ -16,7 +16,7 @@ from trainctl.config.keys import accept, leaves
 from trainctl.config.schema import HardwareConfig, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.derive import derive_batch, derive_mesh, derive_stages
-from trainctl.plan.types import RunPlan
+from trainctl.plan.types import Sketch
 from trainctl.planner.constants import OVERLAP
 from trainctl.planner.speed import step_time
 
@@ -41,7 +41,7 @@ class Row:
     name: str
     table: str
     is_for_fit: bool
-    plan: RunPlan
+    plan: Sketch
     seconds: float
     interleaved: int
     tensor_overlaps: bool
@@ -88,22 +88,18 @@ def _row(line: dict[str, str]) -> Row:
     )
 
 
-def plan_of(hardware: Hardware, values: Mapping[str, Any]) -> RunPlan:
+def plan_of(hardware: Hardware, values: Mapping[str, Any]) -> Sketch:
     """A configuration with these keys, as much of a plan as the model reads; no rule is asked."""
     config = config_of(values)
     mesh, _ = derive_mesh(config.parallelism, hardware)
     assert mesh is not None
     batch, _ = derive_batch(config.training, mesh.data)
     assert batch is not None
-    return RunPlan(
+    return Sketch(
         config=config,
         hardware=hardware,
         mesh=mesh,
         batch=batch,
-        total_steps=1,
-        stop_step=1,
-        warmup_steps=0,
-        deepspeed={},
         stage_blocks=derive_stages(config)[0],
     )
 

@@ -10,9 +10,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from rank_processes import Case
 
+from trainctl.engines.deepspeed import zenflow
 from trainctl.engines.process import Process
 from trainctl.runs.records import EventWriter
-from trainctl.train import zenflow
 from trainctl.train.session import Session, assemble
 from trainctl.train.trainer import Trainer
 
@@ -32,12 +32,14 @@ def train_partly_offloaded(cases: list[Case], process: Process) -> dict[str, Any
     accelerator = get_accelerator()
     accelerator._name = "cpu:0"
     session = _train(cases[0], process)
-    wrapper, state = session.engine.deepspeed.optimizer, session.state
+    engine, state = session.engine, session.state
+    wrapper = engine.deepspeed.optimizer
     sizes = {"device": 0, "host": 0}
     for index, tensor in enumerate(state.tensors):
         on_device = wrapper.subgroup_to_device[index] != "cpu"
         sizes["device" if on_device else "host"] += tensor.numel()
-    kinds = sorted({type(state._updater(index)).__name__ for index in range(len(state.tensors))})
+    updaters = map(engine.states.updater, range(len(state.tensors)))
+    kinds = sorted({type(updater.optimizer).__name__ for updater in updaters})
     return {**sizes, "kinds": kinds}
 
 

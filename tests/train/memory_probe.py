@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from trainctl.train.build import materialise_partitioned
+from trainctl.engines.deepspeed.partition import Partitioner
+from trainctl.train.build import materialise
 from trainctl.train.model import skeleton
 from trainctl.train.weights import SeedWeights
 
@@ -26,7 +27,9 @@ def growth(cases: list[Any], process: Any) -> dict[str, int]:
     model = skeleton(plan.config.model, torch.float32)
     total = sum(p.numel() for p in model.parameters()) * 4
     block = sum(p.numel() for p in model.model.layers[0].parameters()) * 4
-    materialise_partitioned(model, SeedWeights(1, std=0.02), process.device, plan.deepspeed)
+    source = SeedWeights(1, std=0.02)
+    make = Partitioner(plan.deepspeed, model, process.device)
+    materialise(model, source, process.device, make=make)
     return {
         "growth": status_bytes("VmHWM") - before,
         "shard": total // process.world_size,

@@ -47,7 +47,7 @@ def activations(session: Session) -> dict[str, torch.Tensor]:
     number = session.plan.batch.micro_batch_size
     batch = session.held_out.micro_batch(np.arange(number))
     model: Any = session.engine.deepspeed.module.model
-    with inference(session.engine.deepspeed), _watched(model) as found:
+    with inference(session.engine.module), _watched(model) as found:
         session.engine.score(batch)
     return found
 

@@ -28,6 +28,7 @@ from trainctl.train.prepare import prepare
 
 PRELOAD = (
     "ranks",
+    "trainctl.engines.deepspeed.room",
     # What DeepSpeed's engine imports only when it is built; the first alone, which has torch's
     # compiler imported, is two seconds.
     "deepspeed.runtime.zero.muon.muon_optimizer",

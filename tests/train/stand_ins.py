@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from trainctl.config.schema import ModelConfig
+from trainctl.engines.fragments import Fragment
 from trainctl.engines.process import Process
 from trainctl.plan.identity import description
-from trainctl.train.state import MASTER, Fragment
+from trainctl.train.state import MASTER
 
 NUMEL = 1000
 

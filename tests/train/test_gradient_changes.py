@@ -16,11 +16,12 @@ from trainctl.config.schema import (
     RunConfig,
     ScheduleKind,
 )
+from trainctl.engines.fragments import Place
 from trainctl.engines.shards import Shard
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.clipping import NormHistory
-from trainctl.train.gradient_changes import Place, elementwise, normal
+from trainctl.train.gradient_changes import elementwise, normal
 from trainctl.train.gradients import _totals
 
 STEPS = 5

@@ -5,7 +5,6 @@ what is particular to a layout.
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,14 +15,15 @@ from transformers import LlamaForCausalLM
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataType, ModelFamily, PipelinePartition
+from trainctl.engines.deepspeed.pipeline import group_of_ends
 from trainctl.engines.mesh import Axis
 from trainctl.plan.rules.layout import PARALLEL_ARCHITECTURES
 from trainctl.runs.records import read_events
 from trainctl.train.build import whole_pieces
-from trainctl.train.engine import parameter_groups
 from trainctl.train.families import FAMILIES
+from trainctl.train.groups import parameter_groups
 from trainctl.train.model import skeleton, transformers_config
-from trainctl.train.pipeline import PipelineEngine
+from trainctl.train.pipeline import tied_weight
 
 STEPS = 4
 
@@ -111,15 +111,15 @@ def test_the_plan_and_the_trainer_know_the_same_architectures():
 def test_every_stage_makes_a_group_when_the_ends_share_a_weight(monkeypatch):
     """NCCL splits a group off that of all ranks: it hangs as soon as one of them does not."""
     made = []
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: made.append(ranks))
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: made.append(ranks) or ranks)
     config = config_of(parallelism__pipeline=4)
     model, ranks = skeleton(config.model, torch.float32), (0, 2, 4, 6)
     weights = []
     for index in range(len(ranks)):
-        engine = object.__new__(PipelineEngine)
-        engine._pipeline = Axis(index, ranks, None)
-        engine._plan = engine._process = SimpleNamespace(config=config, timeout=None)
-        weights.append(engine._tied_weight(model) is not None)
+        axis = Axis(index, ranks, None)
+        is_in_group = group_of_ends(axis, None) is not None
+        assert is_in_group == (tied_weight(model, axis) is not None)
+        weights.append(is_in_group)
     assert weights == [True, False, False, True]
     assert made == [[0, 6], [2, 4], [2, 4], [0, 6]]
 

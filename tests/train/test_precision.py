@@ -9,6 +9,7 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, wit
 from safetensors import safe_open
 
 from trainctl.config.schema import Accelerator, DataType, PrecisionConfig
+from trainctl.engines.deepspeed.loss_scale import DeepSpeedLossScale, stop_at_smallest
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.plan.resolve import resolve
@@ -16,7 +17,6 @@ from trainctl.plan.schedule import Curve
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.precision import LossScale, stop_at_smallest
 
 STEPS, HALF = 8, 4
 LOWER_BY = 0.3
@@ -153,7 +153,7 @@ def test_an_overflow_at_the_smallest_scale_is_an_error():
         cur_scale = 1.0
         min_scale = 1.0
 
-    scale = LossScale(Scaler())
+    scale = DeepSpeedLossScale(Scaler())
     with pytest.raises(ValueError, match="another"), stop_at_smallest(None):
         raise ValueError("another")
     scale.is_smallest = lambda: True

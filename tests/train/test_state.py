@@ -4,11 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.ops.lion import FusedLion
 from torch import nn
 
 from trainctl.config.registry import new_section
+from trainctl.engines.deepspeed import updaters
+from trainctl.engines.deepspeed.wrappers import adapter_of
 from trainctl.engines.shards import Piece, Shard
-from trainctl.train import state as state_module
 from trainctl.train.state import OptimizerState
 
 
@@ -19,15 +21,10 @@ def state_of(optimizer: torch.optim.Optimizer, kind: str) -> OptimizerState:
         parameter: Piece(str(index), parameter.shape, Shard.whole(parameter.shape))
         for index, parameter in enumerate(parameters)
     }
-    engine = SimpleNamespace(
-        deepspeed=SimpleNamespace(optimizer=optimizer),
-        stage=0,
-        pieces=pieces,
-        mesh=SimpleNamespace(replicas=SimpleNamespace(index=0, size=1)),
-        config=SimpleNamespace(optimizer=new_section("optimizer", kind)),
-        has_zenflow=False,
-    )
-    return OptimizerState(engine)  # type: ignore[arg-type]
+    replicas = SimpleNamespace(index=0, size=1)
+    states = adapter_of(optimizer)(SimpleNamespace(optimizer=optimizer), pieces, replicas)
+    engine = SimpleNamespace(states=states, pieces=pieces, mesh=SimpleNamespace(replicas=replicas))
+    return OptimizerState(engine, new_section("optimizer", kind))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -49,7 +46,7 @@ class CountsOnTheLast(torch.optim.SGD):
 
 
 def test_the_step_count_of_the_fused_lion_is_that_of_the_last_of_a_group(monkeypatch):
-    monkeypatch.setattr(state_module, "FusedLion", CountsOnTheLast)
+    monkeypatch.setitem(updaters._KINDS, CountsOnTheLast, updaters._KINDS[FusedLion])
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
     optimizer = CountsOnTheLast(parameters)
     for parameter, step in zip(parameters, (0, 0, 5), strict=True):

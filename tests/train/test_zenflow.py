@@ -13,12 +13,12 @@ from fork_server import RanksFailed
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
 from trainctl.config.schema import CheckpointingMode, DataType, OffloadDevice
+from trainctl.engines.fragments import Fragment, of_transposed
 from trainctl.engines.shards import Shard, read_whole
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest, verify
 from trainctl.runs.records import read_events
-from trainctl.train.state import Fragment, _of_transposed
 
 STEPS = 8
 
@@ -73,7 +73,7 @@ def test_ranges_of_a_transposed_matrix_come_back_from_their_shards(ranks):
     for start in range(0, 35, size):
         mine = flat[start : start + size]
         range_of_rank = Fragment("w", start, mine.numel(), 0, 0, owned=True)
-        for fragment in _of_transposed(range_of_rank, shape):
+        for fragment in of_transposed(range_of_rank, shape):
             parts.setdefault(fragment.shard, []).append(
                 (fragment.start, fragment.of(mine).reshape(-1))
             )

@@ -12,7 +12,7 @@ from trainctl.errors import Finding
 from trainctl.hardware.detect import Device, all_devices, visible_devices
 from trainctl.hardware.facts import Hardware
 from trainctl.hardware.finding import doubt, problem
-from trainctl.hardware.resolve import MEMORY_TOLERANCE
+from trainctl.hardware.resolve import falls_short
 
 
 def are_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
@@ -42,7 +42,7 @@ def are_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
         return
     smallest = min(here, key=lambda device: device.memory_bytes)
     planned = hardware.device_memory_bytes or 0
-    if smallest.memory_bytes < planned * (1 - MEMORY_TOLERANCE):
+    if falls_short(smallest.memory_bytes, planned):
         yield problem(
             "TC122",
             "hardware.device_memory_bytes",

@@ -13,6 +13,7 @@ from trainctl.errors import Finding
 from trainctl.hardware.detect import host_memory_limit
 from trainctl.hardware.facts import Hardware
 from trainctl.hardware.finding import doubt, problem
+from trainctl.hardware.resolve import falls_short
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -74,7 +75,7 @@ def memory_is_there(config: RunConfig, hardware: Hardware) -> Iterator[str | Fin
     """The memory that the plan is budgeted against may be used by this process."""
     limit = host_memory_limit()
     planned = hardware.host_memory_bytes
-    if planned is None or limit >= planned * 0.97:  # kernels and firmware keep some to themselves
+    if planned is None or not falls_short(limit, planned):
         yield f"{memory_text(limit)} may be used"
         return
     yield problem(

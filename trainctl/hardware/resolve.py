@@ -12,7 +12,13 @@ from trainctl.hardware.facts import Hardware
 from trainctl.hardware.known import RATES, known_rates
 
 MEMORY_TOLERANCE = 0.03
-"""Drivers of one kind of card report its memory within this share of each other."""
+"""Drivers of one kind of card report its memory within this share of each other; of a
+machine's, kernel and firmware keep about as much to themselves."""
+
+
+def falls_short(found: int, planned: int) -> bool:
+    """Whether memory that is there is less than what a plan counts on; both in bytes."""
+    return found < planned * (1 - MEMORY_TOLERANCE)
 
 
 def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hardware:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from trainctl.config.quantities import disk_text, memory_text
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, Finding, Severity
-from trainctl.hardware.resolve import MEMORY_TOLERANCE
+from trainctl.hardware.resolve import falls_short
 from trainctl.launch.survey import Report
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
@@ -153,8 +153,8 @@ def _devices(report: Report, plan: RunPlan) -> Iterator[Finding]:
     else:
         yield from _accelerators(report, plan)
     memory = hardware.host_memory_bytes
-    if memory is not None and report.facts["host_memory_bytes"] < memory * (1 - MEMORY_TOLERANCE):
-        found = report.facts["host_memory_bytes"]
+    found = report.facts["host_memory_bytes"]
+    if memory is not None and falls_short(found, memory):
         yield _problem(
             "TC186",
             "hardware.host_memory_bytes",
@@ -178,7 +178,7 @@ def _accelerators(report: Report, plan: RunPlan) -> Iterator[Finding]:
         return
     smallest = min((devices[number] for number in wanted), key=lambda d: int(d["memory_bytes"]))
     planned = hardware.device_memory_bytes or 0
-    if smallest["memory_bytes"] < planned * (1 - MEMORY_TOLERANCE):
+    if falls_short(smallest["memory_bytes"], planned):
         yield _problem(
             "TC186",
             "hardware.device_memory_bytes",

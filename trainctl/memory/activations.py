@@ -19,7 +19,7 @@ from trainctl.config.schema import (
 )
 from trainctl.memory.constants import BYTES
 from trainctl.plan import shapes
-from trainctl.plan.types import RunPlan
+from trainctl.plan.types import Sketch
 
 FP32 = 4
 NORM_STATISTICS = {ModelFamily.gpt2: 2 * FP32}
@@ -155,7 +155,7 @@ def block_activations(
 
 
 def stage_activations(
-    plan: RunPlan,
+    plan: Sketch,
     *,
     blocks: int,
     in_flight: int,
@@ -214,13 +214,13 @@ def stage_activations(
     )
 
 
-def tokens_per_rank(plan: RunPlan) -> int:
+def tokens_per_rank(plan: Sketch) -> int:
     """Tokens of a micro batch on one rank: Ulysses ranks share each sequence."""
     share = -(-plan.batch.sequence_length // plan.mesh.sequence)
     return plan.batch.micro_batch_size * share
 
 
-def compute_bytes(plan: RunPlan) -> int:
+def compute_bytes(plan: Sketch) -> int:
     """Bytes of an activation's element."""
     return BYTES[plan.config.precision.compute]
 

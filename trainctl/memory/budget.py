@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from trainctl.memory.runtime import (
 )
 from trainctl.memory.stages import Stage, stage_of_traced, stages
 from trainctl.memory.traced import TracedModel, shared_over_tensor_ranks
-from trainctl.plan.types import RunPlan
+from trainctl.plan.types import RunPlan, Sketch
 
 BUDGET_SCHEMA = 1
 """Version of the JSON form."""
@@ -75,8 +75,8 @@ class StageBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBudget:
-    """What a plan needs, in bytes. Device figures are those of the fullest pipeline stage.
+class DeviceBudget:
+    """What a plan needs of its devices, in bytes: figures are those of the fullest pipeline stage.
 
     Attributes:
         fits: Whether the device holds it; None when the capacity lies between low and high, or
@@ -88,13 +88,6 @@ class MemoryBudget:
         device_peak_high_bytes: The most that it may be, allocator fragmentation included.
         device_reserved_bytes: Held by torch's allocator at that moment, context excluded.
         stages: Each pipeline stage.
-        host: Memory of one machine.
-        nvme_bytes_per_node: Swap files of one machine.
-        checkpoint_bytes: One checkpoint on disk.
-        checkpoints_kept_bytes: All that are there at once.
-        weights_only_bytes: One of the weights alone; 0 if none is saved.
-        weights_only_kept_bytes: All of these that are there at once.
-        notes: What the reader should know about these figures.
     """
 
     fits: bool | None
@@ -104,13 +97,6 @@ class MemoryBudget:
     device_peak_high_bytes: int
     device_reserved_bytes: int
     stages: tuple[StageBudget, ...]
-    host: HostBudget
-    nvme_bytes_per_node: int
-    checkpoint_bytes: int
-    checkpoints_kept_bytes: int
-    weights_only_bytes: int
-    weights_only_kept_bytes: int
-    notes: tuple[str, ...]
 
     @property
     def worst_stage(self) -> StageBudget:
@@ -131,6 +117,29 @@ class MemoryBudget:
     def components(self) -> Components:
         """What the peak is made of."""
         return self.worst_stage.components
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget(DeviceBudget):
+    """What a plan needs, of its devices and beside them, in bytes.
+
+    Attributes:
+        host: Memory of one machine.
+        nvme_bytes_per_node: Swap files of one machine.
+        checkpoint_bytes: One checkpoint on disk.
+        checkpoints_kept_bytes: All that are there at once.
+        weights_only_bytes: One of the weights alone; 0 if none is saved.
+        weights_only_kept_bytes: All of these that are there at once.
+        notes: What the reader should know about these figures.
+    """
+
+    host: HostBudget
+    nvme_bytes_per_node: int
+    checkpoint_bytes: int
+    checkpoints_kept_bytes: int
+    weights_only_bytes: int
+    weights_only_kept_bytes: int
+    notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The machine-readable form of `trainctl estimate-memory --json`."""
@@ -173,36 +182,16 @@ def budget(plan: RunPlan, traced: TracedModel | None = None) -> MemoryBudget:
         traced: What a trace found of its model; none is the closed form of its shape.
     """
     engine = read_engine(plan)
-    runtime = runtime_of(plan)
     held = _stages(plan, engine, traced)
-    budgets = [
-        StageBudget(pipeline_stage=stage.index, moments=phases(plan, engine, stage, runtime.usual))
-        for stage in held
-    ]
-    worst_stage = max(budgets, key=lambda item: item.peak_bytes)
-    peak = worst_stage.peak_bytes
-    fragmentation = fragmentation_of(plan)
-    low, high = band(worst_stage.components, runtime, fragmentation)
-    capacity = plan.hardware.device_memory_bytes
+    device = _device_budget(plan, engine, held)
     one, alone = checkpoint_bytes(plan, engine), weights_only_bytes(plan, engine)
     # The machine that holds the largest stage may hold only ranks of it.
     host = max(
-        (host_budget(plan, engine, stage, peak) for stage in held),
+        (host_budget(plan, engine, stage, device.device_peak_bytes) for stage in held),
         key=lambda item: item.bytes_per_node,
     )
     return MemoryBudget(
-        fits=fits(capacity, low, high),
-        device_capacity_bytes=capacity or 0,
-        device_peak_bytes=peak,
-        device_peak_low_bytes=low,
-        device_peak_high_bytes=high,
-        device_reserved_bytes=reserved_bytes(
-            worst_stage.components.allocated + workspace_bytes(plan),
-            fragmentation,
-            runtime,
-            None if plan.hardware.accelerator is Accelerator.cpu else capacity,
-        ),
-        stages=tuple(budgets),
+        **{item.name: getattr(device, item.name) for item in fields(device)},
         host=host,
         nvme_bytes_per_node=max(nvme_bytes(plan, engine, stage) for stage in held),
         checkpoint_bytes=one,
@@ -213,7 +202,40 @@ def budget(plan: RunPlan, traced: TracedModel | None = None) -> MemoryBudget:
     )
 
 
-def _stages(plan: RunPlan, engine: Engine, traced: TracedModel | None) -> tuple[Stage, ...]:
+def device_budget(sketch: Sketch, traced: TracedModel | None = None) -> DeviceBudget:
+    """The part of `budget` that needs no whole plan: whether the devices hold it."""
+    engine = read_engine(sketch)
+    return _device_budget(sketch, engine, _stages(sketch, engine, traced))
+
+
+def _device_budget(sketch: Sketch, engine: Engine, held: tuple[Stage, ...]) -> DeviceBudget:
+    runtime, fragmentation = runtime_of(sketch), fragmentation_of(sketch)
+    budgets = [
+        StageBudget(
+            pipeline_stage=stage.index, moments=phases(sketch, engine, stage, runtime.usual)
+        )
+        for stage in held
+    ]
+    worst_stage = max(budgets, key=lambda item: item.peak_bytes)
+    low, high = band(worst_stage.components, runtime, fragmentation)
+    capacity = sketch.hardware.device_memory_bytes
+    return DeviceBudget(
+        fits=fits(capacity, low, high),
+        device_capacity_bytes=capacity or 0,
+        device_peak_bytes=worst_stage.peak_bytes,
+        device_peak_low_bytes=low,
+        device_peak_high_bytes=high,
+        device_reserved_bytes=reserved_bytes(
+            worst_stage.components.allocated + workspace_bytes(sketch),
+            fragmentation,
+            runtime,
+            None if sketch.hardware.accelerator is Accelerator.cpu else capacity,
+        ),
+        stages=tuple(budgets),
+    )
+
+
+def _stages(plan: Sketch, engine: Engine, traced: TracedModel | None) -> tuple[Stage, ...]:
     """The pipeline's stages; sharded ones are of families whose tensors are known exactly."""
     model, tensor = plan.config.model, plan.mesh.tensor
     if traced is not None and tensor == 1 and plan.mesh.pipeline == 1:

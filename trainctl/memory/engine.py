@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from trainctl.config.schema import (
     Accelerator,
@@ -16,10 +15,10 @@ from trainctl.config.schema import (
 from trainctl.memory.constants import BYTES
 from trainctl.memory.groups import Group, groups_of
 from trainctl.memory.stages import Piece, Stage
-from trainctl.memory.update import Update, update_of
-from trainctl.options.optimizer import spec_of
+from trainctl.memory.update import update_of
+from trainctl.options.optimizer import Update, spec_of
 from trainctl.plan.precision import formats
-from trainctl.plan.types import RunPlan
+from trainctl.plan.types import Sketch
 
 """Bytes of an 8-bit moment: one, and an fp32 scale for each block of 256 (torchao)."""
 
@@ -39,7 +38,6 @@ class Engine:
         accumulates: Whether gradients live from one micro batch to the next.
         update: Copies that the update rule makes on the way.
         muon_update: The same of the groups that Muon updates.
-        fused: Whether the update is DeepSpeed's FusedAdam.
         memory_efficient_linear: Whether stage 3's linear layer lets go of gathered weights.
         autocast: Whether weights are fp32 and cast for each product.
         on_cpu: Whether the device is the host.
@@ -56,7 +54,6 @@ class Engine:
     accumulates: bool
     update: Update
     muon_update: Update
-    fused: bool
     memory_efficient_linear: bool
     autocast: bool
     on_cpu: bool
@@ -160,13 +157,12 @@ class Engine:
         return int((1 - self.offload.ratio) * count) / count if count else 0.0
 
 
-def read_engine(plan: RunPlan) -> Engine:
+def read_engine(plan: Sketch) -> Engine:
     """The engine of a plan; DeepSpeed's own keys are read where the plan has no option."""
     config = plan.config
-    precision = config.precision
+    precision, passed = config.precision, config.deepspeed.get("zero_optimization")
     used = formats(precision)
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
-    fused = _is_fused_adam(plan)
     return Engine(
         config=config,
         ranks=plan.mesh.data * plan.mesh.sequence,
@@ -176,28 +172,12 @@ def read_engine(plan: RunPlan) -> Engine:
         master_bytes=BYTES[precision.master_weights],
         moment_bytes=BYTES[precision.optimizer_states],
         accumulates=plan.batch.gradient_accumulation_steps > 1,
-        update=update_of(plan, uses_muon=False, is_fused_adam=fused),
-        muon_update=update_of(plan, uses_muon=True, is_fused_adam=fused),
-        fused=fused,
-        memory_efficient_linear=_section(plan, "zero_optimization").get(
-            "memory_efficient_linear", True
-        ),
+        update=update_of(plan, uses_muon=False),
+        muon_update=update_of(plan, uses_muon=True),
+        memory_efficient_linear=passed.get("memory_efficient_linear", True)
+        if isinstance(passed, dict)
+        else True,
         autocast=precision.autocast,
         on_cpu=on_cpu,
         factors=config.trains_itself,
     )
-
-
-def _is_fused_adam(plan: RunPlan) -> bool:
-    """Whether DeepSpeed's FusedAdam updates, rather than torch's AdamW as trainctl asks for."""
-    if plan.config.offload.optimizer is not OffloadDevice.none:
-        return False  # CPUAdam, and torch's for the part that stays on the device
-    optimizer = _section(plan, "optimizer")
-    is_adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
-    return is_adam and not _section(optimizer, "params").get("torch_adam", False)
-
-
-def _section(parent: RunPlan | dict[str, Any], key: str) -> dict[str, Any]:
-    source = parent.deepspeed if isinstance(parent, RunPlan) else parent
-    value = source.get(key, {})
-    return value if isinstance(value, dict) else {}

@@ -16,7 +16,7 @@ from trainctl.memory.engine import Engine
 from trainctl.memory.stages import Stage, stages
 from trainctl.plan.schedule import Curve
 from trainctl.plan.shapes import count_parameters
-from trainctl.plan.types import RunPlan
+from trainctl.plan.types import RunPlan, Sketch
 
 FP32 = 4
 
@@ -34,7 +34,7 @@ class HostBudget:
     components: dict[str, int]
 
 
-def host_budget(plan: RunPlan, engine: Engine, stage: Stage, device_peak: int) -> HostBudget:
+def host_budget(plan: Sketch, engine: Engine, stage: Stage, device_peak: int) -> HostBudget:
     """Host memory of a machine whose ranks all hold `stage`.
 
     Where the device is the host, the ranks' own memory is host memory, so it is the first
@@ -115,7 +115,7 @@ def _offloaded_parameters(engine: Engine, stage: Stage) -> dict[str, int]:
     }
 
 
-def _checkpoint_copy(plan: RunPlan, engine: Engine) -> dict[str, int]:
+def _checkpoint_copy(plan: Sketch, engine: Engine) -> dict[str, int]:
     """Bytes per rank of the copy that is written behind the training: all states, dealt out."""
     nvme = engine.offload.optimizer is OffloadDevice.nvme
     if not plan.config.checkpoint.asynchronous or nvme:
@@ -143,7 +143,7 @@ def _pinned(engine: Engine, size: int) -> int:
     return int(1 << (size - 1).bit_length())
 
 
-def nvme_bytes(plan: RunPlan, engine: Engine, stage: Stage) -> int:
+def nvme_bytes(plan: Sketch, engine: Engine, stage: Stage) -> int:
     """Swap files on one machine: shard, master weights, moments, and swapped gradients."""
     own = engine.share(stage.parameters)
     size = 0
@@ -155,7 +155,7 @@ def nvme_bytes(plan: RunPlan, engine: Engine, stage: Stage) -> int:
     return size * plan.hardware.devices_per_node
 
 
-def checkpoint_bytes(plan: RunPlan, engine: Engine) -> int:
+def checkpoint_bytes(plan: Sketch, engine: Engine) -> int:
     """One checkpoint: each parameter's master weights, moments and average, and the manifest."""
     count = count_parameters(plan.config.model)
     whole = stages(plan.config.model)
@@ -177,7 +177,7 @@ def checkpoints_kept_bytes(plan: RunPlan, one: int) -> int:
     return one * (settings.keep + 1 + best + stable)
 
 
-def weights_only_bytes(plan: RunPlan, engine: Engine) -> int:
+def weights_only_bytes(plan: Sketch, engine: Engine) -> int:
     """One checkpoint of the weights alone, in the format that they are computed in; 0 if none is
     saved."""
     if plan.config.checkpoint.weights_only_every_steps is None:

@@ -25,13 +25,13 @@ from trainctl.memory.engine import Engine
 from trainctl.memory.loss import fused_head, head_input, logits
 from trainctl.memory.rank import Rank
 from trainctl.memory.stages import Stage
-from trainctl.plan.types import RunPlan
+from trainctl.plan.types import Sketch
 
 FP32 = 4
 
 
 def phases(
-    plan: RunPlan,
+    plan: Sketch,
     engine: Engine,
     stage: Stage,
     runtime: int,
@@ -319,7 +319,7 @@ def _step_unpartitioned(rank: Rank) -> Components:
     """Stage 0: torch's optimizer on fp32 weights, else DeepSpeed's fp32 copies of all gradients
     (fp16/unfused_optimizer.py; fp16/fused_optimizer.py flattens them once more)."""
     engine, elements = rank.engine, rank.stage.parameters
-    copies = (2 if engine.fused else 1) if engine.has_master else 0
+    copies = 1 if engine.has_master else 0
     return rank.resident.plus(
         gradients=_gradients(rank),
         step_transient=copies * engine.master_bytes * elements + rank.update,

@@ -11,7 +11,7 @@ from trainctl.memory.constants import LogitBytes
 from trainctl.memory.engine import Engine
 from trainctl.memory.groups import Group
 from trainctl.memory.stages import Stage
-from trainctl.plan.types import RunPlan
+from trainctl.plan.types import Sketch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Rank:
         resident: What is there all the time after the first step.
     """
 
-    plan: RunPlan
+    plan: Sketch
     engine: Engine
     stage: Stage
     groups: tuple[Group, ...]

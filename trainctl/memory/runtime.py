@@ -9,10 +9,10 @@ from trainctl.memory import constants
 from trainctl.memory.activations import compute_bytes, tokens_per_rank
 from trainctl.memory.components import Components
 from trainctl.memory.constants import Fragmentation, Range
-from trainctl.plan.types import Mesh, RunPlan
+from trainctl.plan.types import Mesh, Sketch
 
 
-def runtime_of(plan: RunPlan) -> Range:
+def runtime_of(plan: Sketch) -> Range:
     """Memory of a rank that is in no tensor: as measured on this machine, else usual values."""
     measured = plan.hardware.runtime_bytes
     if measured is not None:
@@ -40,7 +40,7 @@ def communicators(mesh: Mesh) -> int:
     return 1 + within + (2 if mesh.pipeline > 1 else 0)
 
 
-def fragmentation_of(plan: RunPlan) -> Fragmentation:
+def fragmentation_of(plan: Sketch) -> Fragmentation:
     """What the allocator cannot use, as a share of what is allocated: as measured on this machine,
     else by the size of the largest common tensor."""
     measured = plan.hardware.fragmentation
@@ -71,7 +71,7 @@ def reserved_bytes(
     return max(tensors, min(held, capacity - outside))
 
 
-def workspace_bytes(plan: RunPlan) -> int:
+def workspace_bytes(plan: Sketch) -> int:
     """Bytes of libraries' workspaces that torch's allocator counts as allocated."""
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     return 0 if on_cpu else constants.LIBRARY_WORKSPACE.usual

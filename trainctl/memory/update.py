@@ -12,22 +12,17 @@ from trainctl.config.schema import Accelerator
 from trainctl.memory.constants import BYTES
 from trainctl.options.optimizer import FOREACH, KERNEL, PLAIN, Maker, Update, spec_of
 from trainctl.plan.optimizers import is_fused, maker
-from trainctl.plan.types import RunPlan
+from trainctl.plan.types import Sketch
 
 
-def update_of(plan: RunPlan, *, uses_muon: bool, is_fused_adam: bool) -> Update:
+def update_of(plan: Sketch, *, uses_muon: bool) -> Update:
     """The update of a parameter group.
-
-    It follows from the config and not from the JSON, which the planner's sketches do not have.
 
     Args:
         uses_muon: Whether Muon updates the group.
-        is_fused_adam: Whether DeepSpeed's FusedAdam does.
     """
     config, spec = plan.config, spec_of(plan.config.optimizer)
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
-    if is_fused_adam:
-        return KERNEL
     if config.trains_itself:
         if uses_muon and spec.matrix_update is not None:
             half = BYTES[config.precision.compute] // 2

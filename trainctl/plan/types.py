@@ -36,21 +36,43 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan:
-    """Everything that a launch will do; written to `plan.json` and only read afterwards.
+class Sketch:
+    """As much of a plan as the memory of its devices and the time of its steps follow from.
 
     Attributes:
         config: The configuration as composed (derived values are not written back into it).
         hardware: Machines and devices, declared or detected.
         mesh: Process mesh.
         batch: Batch arithmetic; with a ramp that of the steps after it.
+        stage_blocks: Number of blocks of each pipeline stage.
+    """
+
+    config: RunConfig
+    hardware: Hardware
+    mesh: Mesh
+    batch: Batch
+    stage_blocks: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """Indices of the blocks of each pipeline stage."""
+        ends = tuple(accumulate(self.stage_blocks))
+        return tuple(
+            range(end - size, end) for end, size in zip(ends, self.stage_blocks, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan(Sketch):
+    """Everything that a launch will do; written to `plan.json` and only read afterwards.
+
+    Attributes:
         ramp: Batch sizes of the run by their first step, the last of them `batch`; empty if all
             steps have it.
         total_steps: Optimizer steps of the whole run.
         stop_step: Step at which this launch ends; equals total_steps unless
             `training.stop_after_steps` is set.
         warmup_steps: Optimizer steps of the linear warmup.
-        stage_blocks: Number of blocks of each pipeline stage.
         lr_scale: What `optimizer.lr_scaling` makes of the learning rates.
         deepspeed: The JSON for DeepSpeed, complete, without "auto".
         derived: Every derived value with its reason.
@@ -58,15 +80,10 @@ class RunPlan:
             `launch` refuses while it is not empty.
     """
 
-    config: RunConfig
-    hardware: Hardware
-    mesh: Mesh
-    batch: Batch
     total_steps: int
     stop_step: int
     warmup_steps: int
     deepspeed: dict[str, Any]
-    stage_blocks: tuple[int, ...] = ()
     ramp: tuple[BatchPhase, ...] = ()
     derived: tuple[Derived, ...] = ()
     not_yet: tuple[str, ...] = ()
@@ -82,11 +99,3 @@ class RunPlan:
     def batches(self) -> Batches:
         """The batch of every step."""
         return Batches.of(self.ramp, self.batch)
-
-    @property
-    def stages(self) -> tuple[range, ...]:
-        """Indices of the blocks of each pipeline stage."""
-        ends = tuple(accumulate(self.stage_blocks))
-        return tuple(
-            range(end - size, end) for end, size in zip(ends, self.stage_blocks, strict=True)
-        )

@@ -13,7 +13,7 @@ from typing import Any
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
-from trainctl.memory.budget import MemoryBudget, budget
+from trainctl.memory.budget import MemoryBudget, device_budget
 from trainctl.memory.constants import GIB
 from trainctl.plan.flops import flops_per_token, utilisation
 from trainctl.plan.types import RunPlan
@@ -199,7 +199,7 @@ def _fits(candidate: Candidate, state: _State) -> bool:
     """Whether a candidate's device surely holds it; if not, it is rejected."""
     state.budgeted += 1
     sketch = candidate.variant.sketch
-    memory = budget(sketch, traced_model(sketch.config))
+    memory = device_budget(sketch, traced_model(sketch.config))
     if memory.fits or not memory.device_capacity_bytes:
         return True
     needs = memory.device_peak_bytes

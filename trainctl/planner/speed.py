@@ -18,7 +18,7 @@ from trainctl.memory.constants import BYTES
 from trainctl.plan import shapes
 from trainctl.plan.precision import formats
 from trainctl.plan.recompute import is_wrapped
-from trainctl.plan.types import RunPlan
+from trainctl.plan.types import Sketch
 from trainctl.planner import constants
 from trainctl.planner.compute import Rates, block_time, head_time, rates, stage_parameters
 from trainctl.planner.links import Links
@@ -64,8 +64,8 @@ class StepTime:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-def step_time(plan: RunPlan) -> StepTime:
-    """The time of an optimizer step; reads the plan's config, hardware, mesh, batch and stages."""
+def step_time(plan: Sketch) -> StepTime:
+    """The time of an optimizer step."""
     config, mesh, batch = plan.config, plan.mesh, plan.batch
     speed = rates(plan.hardware, config.precision)
     links = Links(plan.hardware, mesh)
@@ -116,7 +116,7 @@ def step_time(plan: RunPlan) -> StepTime:
 
 
 def _partitioned(
-    plan: RunPlan, links: Links, parameters: float, compute: float
+    plan: Sketch, links: Links, parameters: float, compute: float
 ) -> tuple[float, float]:
     """Seconds of a micro batch in which stage 3 gathers weights, and stages 2 and 3 reduce
     gradients, as far as they stick out of computation.
@@ -152,7 +152,7 @@ def _partitioned(
 
 
 def _each_step(
-    plan: RunPlan, links: Links, parameters: float, speed: Rates, compute: float
+    plan: Sketch, links: Links, parameters: float, speed: Rates, compute: float
 ) -> StepTime:
     """What happens once in a step: the reduction of stages 0 and 1 (like that of stage 2), the
     update, and the gathering of the updated weights at stages 1 and 2."""
@@ -192,11 +192,11 @@ def _each_step(
     return StepTime(reduce=reduce, optimizer=optimizer, offload=moved)
 
 
-def _reduced_bytes(plan: RunPlan, parameters: float) -> float:
+def _reduced_bytes(plan: Sketch, parameters: float) -> float:
     return BYTES[formats(plan.config.precision).communication] * parameters
 
 
-def _offloaded_activations(plan: RunPlan, links: Links, wrapped: int, activation: float) -> float:
+def _offloaded_activations(plan: Sketch, links: Links, wrapped: int, activation: float) -> float:
     """Seconds of a micro batch in which block inputs go to the host and come back: in the order of
     the stream that computes (train/recompute.py), so beside nothing."""
     settings, tensor = plan.config.activation_checkpointing, plan.mesh.tensor

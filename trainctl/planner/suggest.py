@@ -12,8 +12,8 @@ from math import log
 
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.hardware import Hardware
-from trainctl.memory.budget import MemoryBudget, budget
-from trainctl.plan.types import RunPlan
+from trainctl.memory.budget import MemoryBudget, device_budget
+from trainctl.plan.types import Sketch
 from trainctl.planner.assess import assess
 from trainctl.planner.changes import Change, that_save_memory, that_use_memory
 from trainctl.planner.traces import traced_model
@@ -177,8 +177,8 @@ def _first_that_fit(
     return suggestions
 
 
-def _fits(sketch: RunPlan) -> bool:
-    return budget(sketch, traced_model(sketch.config)).fits is True
+def _fits(sketch: Sketch) -> bool:
+    return device_budget(sketch, traced_model(sketch.config)).fits is True
 
 
 def _says_no_more(change: Change, other: Change, larger: bool) -> bool:

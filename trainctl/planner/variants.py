@@ -12,7 +12,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.derive import derive_batch, derive_mesh
 from trainctl.plan.stages import blocks_of_stages
-from trainctl.plan.types import RunPlan
+from trainctl.plan.types import Sketch
 from trainctl.planner.speed import StepTime, step_time
 
 Values = Mapping[str, Any]
@@ -24,11 +24,11 @@ class Timed:
     """A variant with its speed, not yet known to be legal or to fit.
 
     Attributes:
-        sketch: As much of a plan as the step-time model reads.
+        sketch: What the step-time model and the budget of its devices read.
         time: Of an optimizer step.
     """
 
-    sketch: RunPlan
+    sketch: Sketch
     time: StepTime
 
     @property
@@ -71,17 +71,7 @@ def timed(
     blocks = stage_blocks or blocks_of_stages(
         config.model, config.parallelism, sequence_length=batch.sequence_length
     )
-    sketch = RunPlan(
-        config=config,
-        hardware=hardware,
-        mesh=mesh,
-        batch=batch,
-        total_steps=1,
-        stop_step=1,
-        warmup_steps=0,
-        deepspeed={},
-        stage_blocks=blocks,
-    )
+    sketch = Sketch(config=config, hardware=hardware, mesh=mesh, batch=batch, stage_blocks=blocks)
     return Timed(sketch=sketch, time=step_time(sketch))
 
 

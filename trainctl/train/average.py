@@ -13,8 +13,6 @@ from contextlib import contextmanager
 import torch
 
 from trainctl.plan.average import decay_of
-from trainctl.train.engine import Engine
-from trainctl.train.rewind import publish
 from trainctl.train.state import AVERAGE, MASTER, OptimizerState
 
 _AT_ONCE = 1 << 22
@@ -25,8 +23,7 @@ class WeightAverage:
     """The average of a run's weights; all ranks call the same methods in the same order.
 
     Args:
-        engine: The engine.
-        state: Its optimizer's, which keeps the average from now on.
+        state: The optimizer's, which keeps the average from now on.
         decay: The most that one update leaves of it.
         every_steps: Accepted optimizer steps from one update of it to the next.
 
@@ -34,10 +31,8 @@ class WeightAverage:
         steps: Accepted optimizer steps that it has seen.
     """
 
-    def __init__(
-        self, engine: Engine, state: OptimizerState, *, decay: float, every_steps: int
-    ) -> None:
-        self._engine, self._state = engine, state
+    def __init__(self, state: OptimizerState, *, decay: float, every_steps: int) -> None:
+        self._state = state
         self._decay, self._every_steps = decay, every_steps
         self.steps = 0
         state.keep_average()
@@ -79,4 +74,4 @@ class WeightAverage:
                 held = master.clone()
                 master.copy_(average)
                 average.copy_(held)
-        publish(self._engine, self._state)
+        self._state.publish()

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainctl.config.schema import ModelConfig
+from trainctl.engines.fragments import Fragment
 from trainctl.engines.shards import Shard, read_shard, read_whole
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.identity import (
@@ -29,7 +30,7 @@ from trainctl.plan.identity import (
 )
 from trainctl.runs.manifest import read_manifest
 from trainctl.train.optimizers.partitioned import Side
-from trainctl.train.state import AVERAGE, MASTER, Fragment, OptimizerState
+from trainctl.train.state import AVERAGE, MASTER, OptimizerState
 
 
 @dataclass(slots=True)

@@ -16,9 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from trainctl.config.schema import AdaptiveClipping, GradientsConfig, RunConfig
-
-CLIPPING_EPSILON = 1e-6
-"""Added to the norm that a gradient is divided by, as DeepSpeed and torch do."""
+from trainctl.engines.protocol import CLIPPING_EPSILON
 
 
 def clipped_groups(norms: Mapping[str, float], limits: Mapping[str, float]) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainctl.config.schema import GradientsConfig
+from trainctl.engines.fragments import Place
 from trainctl.engines.mesh import Axis
-from trainctl.engines.shards import Piece, Pieces, Shard
+from trainctl.engines.shards import Piece, Pieces
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -22,31 +23,6 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MANTISSA = 1 << 24
 _AT_ONCE = 1 << 22
 """Elements that noise is drawn for at a time: it takes some 40 bytes of each on the way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where some elements of a gradient are in the whole parameter.
-
-    Attributes:
-        name: Canonical name of the parameter.
-        shard: The part of it that this rank has; None means all of it.
-        start: First element, in the flattened shard.
-        numel: Number of elements.
-    """
-
-    name: str
-    shard: Shard | None
-    start: int
-    numel: int
-
-    def indices(self, device: torch.device) -> torch.Tensor:
-        """Index of each element in the whole, flattened parameter, (numel,)."""
-        local = torch.arange(self.start, self.start + self.numel, device=device)
-        if self.shard is None:
-            return local
-        width, row = self.shard.width, self.shard.row
-        return local // width * row + self.shard.start + local % width
 
 
 def centralize(model: nn.Module, pieces: Pieces, axis: Axis | None) -> int:

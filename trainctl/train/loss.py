@@ -56,8 +56,32 @@ def summed_losses(
     return torch.stack([cross_entropy, z_loss * normalisers.square().sum()])
 
 
-class LanguageModel(nn.Module):
-    """A transformers model with its loss, so that all of it runs inside DeepSpeed's engine.
+class WithLoss(nn.Module):
+    """What is trained knows its own loss.
+
+    Args:
+        tensor: The tensor axis, if the vocabulary is split.
+        z_loss: Weight of the squared log-normalisers, when training.
+    """
+
+    def __init__(self, tensor: Axis | None, z_loss: float = 0.0) -> None:
+        super().__init__()
+        self._tensor = tensor
+        self._z_loss = z_loss
+
+    def losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The summed cross entropy; in training with a z loss that beside it, (2,)."""
+        if self._z_loss == 0 or not self.training:
+            return summed_cross_entropy(logits, labels, self._tensor)
+        return summed_losses(logits, labels, self._tensor, z_loss=self._z_loss)
+
+    def of_all_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of the whole vocabulary; without a gradient if it is split."""
+        return logits if self._tensor is None else gather_vocabulary(logits, self._tensor)
+
+
+class LanguageModel(WithLoss):
+    """A transformers model with its loss, so that all of it runs inside the engine.
 
     Args:
         model: The model.
@@ -76,12 +100,10 @@ class LanguageModel(nn.Module):
         kernels: KernelsConfig,
         z_loss: float = 0.0,
     ) -> None:
-        super().__init__()
+        super().__init__(tensor, z_loss)
         self.model = model
         self.last_z_loss: torch.Tensor | None = None
-        self._tensor = tensor
         self._kernels = kernels
-        self._z_loss = z_loss
         if kernels.cross_entropy is CrossEntropyKind.liger_fused:
             fuse_head(getattr(model, family_of(model).head), IGNORED_LABEL, z_loss)
 
@@ -92,13 +114,8 @@ class LanguageModel(nn.Module):
             return self._added_up(self._loss_without_logits(inputs, labels))
         logits: torch.Tensor = self.model(**inputs).logits
         if labels is not None:
-            return self._added_up(self._loss_of(logits, labels))
-        return logits if self._tensor is None else gather_vocabulary(logits, self._tensor)
-
-    def _loss_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if self._z_loss == 0 or not self.training:
-            return summed_cross_entropy(logits, labels, self._tensor)
-        return summed_losses(logits, labels, self._tensor, z_loss=self._z_loss)
+            return self._added_up(self.losses(logits, labels))
+        return self.of_all_tokens(logits)
 
     def _added_up(self, losses: torch.Tensor) -> torch.Tensor:
         """The loss to differentiate, of one or of two."""
@@ -117,7 +134,7 @@ class LanguageModel(nn.Module):
                 hidden,
                 labels,
                 chunk_tokens=self._kernels.chunk_tokens,
-                loss=self._loss_of,
+                loss=self.losses,
             )
         loss: torch.Tensor = head(hidden, labels)
         return loss

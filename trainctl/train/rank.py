@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from trainctl.engines.deepspeed.process import start_process
+from trainctl.engines.choose import engine_room
 from trainctl.engines.process import not_deterministic, stop_process
 from trainctl.plan.types import RunPlan
 from trainctl.runs.heartbeats import Heartbeat, Phase
@@ -23,7 +23,7 @@ def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat)
     # DeepSpeed calls collectives by names that newer torch warns of, at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     heartbeat.beat(Phase.start, doing="joining the other ranks")
-    process = start_process(plan)
+    process = engine_room().start_process(plan)
     heartbeat.beat(Phase.start, doing="building the model and its engine")
     try:
         session = assemble(plan, run, process)

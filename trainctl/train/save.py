@@ -15,6 +15,7 @@ import torch
 
 from trainctl import __version__
 from trainctl.config.quantities import disk_text
+from trainctl.engines.fragments import Fragment
 from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
@@ -22,7 +23,7 @@ from trainctl.runs.access import make_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import FORMAT, write_manifest
 from trainctl.train import faults
-from trainctl.train.state import MASTER, Fragment, OptimizerState
+from trainctl.train.state import MASTER, OptimizerState
 from trainctl.train.tensor_file import write_stream
 
 Result = TypeVar("Result")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
+from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.engines.deepspeed.swap import with_own_swap_folder
+from trainctl.engines.choose import engine_room
 from trainctl.engines.mesh import ProcessMesh, join_mesh
 from trainctl.engines.process import Process
+from trainctl.engines.protocol import Engine, Job
 from trainctl.engines.shards import Pieces
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.precision import formats
@@ -27,23 +27,25 @@ from trainctl.train.checkpoint import Checkpoint, CheckpointWeights, Progress
 from trainctl.train.clipping import NormHistory
 from trainctl.train.corpus import Corpus
 from trainctl.train.data import PackedDataset, TrainingData
-from trainctl.train.engine import Engine
+from trainctl.train.gradient_changes import centralize
 from trainctl.train.gradients import Gradients
+from trainctl.train.groups import parameter_groups
 from trainctl.train.kernels import apply_kernels
 from trainctl.train.learning_rate import LearningRate
-from trainctl.train.model import TORCH_TYPES, skeleton
+from trainctl.train.loss import LanguageModel
+from trainctl.train.model import TORCH_TYPES, has_flash_attention, skeleton
+from trainctl.train.optimizers import own_optimizer
 from trainctl.train.patience import Patience
-from trainctl.train.pipeline import PipelineEngine, cut_to_stage
+from trainctl.train.pipeline import Stage, cut_to_stage, tied_weight
 from trainctl.train.precision import convert_to_fp8
 from trainctl.train.recompute import wrap_blocks
 from trainctl.train.replay import Replay
 from trainctl.train.restore import newest_intact, weights_of
 from trainctl.train.stability import Guard
 from trainctl.train.state import OptimizerState
-from trainctl.train.tensor_parallel import shard_model
+from trainctl.train.tensor_parallel import shard_model, sum_partial_gradients
 from trainctl.train.tokenizer import Tokenizer, load_tokenizer
 from trainctl.train.weights import SafetensorsWeights, SeedWeights, WeightSource
-from trainctl.train.zenflow import ZenFlowEngine
 
 
 @dataclass(slots=True)
@@ -118,9 +120,8 @@ class Session:
 
 def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     """Build this rank's model, engine and data, at the newest checkpoint if the run has one."""
-    config = plan.config
-    plan = with_own_swap_folder(plan, run, process)
-    deepspeed.utils.logger.setLevel(logging.getLevelName(config.logging.deepspeed_level.upper()))
+    config, room = plan.config, engine_room()
+    plan = room.settle_plan(plan, run, process)
     corpus = Corpus.load(run.corpus)
     checkpoint = _newest(run, process, corpus)
     progress = checkpoint.progress if checkpoint else Progress()
@@ -134,16 +135,17 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     convert_to_fp8(model, config.precision)
     pieces = place(model, plan, mesh)
     source = checkpoint or _initial_weights(plan, process, shapes)
-    if config.zero_stage.stage == 3:
-        pieces = build.materialise_partitioned(
-            model, source, process.device, plan.deepspeed, pieces, mesh
-        )
-    else:
-        pieces = build.materialise(model, source, process.device, pieces)
+    pieces = build.materialise(
+        model,
+        source,
+        process.device,
+        pieces,
+        room.parameter_maker(plan, model, process.device, mesh),
+    )
     apply_kernels(model, config.kernels)
-    engine = _engine_kind(plan)(plan, process, mesh, model, pieces)
-    state = OptimizerState(engine)
-    average = _average(plan, engine, state)
+    engine = room.build(_job(plan, process, mesh, model, pieces))
+    state = OptimizerState(engine, config.optimizer)
+    average = _average(plan, state)
     if checkpoint is not None:
         checkpoint.check_states(set().union(*process.gather(state.all_names())))
         checkpoint.load_into(state)
@@ -163,7 +165,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         held_out=_dataset(plan, corpus, held_out=True),
         progress=progress,
         patience=Patience(config.training.stop_patience, min_delta=config.training.stop_min_delta),
-        gradients=Gradients(engine, state, process, config),
+        gradients=Gradients(engine, process, config),
         average=average,
         guard=Guard(config.stability, norm_may_overflow=engine.loss_scale is not None),
         norms=NormHistory.of(config),
@@ -197,18 +199,43 @@ def place(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:
     return pieces
 
 
-def _engine_kind(plan: RunPlan) -> type[Engine]:
-    if plan.mesh.pipeline > 1:
-        return PipelineEngine
-    return ZenFlowEngine if plan.config.offload.zenflow else Engine
+def _job(
+    plan: RunPlan, process: Process, mesh: ProcessMesh, model: PreTrainedModel, pieces: Pieces
+) -> Job:
+    """What the engine gets: the model with its loss, and what its update is made by."""
+    config, z_loss = plan.config, plan.config.stability.z_loss
+    vocabulary = mesh.tensor if mesh.tensor.size > 1 else None
+    sum_partial_gradients(pieces, mesh.tensor)
+    if config.gradients.centralize:
+        centralize(model, pieces, vocabulary)
+    groups = parameter_groups(pieces, config, lr_scale=plan.lr_scale)
+    module: nn.Module
+    tied = None
+    if mesh.pipeline.size > 1:
+        module = Stage(model, mesh, z_loss)
+        if config.model.tie_word_embeddings:
+            tied = tied_weight(model, mesh.pipeline)
+    else:
+        module = LanguageModel(model, vocabulary, config.kernels, z_loss)
+    return Job(
+        plan=plan,
+        process=process,
+        mesh=mesh,
+        module=module,
+        pieces=pieces,
+        groups=groups,
+        optimizer=own_optimizer(plan, groups),
+        tied=tied,
+        flash_attention=has_flash_attention(model),
+    )
 
 
-def _average(plan: RunPlan, engine: Engine, state: OptimizerState) -> WeightAverage | None:
+def _average(plan: RunPlan, state: OptimizerState) -> WeightAverage | None:
     training = plan.config.training
     if training.ema_decay is None:
         return None
     every = training.ema_every_steps
-    return WeightAverage(engine, state, decay=training.ema_decay, every_steps=every)
+    return WeightAverage(state, decay=training.ema_decay, every_steps=every)
 
 
 def _newest(run: RunPaths, process: Process, corpus: Corpus) -> Checkpoint | None:

@@ -21,7 +21,6 @@ from trainctl.train.clipping import clipped_groups
 from trainctl.train.gradient_changes import elementwise
 from trainctl.train.gradients import Norms
 from trainctl.train.restore import newest_intact
-from trainctl.train.rewind import load_into_running
 from trainctl.train.session import Session, seed_step
 from trainctl.train.stability import Trouble
 
@@ -233,12 +232,12 @@ class Stepper:
         if policy is OnBadLoss.warn:
             return policy
         guard.intervene(number)
-        session.gradients.discard()
+        session.engine.discard()
         if policy is OnBadLoss.skip_batch:
             progress.samples = end
         if checkpoint is not None:
             checkpoint.check(session.plan.config.model, session.shapes)
-            load_into_running(session.engine, session.state, checkpoint)
+            _go_back(session, checkpoint)
             session.restore(checkpoint.manifest, rewound=True)
             progress.step, progress.tokens = checkpoint.progress.step, checkpoint.progress.tokens
             progress.samples = end  # with the poison goes what led up to it (docs/stability.md)
@@ -275,8 +274,7 @@ class Stepper:
         seen = f", seen by rank {', '.join(map(str, ranks))}" if ranks else ""
         count = self._session.guard.interventions
         after = f", after {count} interventions in a row" if count else ""
-        # ZenFlow has updated its columns by then.
-        kept = "" if self._session.engine.has_zenflow else "the weights were not updated; "
+        kept = "" if self._session.engine.updates_early else "the weights were not updated; "
         return TrainctlError(
             f"{trouble.of_step(number)} (samples {first} to {end}{seen}){after}{why}",
             hint=f"{kept}resume goes on from the last checkpoint; "
@@ -284,3 +282,16 @@ class Stepper:
             "what was in them, stability.on_bad_loss what else can be done",
             exit_code=ExitCode.training_failed,
         )
+
+
+def _go_back(session: Session, checkpoint: Checkpoint) -> None:
+    """Give the running engine the weights, optimizer states and loss scale of a checkpoint.
+
+    A process can hold one ZeRO-3 engine in its life, so it is loaded into the one that is there,
+    whatever layout it has. All ranks together, and the gradients must have been discarded.
+    """
+    checkpoint.load_into(session.state)
+    checkpoint.close()
+    session.state.publish()
+    if session.engine.loss_scale is not None:
+        session.engine.loss_scale.restore(checkpoint.manifest.get("loss_scale", {}))

@@ -189,7 +189,7 @@ class Trainer:
     def _held_out_loss(self) -> float | None:
         """With the weights that the model has now."""
         session = self._session
-        with self._times.host_part("evaluation"), inference(session.engine.deepspeed):
+        with self._times.host_part("evaluation"), inference(session.engine.module):
             loss = evaluate(
                 session.engine.score,
                 session.held_out,
@@ -307,7 +307,7 @@ class Trainer:
         if training.sample_tokens == 0:
             return
         self._beat(Phase.end, "sampling text")
-        with inference(session.engine.deepspeed):
+        with inference(session.engine.module):
             text = sample_text(
                 session.engine.next_scores,
                 session.tokenizer,

@@ -8,8 +8,7 @@ from typing import Any
 from trainctl.config.derived import Derived
 from trainctl.errors import Finding
 from trainctl.plan.deepspeed import BATCH_KEYS, derived_settings, flatten
-from trainctl.plan.deepspeed_rules import Case
-from trainctl.plan.deepspeed_rules.keys import suggestion
+from trainctl.plan.deepspeed_rules import Case, keys
 from trainctl.plan.rules.draft import Draft, error
 from trainctl.plan.types import Batch, Mesh
 
@@ -21,19 +20,20 @@ OWNED_KEYS = {
 }
 """Keys that would work against trainctl even where it does not write them, and what to use."""
 
+KEY_RULES = (
+    keys.removed_keys_are_gone,
+    keys.checked_sections_hold_known_keys,
+    keys.other_sections_hold_known_keys,
+)
+"""What holds of the keys of every JSON, here with an identifier of its own."""
+
 
 def pass_through_keys_exist(draft: Draft) -> Iterator[Finding]:
-    """DeepSpeed ignores an unknown key at the top level, silently."""
+    """The rules over keys of any JSON; an unknown one at the top DeepSpeed ignores silently."""
     case = Case(draft.config.deepspeed)
-    for path, _, key in case.entries():
-        name = ".".join(path)
-        if name in case.schema.removed:
-            instead = case.schema.removed[name]
-            hint = f"use {instead}" if instead else "leave it out"
-            yield error(f"deepspeed.{name}", f"{name} has been removed from DeepSpeed", hint)
-        elif key is None:
-            hint = suggestion(case.schema, path)
-            yield error(f"deepspeed.{name}", f"DeepSpeed has no key {name}", hint)
+    for rule in KEY_RULES:
+        for problem in rule.check(case):
+            yield error(f"deepspeed.{problem.key}", problem.message, problem.hint)
 
 
 def pass_through_has_no_auto(draft: Draft) -> Iterator[Finding]:

@@ -2,7 +2,8 @@
 
 It updates a share of the columns during the backward pass, before anything that DeepSpeed does at
 the end of a step: clipping, unscaling, the look for gradients that are not finite. What it does
-otherwise, without a word, is refused here; what could be put right is in `trainctl.train.zenflow`.
+otherwise, without a word, is refused here; what could be put right is in
+`trainctl.engines.deepspeed.zenflow`.
 """
 
 from __future__ import annotations

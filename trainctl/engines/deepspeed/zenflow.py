@@ -21,31 +21,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
-from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.engines.mesh import ProcessMesh
-from trainctl.engines.process import Process
-from trainctl.engines.shards import Pieces
-from trainctl.plan.types import RunPlan
-from trainctl.train.engine import Engine
+from trainctl.engines.deepspeed.engine import DeepSpeedEngine
+from trainctl.engines.protocol import Job
 
 
-class ZenFlowEngine(Engine):
+class ZenFlowEngine(DeepSpeedEngine):
     """An engine whose optimizer is ZenFlow's: data-parallel, one micro-batch a step."""
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        process: Process,
-        mesh: ProcessMesh,
-        model: PreTrainedModel,
-        pieces: Pieces,
-    ) -> None:
+    updates_early = True
+
+    def __init__(self, job: Job) -> None:
         ZenFlowZeroOptimizer._update_model_bit16_weights = _cut_out_weights
         ZenFlowZeroOptimizer.sync_fp32_param_from_gpu = _settle_masters
-        matrix = min((p for p in pieces if p.dim() == 2), key=torch.numel)
+        matrix = min((p for p in job.pieces if p.dim() == 2), key=torch.numel)
         before = matrix.detach().clone()
-        super().__init__(plan, process, mesh, model, pieces)
+        super().__init__(job)
         assert torch.equal(matrix, before), "ZenFlow changed the weights that it was given"
         self._zenflow = self.deepspeed.optimizer
         groups = (self._zenflow.selective_optimizer.param_groups, self._zenflow.param_groups)

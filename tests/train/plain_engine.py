@@ -1,0 +1,182 @@
+"""An engine of plain torch, without DeepSpeed: what the protocol asks for, and not a line more.
+
+Data parallel, in fp32. Ranks join each other as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_processes import Case
+from torch import nn
+
+from trainctl.engines.fragments import Fragment, Place
+from trainctl.engines.mesh import ProcessMesh
+from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
+from trainctl.engines.process import Process
+from trainctl.engines.protocol import Change, Engine, Job, MakeParameter, States
+from trainctl.engines.shards import Pieces
+from trainctl.engines.updater import Updater
+from trainctl.plan.batches import Batch
+from trainctl.plan.types import RunPlan
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import EventWriter
+from trainctl.train import session as session_module
+from trainctl.train.trainer import Trainer
+
+
+class PlainStates(States):
+    """A tensor for each parameter: itself. The first rank saves all."""
+
+    are_partitioned = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pieces: Pieces, *, saves: bool) -> None:
+        self.optimizer = optimizer
+        self._groups = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+        self.tensors = [parameter for parameter, _ in self._groups]
+        self.fragments = [
+            Fragment.of_piece(pieces[parameter], 0, parameter.numel(), index, 0, dealt=saves)
+            for index, parameter in enumerate(self.tensors)
+        ]
+
+    def group(self, index: int) -> dict[str, Any]:
+        return self._groups[index][1]
+
+    def updater(self, index: int) -> Updater:
+        return Updater(self.optimizer)
+
+    def catch_up(self, scalars: Mapping[str, float]) -> None:
+        pass
+
+    def check_readable(self) -> None:
+        pass
+
+    def is_swapped(self, index: int) -> bool:
+        return False
+
+    def numel(self, index: int) -> int:
+        return self.tensors[index].numel()
+
+    def resident(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def settle(self) -> None:
+        pass
+
+    def publish(self) -> None:
+        pass
+
+    @property
+    def scale(self) -> float:
+        return 1.0
+
+    def squares(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
+        for fragment, parameter in zip(self.fragments, self.tensors, strict=True):
+            if fragment.owned:
+                yield fragment, parameter.grad.double().square().sum()
+
+    def change(self, change: Change) -> None:
+        for fragment, parameter in zip(self.fragments, self.tensors, strict=True):
+            place = Place(fragment.name, fragment.shard, 0, fragment.numel)
+            change(place, parameter.grad.view(-1))
+
+
+class PlainEngine(Engine):
+    """The whole model on each rank, and torch's AdamW."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._module = job.module
+        config = job.plan.config.optimizer
+        betas = (config.beta1, config.beta2)
+        optimizer = torch.optim.AdamW(job.groups, betas=betas, eps=config.epsilon)
+        self.states = PlainStates(optimizer, job.pieces, saves=job.mesh.data.is_first)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    def set_batch(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def run(
+        self, batches: Sequence[MicroBatch], num_labels: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in batches:
+            loss = self._loss(batch)
+            (loss / num_labels).backward()
+            total += loss.detach()
+        for parameter in self.pieces:
+            dist.all_reduce(parameter.grad, group=self.mesh.data.group)
+        return total, torch.zeros_like(total)
+
+    def _loss(self, batch: MicroBatch) -> torch.Tensor:
+        loss: torch.Tensor = self._module(batch.model_inputs(torch.device("cpu")), batch.labels)
+        return loss
+
+    def set_learning_rate(self, factor: float) -> None:
+        for group in self.states.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+    def update(self, *, norm: float | None, clip_at: float | None) -> None:
+        assert norm is not None
+        self._norm = norm
+        if clip_at is not None and clip_at < norm:
+            self.states.change(lambda _, values: values.mul_(clip_at / norm))
+        self.states.optimizer.step()
+        self.discard()
+
+    def discard(self) -> None:
+        self.states.optimizer.zero_grad()
+
+    @property
+    def norm_of_update(self) -> float | None:
+        return self._norm
+
+    @property
+    def was_skipped(self) -> bool:
+        return False
+
+    def resume_at(self, step: int) -> None:
+        pass
+
+    def score(self, batch: MicroBatch) -> tuple[float, int]:
+        return float(self._loss(batch)), int((batch.labels != IGNORED_LABEL).sum())
+
+    def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
+        logits: torch.Tensor = self._module(batch.model_inputs(torch.device("cpu")))
+        return logits[0, position]
+
+    def close(self) -> None:
+        pass
+
+
+class PlainRoom:
+    """The way in; the ranks have been joined by whoever runs the test."""
+
+    def settle_plan(self, plan: RunPlan, run: RunPaths, process: Process) -> RunPlan:
+        return plan
+
+    def parameter_maker(
+        self, plan: RunPlan, skeleton: nn.Module, device: torch.device, mesh: ProcessMesh
+    ) -> MakeParameter | None:
+        return None
+
+    def build(self, job: Job) -> Engine:
+        return PlainEngine(job)
+
+
+def train(cases: list[Case], process: Process) -> None:
+    """Train each case as launched, with this engine in DeepSpeed's place."""
+    session_module.engine_room = PlainRoom
+    for case in cases:
+        session = session_module.assemble(case.plan, case.run, process)
+        events = EventWriter(case.run.events, case.attempt) if process.is_first else None
+        Trainer(session, events, attempt=case.attempt).train()
+        process.barrier()
+        session.engine.close()

@@ -1,0 +1,158 @@
+"""DeepSpeed's engine around the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from trainctl.config.schema import CompileKind
+from trainctl.engines.deepspeed.loss_scale import DeepSpeedLossScale, stop_at_smallest
+from trainctl.engines.deepspeed.sequence_parallel import SequenceParallelAttention
+from trainctl.engines.deepspeed.swap import remove_swap_folder
+from trainctl.engines.deepspeed.wrappers import adapter_of
+from trainctl.engines.deepspeed.wrappers.base import Wrapper
+from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
+from trainctl.engines.protocol import Engine, Job
+from trainctl.plan.batches import Batch
+from trainctl.plan.precision import formats
+
+
+class DeepSpeedEngine(Engine):
+    """Data, tensor and sequence parallelism, at any ZeRO stage.
+
+    Args:
+        job: What it is built of.
+
+    Attributes:
+        deepspeed: DeepSpeed's own engine.
+    """
+
+    states: Wrapper
+    loss_scale: DeepSpeedLossScale | None
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        plan, mesh = job.plan, job.mesh
+        self._has_flash_attention = job.flash_attention
+        self._attention = SequenceParallelAttention(plan, mesh) if mesh.sequence.size > 1 else None
+        for parameter, piece in job.pieces.items():
+            # Of one that is not split, one tensor rank alone counts in DeepSpeed's norm.
+            parameter.model_parallel = not piece.shard.is_whole
+        self.deepspeed, *_ = deepspeed.initialize(
+            model=self._wrap(job),
+            optimizer=job.optimizer,
+            model_parameters=job.groups if job.optimizer is None else None,
+            config=plan.deepspeed,
+            mpu=mesh.model_parallel_unit if mesh.pipeline.size == 1 else None,
+            dist_init_required=False,
+        )
+        is_compiled = plan.config.kernels.compile is CompileKind.deepcompile
+        if is_compiled:
+            self.deepspeed.compile()
+        wrapper = self.deepspeed.optimizer
+        self.states = adapter_of(wrapper)(self.deepspeed, job.pieces, mesh.replicas)
+        self.states.show_gradients &= not is_compiled
+        weights = formats(plan.config.precision).weights
+        self.loss_scale = DeepSpeedLossScale.of(wrapper, weights)
+
+    def _wrap(self, job: Job) -> nn.Module:
+        """What DeepSpeed trains."""
+        return job.module
+
+    @property
+    def module(self) -> nn.Module:
+        return self.deepspeed
+
+    def set_batch(self, batch: Batch) -> None:
+        """The engine is built for the largest: DeepSpeed allocates by whether it accumulates."""
+        if batch == self._batch:
+            return
+        self._batch, engine = batch, self.deepspeed
+        each = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size  # as it counts
+        engine.set_train_batch_size(batch.gradient_accumulation_steps * each)
+        # It takes a step's end for a multiple of the accumulation steps, over the whole run.
+        engine.micro_steps = 0
+
+    def run(
+        self, batches: Sequence[MicroBatch], num_labels: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """DeepSpeed averages gradients over the replicas: a sum is scaled by their number."""
+        scale = self.mesh.replicas.size / num_labels
+        total = torch.zeros((), dtype=torch.float64, device=self._process.device)
+        z_total = torch.zeros_like(total)
+        for index, batch in enumerate(batches):
+            with self.times.part("forward"):
+                inputs, labels = self._inputs(batch)
+                loss = self.deepspeed(inputs, labels)
+            with self.times.part("backward"):
+                self.deepspeed.backward(loss * scale, scale_wrt_gas=False)
+                total += loss.detach()
+                z_loss = self.deepspeed.module.last_z_loss
+                if z_loss is not None:
+                    total -= z_loss
+                    z_total += z_loss
+                if index + 1 < len(batches):
+                    self.deepspeed.step()  # not at the boundary: only counts the micro-step
+        return total, z_total
+
+    def set_learning_rate(self, factor: float) -> None:
+        for group in self.states.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+    def update(self, *, norm: float | None, clip_at: float | None) -> None:
+        with self.times.part("optimizer"):
+            self.states.clip(norm, clip_at)
+            with stop_at_smallest(self.loss_scale):
+                self._step()
+
+    def discard(self) -> None:
+        """The engine counts the step, and clears up after it."""
+        with self.states.without_update():
+            self._step()
+
+    def _step(self) -> None:
+        self.deepspeed.step()
+
+    @property
+    def norm_of_update(self) -> float | None:
+        return float(self.deepspeed.get_global_grad_norm())
+
+    @property
+    def was_skipped(self) -> bool:
+        return not self.deepspeed.was_step_applied()
+
+    def resume_at(self, step: int) -> None:
+        """DeepSpeed's own count of steps decides nothing."""
+
+    def score(self, batch: MicroBatch) -> tuple[float, int]:
+        inputs, labels = self._inputs(batch)
+        loss = float(self.deepspeed(inputs, labels))
+        number = int((labels != IGNORED_LABEL).sum())
+        return (loss, number) if self.mesh.tensor.is_first else (0.0, 0)
+
+    def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
+        inputs, labels = self._inputs(batch)
+        scores = self.deepspeed(inputs)
+        position -= self.mesh.sequence.index * labels.shape[1]
+        return scores[0, position] if 0 <= position < labels.shape[1] else None
+
+    def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
+        """The model's inputs and the labels of this rank's part of the batch, on its device."""
+        part = self.mesh.sequence.index, self.mesh.sequence.size
+        inputs = batch.model_inputs(
+            self._process.device, part=part, flash_attention=self._has_flash_attention
+        )
+        return inputs, self._on_device(batch.part(*part).labels)
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._process.device, non_blocking=True)
+
+    def close(self) -> None:
+        self.deepspeed.destroy()
+        if self._attention is not None:
+            self._attention.close()
+        remove_swap_folder(self._plan)

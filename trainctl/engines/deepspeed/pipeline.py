@@ -1,0 +1,148 @@
+"""DeepSpeed's pipeline engine: to it, a model is one layer a stage (1F1B, arXiv:1806.03377)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+from trainctl.engines.deepspeed.engine import DeepSpeedEngine
+from trainctl.engines.mesh import Axis, ProcessMesh
+from trainctl.engines.micro_batch import MicroBatch
+from trainctl.engines.protocol import Job
+
+
+class _Stages(PipelineModule):
+    """One layer a stage, of which this rank has its own; tied weights as our mesh knows them."""
+
+    def __init__(self, stage: nn.Module, mesh: ProcessMesh, loss: Any, tied: Any) -> None:
+        self._tied: tuple[nn.Parameter, dist.ProcessGroup] | None = None
+        layers: list[Any] = [nn.Identity() for _ in mesh.pipeline.ranks]
+        layers[mesh.pipeline.index] = stage
+        topology = PipeModelDataParallelTopology(
+            num_pp=mesh.pipeline.size, num_mp=mesh.tensor.size, num_dp=mesh.data.size
+        )
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints the partition
+            super().__init__(layers, topology=topology, loss_fn=loss, partition_method="uniform")
+        self._tied = tied
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        return [] if self._tied is None else [self._tied]
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """The same as a `DeepSpeedEngine`, for a rank that has one stage of the model."""
+
+    def __init__(self, job: Job) -> None:
+        self._pipeline = job.mesh.pipeline
+        self._stage: Any = job.module
+        self._scale = 1.0
+        self._loss = torch.zeros((), dtype=torch.float64, device=job.process.device)
+        self._z = torch.zeros_like(self._loss)
+        super().__init__(job)
+        instructions = self.deepspeed._INSTRUCTION_MAP
+        self.deepspeed._INSTRUCTION_MAP = {
+            **instructions,
+            schedule.ForwardPass: self._timed("forward", instructions[schedule.ForwardPass]),
+            schedule.BackwardPass: self._timed("backward", instructions[schedule.BackwardPass]),
+            # The update comes later, when all ranks have seen that the loss is finite.
+            schedule.OptimizerStep: lambda engine: None,
+        }
+
+    def _timed(self, part: str, instruction: Callable[..., None]) -> Callable[..., None]:
+        """The instruction as a part of the step's time; an evaluation's is timed as a whole."""
+
+        def execute(engine: Any, *arguments: Any, **options: Any) -> None:
+            is_training = engine.module.training
+            with self.times.part(part) if is_training else contextlib.nullcontext():
+                instruction(engine, *arguments, **options)
+
+        return execute
+
+    def _wrap(self, job: Job) -> nn.Module:
+        tied = None
+        if job.plan.config.model.tie_word_embeddings:
+            group = group_of_ends(self._pipeline, job.process.timeout)
+            tied = None if group is None else (job.tied, group)
+        if job.tied is not None and self._pipeline.is_last:
+            job.tied.ds_pipe_replicated = True  # the first stage counts it in the gradient's norm
+        return _Stages(job.module, job.mesh, self._loss_of, tied)
+
+    def _loss_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = self._stage.losses(logits, labels)
+        if losses.dim() == 0:
+            self._loss += losses.detach()
+            return losses * self._scale
+        self._loss += losses[0].detach()
+        self._z += losses[1].detach()
+        return losses.sum() * self._scale
+
+    def run(
+        self, batches: Sequence[MicroBatch], num_labels: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # DeepSpeed divides the loss by the number of micro-batches.
+        self._scale = self.mesh.replicas.size * len(batches) / num_labels
+        self._loss.zero_()
+        self._z.zero_()
+        self.deepspeed.train_batch(iter([self._pair(batch) for batch in batches]))
+        return self._loss, self._z
+
+    def update(self, *, norm: float | None, clip_at: float | None) -> None:
+        assert norm is not None  # nothing that hides gradients goes with stages (TC069)
+        # DeepSpeed takes the norm of one parameter group after the other over the stages, and would
+        # wait for ever where one stage has more of them (zero/stage_1_and_2.py).
+        self.states.use_norm(norm)
+        super().update(norm=norm, clip_at=clip_at)
+
+    def _step(self) -> None:
+        self.deepspeed._exec_optimizer_step()
+
+    def score(self, batch: MicroBatch) -> tuple[float, int]:
+        logits = self._forward(batch)
+        if logits is None:
+            return 0.0, 0
+        # The ranks of a tensor group compute it together, and one of them counts.
+        loss = self._stage.losses(logits, self._on_device(batch.labels))
+        return (float(loss), batch.num_labels) if self.mesh.tensor.is_first else (0.0, 0)
+
+    def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
+        logits = self._forward(batch)
+        return None if logits is None else self._stage.of_all_tokens(logits)[0, position]
+
+    def _forward(self, batch: MicroBatch) -> torch.Tensor | None:
+        """The logits on the last stage, None on the others."""
+        self.deepspeed.reset_activation_shape()  # of the training's batches
+        self.deepspeed.total_loss = None  # it adds up whatever the last stage puts out
+        _, logits = self.deepspeed.eval_batch(
+            iter([self._pair(batch)]),
+            return_logits=True,
+            compute_loss=False,
+            reduce_output=None,
+            num_micro_batches=1,
+        )
+        self.deepspeed.reset_activation_shape()
+        return logits if self._pipeline.is_last else None
+
+    @staticmethod
+    def _pair(batch: MicroBatch) -> tuple[Any, torch.Tensor]:
+        ids = batch.input_ids
+        return (ids, batch.position_ids) if batch.is_masked else ids, batch.labels
+
+
+def group_of_ends(pipeline: Axis, timeout: timedelta) -> dist.ProcessGroup | None:
+    """A group of the first and the last stage, on these; on all stages together."""
+    first, *between, last = pipeline.ranks
+    is_end = pipeline.is_first or pipeline.is_last
+    # NCCL splits groups off that of all ranks, and waits for all: those between make one too.
+    members = [first, last] if is_end else between
+    group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+    return group if is_end else None

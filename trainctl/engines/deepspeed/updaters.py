@@ -1,0 +1,64 @@
+"""What DeepSpeed's own optimizers keep otherwise than torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from torch.optim import Optimizer
+
+from trainctl.engines.updater import Updater
+
+
+class _CountsInInt(Updater):
+    """DeepSpeedCPULion: the step count is an int."""
+
+    def step_count(self, tensor: torch.Tensor, value: float) -> int:
+        return int(value)
+
+
+class _FusedLion(_CountsInInt):
+    """It counts on the last parameter of a group alone, and does not use it."""
+
+    counts_alike = False
+
+
+class _CPUAdam(_CountsInInt):
+    """Its kernel on the host keeps numbers of its own."""
+
+    def state_type(self, tensor: torch.Tensor) -> torch.dtype:
+        if self.optimizer.fp32_optimizer_states:
+            return torch.float32  # also under bf16 master weights
+        return tensor.dtype
+
+    def catch_up(self, scalars: Mapping[str, float]) -> None:
+        """CPUAdam keeps the powers of its betas as running products in fp32 (csrc/includes/
+        cpu_adam.h, IncrementStep); a power computed at once differs in the last bit."""
+        one = torch.zeros(1)
+        for step in range(1, int(scalars.get("step", 0)) + 1):
+            group = self.optimizer.param_groups[0]
+            self.optimizer.ds_opt_adam.adam_update(
+                self.optimizer.opt_id,
+                step,
+                0.0,
+                *group["betas"],
+                group["eps"],
+                0.0,
+                group["bias_correction"],
+                *(one, one, one, one),
+            )
+
+
+_KINDS = {
+    DeepSpeedCPUAdam: _CPUAdam,
+    DeepSpeedCPULion: _CountsInInt,
+    FusedLion: _FusedLion,
+}
+
+
+def updater_of(optimizer: Optimizer) -> Updater:
+    """By the kind of the optimizer that makes the update."""
+    found = (adapter for kind, adapter in _KINDS.items() if isinstance(optimizer, kind))
+    return next(found, Updater)(optimizer)

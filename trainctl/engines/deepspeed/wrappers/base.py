@@ -1,0 +1,151 @@
+"""What the adapters of all kinds of DeepSpeed's wrappers have in common.
+
+DeepSpeed wraps the optimizer that makes the update into one of its own, which says where its
+tensors and their gradients are, and has its own way to clip, to drop a step and to publish weights.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainctl.engines.deepspeed.updaters import updater_of
+from trainctl.engines.fragments import Fragment, Place, cut
+from trainctl.engines.mesh import Axis
+from trainctl.engines.protocol import Change, States
+from trainctl.engines.shards import Pieces
+from trainctl.engines.updater import Updater
+
+
+class Wrapper(States):
+    """Of one kind of wrapper; the default is what most of them do.
+
+    Args:
+        engine: DeepSpeed's engine, whose `optimizer` is the wrapper.
+        pieces: Of this rank's parameters.
+        replicas: The ranks that have the same ones.
+    """
+
+    def __init__(self, engine: Any, pieces: Pieces, replicas: Axis) -> None:
+        self._engine, self._wrapper = engine, engine.optimizer
+        self._pieces, self._replicas = pieces, replicas
+        self._parameters = {piece.name: parameter for parameter, piece in pieces.items()}
+        self.optimizer = self._wrapped()
+        self.tensors = self._masters()
+        self.fragments = list(self._find())
+        self._by_tensor: dict[int, list[Fragment]] = {}
+        for fragment in self.fragments:
+            self._by_tensor.setdefault(fragment.tensor, []).append(fragment)
+
+    def _wrapped(self) -> Optimizer:
+        """The optimizer that makes the update."""
+        inside: Optimizer = self._wrapper.optimizer
+        return inside
+
+    @abstractmethod
+    def _masters(self) -> list[torch.Tensor]:
+        """The tensors that it updates."""
+
+    @abstractmethod
+    def _find(self) -> Iterable[Fragment]:
+        """What lies where in them."""
+
+    @abstractmethod
+    def _gradient(self, index: int) -> list[torch.Tensor]:
+        """The gradient of a tensor, as parts that follow each other; empty if it has none."""
+
+    def group(self, index: int) -> dict[str, Any]:
+        return self.optimizer.param_groups[index]
+
+    def updater(self, index: int) -> Updater:
+        return updater_of(self.optimizer)
+
+    def catch_up(self, scalars: Mapping[str, float]) -> None:
+        updater_of(self.optimizer).catch_up(scalars)
+
+    def check_readable(self) -> None:
+        """They are here."""
+
+    def is_swapped(self, index: int) -> bool:
+        return False
+
+    def numel(self, index: int) -> int:
+        return self.tensors[index].numel()
+
+    def resident(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def settle(self) -> None:
+        """They follow every update."""
+
+    @property
+    def scale(self) -> float:
+        scaler = self._wrapper.torch_autocast_gradscaler
+        return float(scaler.get_scale() if scaler else self._wrapper.loss_scale)
+
+    def squares(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
+        self._wait()
+        for index in self._by_tensor:
+            yield from self._squares(index)
+
+    def change(self, change: Change) -> None:
+        self._wait()
+        for index in self._by_tensor:
+            self._change(index, change)
+
+    def _wait(self) -> None:
+        """Until the gradients are there."""
+
+    def _squares(self, index: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
+        for fragment, _, values in self._cut(index):
+            if fragment.owned:
+                yield fragment, square(values)
+
+    def _change(self, index: int, change: Change) -> None:
+        for fragment, start, values in self._cut(index):
+            change(Place(fragment.name, fragment.shard, start, values.numel()), values)
+
+    def _cut(self, index: int) -> Iterator[tuple[Fragment, int, torch.Tensor]]:
+        """The gradient of a tensor: fragment, first element's place in the parameter, values."""
+        return cut(self._by_tensor[index], [part.view(-1) for part in self._gradient(index)])
+
+    def clip(self, norm: float | None, limit: float | None) -> None:
+        """Let the coming update clip the gradients.
+
+        Args:
+            norm: Of them; None where only DeepSpeed can tell.
+            limit: What it is clipped at; None does not clip.
+        """
+        self._wrapper.clip_grad = limit or 0.0
+
+    def use_norm(self, norm: float) -> None:
+        """Let the coming update take this for the norm, where its own is not to be relied on."""
+
+    @contextmanager
+    def without_update(self) -> Iterator[None]:
+        """Within it the wrapper's step clears the gradients and updates nothing."""
+        self._wrapper.step = lambda *_, **__: self._clear()
+        self._say_finite()
+        try:
+            yield
+        finally:
+            del self._wrapper.step  # the class's own is seen again
+
+    def _say_finite(self) -> None:
+        """An engine asks after a step whether its gradients were finite."""
+        self._wrapper.overflow = False
+
+    def _clear(self) -> None:
+        """Clear the gradients as an update does."""
+        self._wrapper.zero_grad()
+
+
+def square(values: torch.Tensor) -> torch.Tensor:
+    """Their summed squares; over a large tensor torch's fp32 norm is off by 1e-4 on a CPU."""
+    kind = torch.float64 if values.device.type == "cpu" else torch.float32
+    return torch.linalg.vector_norm(values.detach(), dtype=kind).double().square()

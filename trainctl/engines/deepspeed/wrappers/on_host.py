@@ -1,0 +1,34 @@
+"""The gradient in host memory: what the update reads, and the norms taken on the way there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from trainctl.engines.deepspeed.wrappers.base import Wrapper, square
+from trainctl.engines.fragments import Fragment
+from trainctl.engines.protocol import Change
+
+
+class OnHost(Wrapper):
+    """To go before the class of the wrapper."""
+
+    def _gradient(self, index: int) -> list[torch.Tensor]:
+        gradient = self.tensors[index].grad
+        return [] if gradient is None else [gradient]
+
+    def _change(self, index: int, change: Change) -> None:
+        super()._change(index, change)
+        for fragment, _, values in self._cut(index):  # one piece each: the gradient is flat here
+            self._wrapper.norm_for_param_grads[self._key(fragment)] = square(values).sqrt().float()
+
+    def _noted_squares(self, index: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
+        """By the norms that DeepSpeed took: of what is not read back for this alone."""
+        for fragment in self._by_tensor[index]:
+            norm = self._wrapper.norm_for_param_grads.get(self._key(fragment))
+            if fragment.owned and norm is not None:
+                yield fragment, torch.as_tensor(norm).double().cpu().square()
+
+    def _key(self, fragment: Fragment) -> int:
+        return int(self._wrapper.get_param_id(self._parameters[fragment.name]))

@@ -1,0 +1,129 @@
+"""ZeRO 1 and 2: a flat tensor for each parameter group, of which a replica has its partition."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainctl.engines.deepspeed.wrappers.base import Wrapper
+from trainctl.engines.deepspeed.wrappers.on_host import OnHost
+from trainctl.engines.fragments import Fragment, Place, of_transposed
+from trainctl.engines.protocol import Change
+
+
+class _ByGroups(Wrapper):
+    """The partition is described by the mappings that DeepSpeed leaves on the parameters."""
+
+    @abstractmethod
+    def _parameter_groups(self) -> list[list[nn.Parameter]]:
+        """The model's parameters of each group."""
+
+    def _find(self) -> Iterator[Fragment]:
+        for index, group in enumerate(self._parameter_groups()):
+            for parameter in group:
+                mapping = parameter._hp_mapping  # None: no part of it is in this rank's partition
+                if mapping is not None:
+                    inside, place = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+                    piece = self._pieces[parameter]
+                    yield Fragment.of_piece(piece, inside.start, inside.numel, index, place.start)
+
+    def publish(self) -> None:
+        self._wrapper.update_lp_params()
+
+
+class BFloat16(_ByGroups):
+    """`BF16_Optimizer`, of stage 1 with bf16 weights and fp32 gradients.
+
+    The gradient is whole on every replica in fp32, and the update takes the partition of it.
+    """
+
+    @property
+    def scale(self) -> float:
+        """It scales no loss."""
+        return 1.0
+
+    def _masters(self) -> list[torch.Tensor]:
+        return list(self._wrapper.fp32_groups_flat_partition)
+
+    def _parameter_groups(self) -> list[list[nn.Parameter]]:
+        groups: list[list[nn.Parameter]] = self._wrapper.bf16_groups
+        return groups
+
+    def _gradient(self, index: int) -> list[torch.Tensor]:
+        return [self._wrapper.fp32_groups_gradient_flat_partition[index]]
+
+    def change(self, change: Change) -> None:
+        """All of it, and not the partition alone: its norm, for clipping, is of the whole."""
+        for group, gradients in zip(
+            self._wrapper.bf16_groups, self._wrapper.fp32_groups_gradients, strict=True
+        ):
+            for parameter, gradient in zip(group, gradients, strict=True):
+                piece = self._pieces[parameter]
+                shard = None if piece.shard.is_whole else piece.shard
+                change(Place(piece.name, shard, 0, gradient.numel()), gradient.view(-1))
+
+
+class Partitioned(_ByGroups):
+    """`DeepSpeedZeroOptimizer`, on the device: the averaged gradient is cut as the tensors are."""
+
+    def _masters(self) -> list[torch.Tensor]:
+        return list(self._wrapper.single_partition_of_fp32_groups)
+
+    def _parameter_groups(self) -> list[list[nn.Parameter]]:
+        groups: list[list[nn.Parameter]] = self._wrapper.bit16_groups
+        return groups
+
+    def _gradient(self, index: int) -> list[torch.Tensor]:
+        return gradient_parts(self._wrapper.averaged_gradients[index])
+
+    def use_norm(self, norm: float) -> None:
+        wrapper = self._wrapper
+        wrapper.scaled_global_norm = lambda: torch.tensor(norm * wrapper.loss_scale)
+
+    def _clear(self) -> None:
+        wrapper = self._wrapper
+        wrapper.micro_step_id = -1  # INITIAL_MICRO_STEP_ID
+        wrapper._wait_for_offload_copies()
+        wrapper.zero_grad(set_to_none=True)
+        wrapper._release_preflattened_grad_buffers()
+        self._drop_averages()
+
+    def _drop_averages(self) -> None:
+        for index in self._wrapper.averaged_gradients:
+            self._wrapper.averaged_gradients[index] = None
+            self._wrapper.all_grad_tensors[index] = None
+
+
+class PartitionedOnHost(OnHost, Partitioned):
+    """The same with the optimizer in host memory."""
+
+    def _wait(self) -> None:
+        self._wrapper._wait_for_offload_copies()
+
+    def _drop_averages(self) -> None:
+        self._wrapper._offload_accumulated_param_ids = set()
+        self._wrapper.reset_cpu_buffers()
+
+
+class ZenFlow(PartitionedOnHost):
+    """`ZenFlowZeroOptimizer`: matrices lie transposed, and the device updates a share by itself."""
+
+    show_gradients = False
+
+    def _find(self) -> Iterator[Fragment]:
+        shapes = {piece.name: piece.shape for piece in self._pieces.values()}
+        for fragment in super()._find():
+            yield from of_transposed(fragment, shapes[fragment.name])
+
+    def settle(self) -> None:
+        self._wrapper.sync_fp32_param_from_gpu()
+
+
+def gradient_parts(held: Any) -> list[torch.Tensor]:
+    """What DeepSpeed holds of a partition's gradient: a list of tensors, or a flat one's owner."""
+    flat = getattr(held, "flat_partition", None)
+    return list(held) if flat is None else [flat]

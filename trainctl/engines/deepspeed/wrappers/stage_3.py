@@ -1,0 +1,127 @@
+"""ZeRO 3: each parameter is partitioned by itself, and the optimizer's tensors are sub-groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainctl.engines.deepspeed.partition import partition_range
+from trainctl.engines.deepspeed.updaters import updater_of
+from trainctl.engines.deepspeed.wrappers.base import Wrapper
+from trainctl.engines.deepspeed.wrappers.on_host import OnHost
+from trainctl.engines.deepspeed.wrappers.partitioned import gradient_parts
+from trainctl.engines.fragments import Fragment
+from trainctl.engines.protocol import Change
+from trainctl.engines.updater import Updater
+from trainctl.errors import TrainctlError
+
+
+class Stage3(Wrapper):
+    """`DeepSpeedZeroOptimizer_Stage3`, on the device."""
+
+    def _masters(self) -> list[torch.Tensor]:
+        return list(self._wrapper.fp32_partitioned_groups_flat)
+
+    def _find(self) -> Iterator[Fragment]:
+        wrapper = self._wrapper
+        for group in wrapper.fp16_groups:
+            for parameter in group:
+                index, offset, _ = wrapper.grad_position[wrapper.get_param_id(parameter)]
+                start, end = partition_range(parameter)
+                if end > start:
+                    piece = self._pieces[parameter]
+                    yield Fragment.of_piece(piece, start, end - start, index, offset)
+
+    def group(self, index: int) -> dict[str, Any]:
+        return self.optimizer.param_groups[self._wrapper.sub_group_to_group_id[index]]
+
+    def _gradient(self, index: int) -> list[torch.Tensor]:
+        return gradient_parts(self._wrapper.averaged_gradients[index])
+
+    def publish(self) -> None:
+        wrapper = self._wrapper
+        wrapper._partition_all_parameters()
+        for index in range(len(self.tensors)):
+            with self.resident(index):
+                wrapper._reassign_or_swap_out_partitioned_parameters(index)
+        if wrapper.persistent_parameters:
+            wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
+        wrapper.invalidate_secondary_tensor()
+
+    def _clear(self) -> None:
+        wrapper = self._wrapper
+        wrapper._pre_step()
+        wrapper._partition_all_parameters()
+        wrapper._overflow_clean_up(wrapper.loss_scale)
+        wrapper.inf_or_nan_tracker.zero_()  # where fp16 notes what it has seen
+
+
+class Stage3OnHost(OnHost, Stage3):
+    """The same with the optimizer in host memory or on NVMe.
+
+    Some sub-groups may be left on the device, where a second optimizer updates them.
+    """
+
+    def __init__(self, engine: Any, *arguments: Any) -> None:
+        wrapper = engine.optimizer
+        if wrapper.partial_offload != 1.0:
+            # DeepSpeed lets the device's part follow the groups of the host's part, but for the
+            # first one, whose learning rate would stay what it was at the start.
+            wrapper.backup_optimizer.param_groups.clear()
+            for group in wrapper.optimizer.param_groups:
+                wrapper.backup_optimizer.add_param_group(group)
+        super().__init__(engine, *arguments)
+
+    def updater(self, index: int) -> Updater:
+        """(zero/stage3.py, `_optimizer_step`)"""
+        if self._wrapper.subgroup_to_device[index] == "cpu":
+            return super().updater(index)
+        return updater_of(self._wrapper.backup_optimizer)
+
+    def is_swapped(self, index: int) -> bool:
+        """The small ones stay in memory."""
+        return bool(self._wrapper._swappable_optimizer_subgroup(index))
+
+    def numel(self, index: int) -> int:
+        if self.is_swapped(index):
+            return int(self._wrapper.fp16_partitioned_groups_flat_numel[index])
+        return super().numel(index)
+
+    @contextmanager
+    def resident(self, index: int, *, changes: bool = False) -> Iterator[None]:
+        if not self.is_swapped(index):
+            yield
+            return
+        self._wrapper._optimizer_states_and_gradient_swap_in(index)
+        yield
+        if changes:
+            self._wrapper._optimizer_states_and_gradient_swap_out(index)
+        else:
+            self._wrapper._release_swap_buffers(index)
+
+    def _squares(self, index: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
+        return self._noted_squares(index) if self.is_swapped(index) else super()._squares(index)
+
+    def _change(self, index: int, change: Change) -> None:
+        if not self.is_swapped(index):
+            super()._change(index, change)
+            return
+        self._wrapper._optimizer_states_and_gradient_swap_in(index)
+        super()._change(index, change)
+        self._wrapper._writeback_swap_state(index, write_opt_state=False, write_gradients=True)
+
+
+class SuperOffload(Stage3OnHost):
+    """`SuperOffloadOptimizer_Stage3`: a process beside this one makes the update on the host."""
+
+    show_gradients = False
+
+    def check_readable(self) -> None:
+        raise TrainctlError(
+            "with offload.super_offload the moments are in a process that gives them to "
+            "nobody: no checkpoint can be saved",
+            hint="offload.super_offload=false",
+        )

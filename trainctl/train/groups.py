@@ -1,0 +1,37 @@
+"""The optimizer's parameter groups of what a rank has, by the plan's rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from trainctl.config.schema import RunConfig
+from trainctl.engines.shards import Piece, Pieces
+from trainctl.plan.groups import GroupKey, group_of, in_order
+
+
+def group_key(piece: Piece, config: RunConfig) -> GroupKey:
+    """The group of a parameter, by the plan's rule."""
+    embedding, head = piece.is_embedding, piece.is_head
+    return group_of(config, piece.name, piece.shape, embedding=embedding, head=head)
+
+
+def parameter_groups(
+    pieces: Pieces, config: RunConfig, *, lr_scale: float = 1.0
+) -> list[dict[str, Any]]:
+    """The optimizer's groups of what a rank has, by the plan's rule; empty ones are left out."""
+    members: dict[GroupKey, list[nn.Parameter]] = {}
+    for parameter, piece in pieces.items():
+        members.setdefault(group_key(piece, config), []).append(parameter)
+    return [
+        {
+            "params": members[key],
+            "name": key.name(config),
+            "uses_muon": key.uses_muon,
+            "weight_decay": key.weight_decay,
+            "lr": 0.0,
+            "peak_lr": key.peak_lr(config) * lr_scale,
+        }
+        for key in in_order(members)
+    ]
