@@ -50,8 +50,6 @@ def test_the_table_names_keys_of_the_schema_once():
         ({"model__sliding_window": 512}, {"model__family": "mistral"}),
         ({"model__path": "/m"}, {"model__family": "hf"}),
         ({"model__mup_base_width": 64}, {"model__mup": True}),
-        ({"optimizer__matrix_lr": 0.1}, {"optimizer__kind": "muon"}),
-        ({"optimizer__momentum": 0.5}, {"optimizer__kind": "sgd"}),
         ({"schedule__power": 2.0}, {"schedule__kind": "polynomial"}),
         ({"schedule__decay_fraction": 0.5}, {"schedule__kind": "wsd"}),
         ({"schedule__step_every": 5}, {"schedule__kind": "step"}),

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.keys import leaves
 from trainctl.config.keys import accept, leaves
 from trainctl.config.schema import HardwareConfig, RunConfig
 from trainctl.hardware import Hardware
@@ -109,7 +110,7 @@ def config_of(values: Mapping[str, Any]) -> RunConfig:
     plain = to_plain(RunConfig())
     for key, value in values.items():
         section, name = key.split(".")
-        assert name in plain[section], key
+        assert key in leaves(), key
         plain[section][name] = value
     return from_plain(RunConfig, plain)
 

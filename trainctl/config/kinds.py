@@ -39,11 +39,12 @@ def keep_own_keys(
         for name in [name for name in section if name != "kind"]:
             key = f"{group}.{name}"
             value = section.pop(name)
-            if not stack.is_set(key):
+            inside = _entries(stack, key)
+            if not inside and not stack.is_set(key):
                 continue
-            source = stack.layers[key][-1].source
+            source = stack.layers[inside[-1] if inside else key][-1].source
             if key not in own:
-                is_left_over = key not in typed and (
+                is_left_over = typed.isdisjoint((key, *inside)) and (
                     recipe is None
                     or f"{group}.kind" in typed
                     or _is_of_before(source, None if group in chosen else recipe)
@@ -55,6 +56,13 @@ def keep_own_keys(
                 yield from _accepted(section, own[key], value, source)
             else:
                 section[name] = value
+
+
+def _entries(stack: Stack, key: str) -> list[str]:
+    """Keys in a mapping, which are set one by one."""
+    if not leaves()[key].is_mapping:
+        return []
+    return [each for each in stack.layers if each.startswith(f"{key}.")]
 
 
 def _accepted(section: dict[str, Any], leaf: Leaf, value: Any, source: str) -> Iterator[Finding]:
