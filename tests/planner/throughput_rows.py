@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from trainctl.config.codec import from_plain, to_plain
-from trainctl.config.keys import leaves
 from trainctl.config.keys import accept, leaves
 from trainctl.config.schema import HardwareConfig, RunConfig
 from trainctl.hardware import Hardware
