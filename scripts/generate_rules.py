@@ -114,6 +114,7 @@ FOUND_ELSEWHERE = {
     "TC200": "A DeepSpeed JSON that is no JSON.",
     "TC201": "A key that a DeepSpeed JSON gives twice; DeepSpeed refuses it.",
     "TC202": "A comment, or a comma too many: DeepSpeed reads Hjson, others read JSON.",
+    "TC305": "A definition in another package is not the one that trainctl was written for.",
 }
 """Findings that are made while something is read or compared, not by a rule of a list."""
 

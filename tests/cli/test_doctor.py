@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainctl.cli.main import run
+from trainctl.engines.declared import TABLES
 from trainctl.errors import ExitCode
 from trainctl.hardware.health import CHECKS
 
@@ -17,7 +18,11 @@ def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert lines[0] == "This machine, for 2xcpu"
-    assert len(lines) == 1 + len(CHECKS)
+    begin = lines.index("What it changes in other packages, or uses of their inside (why: --json)")
+    assert begin == 1 + len(CHECKS) + len(TABLES)
+    assert "  not needed  inside torchao" in lines
+    assert all(line.startswith("  good        ") for line in lines[begin + 1 :])
+    assert "  good        replaced  torch.nn.modules.module.Module.register_parameter" in lines
     assert any(line.startswith("  good        packages: torch ") for line in lines)
     assert err == ""
 
@@ -39,6 +44,9 @@ def test_what_is_wrong_has_a_fix_and_the_exit_code(
     assert check["verdict"] == "error"
     assert check["findings"][0]["rule"] == "TC132"
     assert {each["verdict"] for each in report["checks"]} >= {"good", "not needed", "error"}
+    assert len(report["uses"]) == sum(len(table.uses) for table in TABLES)
+    (use,) = [each for each in report["uses"] if each["name"].endswith("_no_gather_coalesced")]
+    assert use["is_needed"] and use["difference"] == "" and use["read_in"] == ["0.19.8"]
 
 
 def test_launch_looks_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainctl.agent.guard import Guard, leave
 from trainctl.agent.place import Place, carry_tag, find_place, prepare_ranks, use_interface_towards
+from trainctl.engines import declared
+from trainctl.engines.patches import At
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware.builds import needed_operators
 from trainctl.runs.causes import Cause, disk_is_full, exit_code, host_oom_kills
@@ -119,12 +121,16 @@ class Agent:
         leave(code)
 
     def _supervise(self) -> int:
+        plan = read_plan(self._attempt.plan)
+        # For all ranks of the node, and before anything of torch is used; they look once more, at
+        # what is in their memory.
+        declared.require(plan.config)
         from trainctl.agent.builds import BuildWatch
         from trainctl.agent.elastic import RankExit, run_ranks
         from trainctl.agent.rendezvous import NodeRendezvous
         from trainctl.agent.watch import Watch
 
-        plan = read_plan(self._attempt.plan)
+        declared.require_unchanged(plan.config, {At.agent})
         command = read_command(self._attempt)
         if command.folder is not None:  # where the run was launched from: the user's code is there
             os.chdir(command.folder)

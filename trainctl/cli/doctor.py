@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -26,6 +26,7 @@ def doctor(
     from trainctl.cli.console import print_json
     from trainctl.cli.findings import findings_to_json, show_findings
     from trainctl.cli.planning import compose_target, name_sources
+    from trainctl.engines.declared import examine, listed
     from trainctl.errors import ExitCode
     from trainctl.hardware import resolve_hardware
     from trainctl.hardware.health import examine_machine
@@ -35,9 +36,10 @@ def doctor(
     hardware = resolve_hardware(composed.config.hardware)
     checks = [
         replace(check, findings=tuple(name_sources(composed, check.findings)))
-        for check in examine_machine(composed.config, hardware)
+        for check in (*examine_machine(composed.config, hardware), *examine(composed.config))
     ]
     findings = [finding for check in checks for finding in check.findings]
+    uses = listed(composed.config)
     if as_json:
         print_json(
             {
@@ -52,10 +54,13 @@ def doctor(
                     }
                     for check in checks
                 ],
+                "uses": uses,
             }
         )
     else:
         _show(checks, hardware.name)
+        _show_uses(uses)
+        show_findings(findings)
     if any(finding.is_error for finding in findings):
         raise typer.Exit(ExitCode.environment)
 
@@ -70,7 +75,6 @@ def _verdict(check: Examined) -> str:
 
 def _show(checks: list[Examined], name: str) -> None:
     from trainctl.cli.console import put
-    from trainctl.cli.findings import show_findings
 
     put(f"This machine, for {name}")
     for check in checks:
@@ -78,4 +82,14 @@ def _show(checks: list[Examined], name: str) -> None:
         style = verdict if verdict in ("good", "warning", "error") else ""
         facts = "; ".join(check.facts)
         put(f"  {verdict:<10}  {check.name}{f': {facts}' if facts else ''}", style=style)
-    show_findings([finding for check in checks for finding in check.findings])
+
+
+def _show_uses(uses: list[dict[str, Any]]) -> None:
+    """What a run of it changes in other packages, or uses of them that they do not document."""
+    from trainctl.cli.console import put
+
+    put("What it changes in other packages, or uses of their inside (why: --json)")
+    for use in uses:
+        if use["is_needed"] and use["difference"] is not None:
+            style = "good" if not use["difference"] else "warning" if use["fallback"] else "error"
+            put(f"  {style:<10}  {use['how']:<8}  {use['name']}", style=style)

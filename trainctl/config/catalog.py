@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainctl.config.registry import packaged_folders
 from trainctl.config.schema import GROUPS
 from trainctl.config.suggest import did_you_mean, nearest
 from trainctl.config.yaml_files import leading_comment, read_document
@@ -84,7 +85,8 @@ def shipped_root() -> Path:
 
 
 def search_folders(config_dir: Path | None = None) -> list[Folder]:
-    """Folders in search order: `config_dir`, the current folder's own, then the shipped ones.
+    """Folders in search order: `config_dir`, the current folder's own, those of packages that bring
+    options, then the shipped ones.
 
     Raises:
         TrainctlError: `config_dir` is no folder, or holds neither options nor recipes.
@@ -97,6 +99,7 @@ def search_folders(config_dir: Path | None = None) -> list[Folder]:
     users = _config_dir(config_dir) if config_dir is not None else []
     here = Path.cwd()
     users += _pair(here, "")
+    users += [Folder(path, name, False, False) for name, path in packaged_folders().items()]
     taken = {folder.path for folder in shipped}
     mine = []
     for folder in users:

@@ -18,9 +18,10 @@ class Change:
 
 
 def diff(a: RunConfig, b: RunConfig) -> list[Change]:
-    """Every key whose value differs, in the schema's order."""
+    """Every key whose value differs, in the schema's order; what a kind does not have is null."""
+    left, right = ({key: value for key, _, value in walk(each)} for each in (a, b))
     return [
-        Change(key, left, right)
-        for (key, _, left), (_, _, right) in zip(walk(a), walk(b), strict=True)
-        if left != right
+        Change(key, left.get(key), right.get(key))
+        for key in dict.fromkeys([*left, *right])
+        if left.get(key) != right.get(key)
     ]

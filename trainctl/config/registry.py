@@ -1,27 +1,29 @@
 """Options that are units: one Python file each, found by group and name, loaded when asked for.
 
-A shipped one is `trainctl/options/GROUP/NAME.py`, beside its `conf/GROUP/NAME.yaml`. A package
-registers others by entry points of the group `trainctl.options`, named `GROUP.NAME`, and a folder
-that was given to `add_folder` has them as `GROUP/NAME.py`. Whichever it is has a `SPEC`: what it
-says of itself, without torch. The configuration comes before all options and knows none by name.
+A shipped one is `trainctl/options/GROUP/NAME.py`, beside its `conf/GROUP/NAME.yaml`. An installed
+package registers others by entry points of the group `trainctl.options`, named `GROUP.NAME`, and
+has the YAML beside the Python file: `GROUP/NAME.py` and `GROUP/NAME.yaml`. Either way the Python
+file has a `SPEC`: what the option says of itself, without torch. The configuration comes before all
+options and knows none by name.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainctl.errors import ExitCode, TrainctlError
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 SHIPPED = Path(__file__).parents[1] / "options"
 ENTRY_POINTS = "trainctl.options"
-
-_folders: list[Path] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +44,6 @@ class Spec:
     extra: str = ""
 
 
-def add_folder(folder: Path) -> None:
-    """Look for options in a folder of the user's too, whose code then runs in every process.
-
-    Args:
-        folder: Holds `GROUP/NAME.py`.
-    """
-    _folders.append(folder)
-    for found in (names, load, own_keys):
-        found.cache_clear()
-
-
 @cache
 def unit_groups() -> tuple[str, ...]:
     """The groups whose options are units."""
@@ -62,7 +53,7 @@ def unit_groups() -> tuple[str, ...]:
 @cache
 def names(group: str) -> tuple[str, ...]:
     """Kinds of a group, shipped and others', by name."""
-    return tuple(sorted({*_files(group), *_entry_points(group)}))
+    return tuple(sorted({*_shipped(group), *_entry_points(group)}))
 
 
 @cache
@@ -72,8 +63,10 @@ def load(group: str, name: str) -> Any:
     Raises:
         TrainctlError: There is none of that name, or what registered it cannot be loaded.
     """
-    where = _files(group).get(name) or _entry_points(group).get(name)
-    if where is None:
+    if name in _shipped(group):  # nobody changes what a known name means
+        return importlib.import_module(f"trainctl.options.{group}.{name}").SPEC
+    registered = _entry_points(group).get(name)
+    if registered is None:
         raise TrainctlError(
             f"{group} has no kind {name!r} here",
             hint=f"it has {', '.join(names(group))}; a package that brings another must be "
@@ -81,21 +74,21 @@ def load(group: str, name: str) -> Any:
             exit_code=ExitCode.environment,
         )
     try:
-        spec = _load_file(group, where) if isinstance(where, Path) else where.load()
-    except Exception as error:
-        raise TrainctlError(
-            f"the option {group}={name} of {where} cannot be loaded: "
-            f"{type(error).__name__}: {error}",
-            hint="repair it, or uninstall the package that brings it",
-            exit_code=ExitCode.environment,
-        ) from error
+        spec = registered.load()
+    except Exception as error:  # whatever the package does when it is imported
+        raise _unusable(registered, f"{type(error).__name__}: {error}") from error
     if not isinstance(spec, Spec) or spec.name != name:
-        raise TrainctlError(
-            f"{where} registers {group}={name}, and what it has is no spec of that name",
-            hint="docs/options.md shows a whole one",
-            exit_code=ExitCode.environment,
-        )
+        raise _unusable(registered, f"it is no spec of the name {name}")
     return spec
+
+
+def _unusable(registered: EntryPoint, why: str) -> TrainctlError:
+    package = registered.dist.name if registered.dist is not None else registered.module
+    return TrainctlError(
+        f"the option {registered.name} of the package {package} cannot be used: {why}",
+        hint=f"repair or uninstall {package}",
+        exit_code=ExitCode.environment,
+    )
 
 
 def specs(group: str) -> tuple[Any, ...]:
@@ -144,38 +137,34 @@ def function_of(group: str, kind: str, entry: str = "build") -> Any:
         ) from None
 
 
-def _files(group: str) -> dict[str, Path]:
-    """Shipped ones win over those of a folder: nobody changes what a known name means."""
+def packaged_folders() -> dict[str, Path]:
+    """Folders of the packages that register options, by name: each has `GROUP/NAME.yaml`."""
     found: dict[str, Path] = {}
-    for folder in (*reversed(_folders), SHIPPED):
-        for path in (folder / group).glob("[!_]*.py"):
-            found[path.stem] = path
+    for each in _registered():
+        with suppress(ImportError):  # of a package that is broken: `load` says so
+            module = importlib.util.find_spec(each.module)
+            if module is not None and module.origin is not None:
+                folder = Path(module.origin).parents[1]
+                found[folder.name] = folder
     return found
 
 
 @cache
-def _registered() -> tuple[Any, ...]:
+def _shipped(group: str) -> tuple[str, ...]:
+    return tuple(path.stem for path in (SHIPPED / group).glob("[!_]*.py"))
+
+
+@cache
+def _registered() -> tuple[EntryPoint, ...]:
     from importlib.metadata import entry_points
 
     return tuple(entry_points(group=ENTRY_POINTS))
 
 
-def _entry_points(group: str) -> dict[str, Any]:
+def _entry_points(group: str) -> dict[str, EntryPoint]:
     prefix = f"{group}."
     return {
         each.name.removeprefix(prefix): each
         for each in _registered()
         if each.name.startswith(prefix)
     }
-
-
-def _load_file(group: str, path: Path) -> Any:
-    name = f"trainctl.options.{group}.{path.stem}"
-    if path.is_relative_to(SHIPPED):
-        return importlib.import_module(name).SPEC
-    found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module
-    found.loader.exec_module(module)
-    return module.SPEC

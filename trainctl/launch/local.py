@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainctl.config.quantities import disk_text
 from trainctl.config.schema import Accelerator, RunConfig
+from trainctl.engines import declared
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.hardware.health import preflight
@@ -66,8 +67,12 @@ def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
-    """What this machine lacks, space for a checkpoint among it."""
-    return [*preflight(plan.config, plan.hardware), *_no_space(folder, checkpoint_bytes)]
+    """What this machine lacks, or has otherwise, space for a checkpoint among it."""
+    return [
+        *preflight(plan.config, plan.hardware),
+        *declared.differences(plan.config),
+        *_no_space(folder, checkpoint_bytes),
+    ]
 
 
 def _no_space(folder: Path, checkpoint_bytes: int | None) -> Iterator[Finding]:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from trainctl.config.codec import from_plain
 from trainctl.config.schema import RunConfig
 from trainctl.hardware import Hardware, builds
 from trainctl.hardware.detect import host_memory_limit, visible_devices
+from trainctl.hardware.packages import version
 from trainctl.runs.network import addresses_of, interface_of, interface_towards, source_towards
 from trainctl.runs.provenance import file_digest
 
@@ -98,7 +98,7 @@ class Probe:
         self._address = next(iter(addresses_of(name)), None) if name else None
         return {
             "host": socket.gethostname(),
-            "packages": {package: _version(package) for package in PACKAGES},
+            "packages": {package: version(package) or "" for package in PACKAGES},
             "code": code_digest(),
             "files": {file: file_digest(Path(file)) for file in files},
             "devices": [
@@ -209,13 +209,6 @@ def _build_problems(
         {"rule": each.rule, "key": each.key, "message": each.message, "hint": each.hint}
         for each in found
     ]
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 if __name__ == "__main__":

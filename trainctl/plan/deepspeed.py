@@ -62,12 +62,19 @@ def render(settings: Iterable[Derived]) -> dict[str, Any]:
 
 
 def derived_settings(
-    config: RunConfig, hardware: Hardware, mesh: Mesh, batch: Batch
+    config: RunConfig, hardware: Hardware, mesh: Mesh | None, batch: Batch | None
 ) -> tuple[Derived, ...]:
-    """Every key of the JSON that trainctl sets, without the user's `deepspeed` section."""
+    """Every key of the JSON that trainctl sets, without the user's `deepspeed` section.
+
+    Args:
+        mesh: None where none is possible: then one of the sizes that are set.
+        batch: None where none is possible: then the JSON is without it.
+    """
+    axes = config.parallelism
+    mesh = mesh or Mesh(data=1, tensor=axes.tensor, pipeline=axes.pipeline, sequence=axes.sequence)
     return (
-        *_batch(mesh, batch),
-        *_optimizer(config, hardware, lr_scale(config.optimizer, batch)),
+        *(() if batch is None else _batch(mesh, batch)),
+        *_optimizer(config, hardware, 1.0 if batch is None else lr_scale(config.optimizer, batch)),
         _clipping(config),
         *_precision(config, mesh),
         *_zero(config, hardware),
@@ -164,7 +171,7 @@ def _parameter(config: RunConfig, parameter: Parameter, lr_scale: float) -> Deri
     """A parameter of the JSON, from the keys that say it."""
     optimizer = config.optimizer
     values = [getattr(optimizer, key) for key in parameter.keys]
-    value = values if len(values) > 1 else values[0]
+    value: Any = values if len(values) > 1 else values[0]
     sources = [f"optimizer.{key}" for key in parameter.keys]
     if parameter.or_lr and value is None:
         value, sources = optimizer.lr, ["optimizer.lr"]

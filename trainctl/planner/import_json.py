@@ -124,18 +124,13 @@ def _rendered(config: RunConfig) -> dict[str, Any]:
     from trainctl.hardware import resolve_hardware
     from trainctl.plan.deepspeed import derived_settings, render
     from trainctl.plan.derive import derive_batch, derive_mesh
-    from trainctl.plan.types import Batch, Mesh
 
     hardware = resolve_hardware(config.hardware)
     plan = resolve(config, hardware).plan
     if plan is not None:
         return plan.deepspeed
-    mesh = derive_mesh(config.parallelism, hardware)[0] or Mesh(
-        data=1, tensor=1, pipeline=1, sequence=1
-    )
-    batch = derive_batch(config.training, mesh.data)[0] or Batch(
-        global_batch_size=1, micro_batch_size=1, gradient_accumulation_steps=1, sequence_length=2
-    )
+    mesh, _ = derive_mesh(config.parallelism, hardware)
+    batch, _ = derive_batch(config.training, mesh.data) if mesh else (None, ())
     return render(derived_settings(config, hardware, mesh, batch))
 
 

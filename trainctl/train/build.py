@@ -82,4 +82,4 @@ def _slots(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+            setattr(module, name, buffer.to(device))

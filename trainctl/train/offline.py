@@ -98,12 +98,15 @@ def _do_while_it_is_there(arguments: argparse.Namespace, progress: Progress) -> 
 
 def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     # Only now the slow imports.
+    from trainctl.engines import declared
+    from trainctl.engines.patches import At
     from trainctl.runs.attempts import standing_attempt
     from trainctl.runs.directory import read_plan, read_record
     from trainctl.runs.layout import RunPaths
 
     run = RunPaths(arguments.run.resolve())
     plan = read_plan(run.attempt(standing_attempt(run).number).plan)
+    declared.require(plan.config, {At.model})
     if plan.config.model.factory is not None:
         sys.path.insert(0, str(read_record(run)["folder"]))  # as on the ranks
     match arguments.task:

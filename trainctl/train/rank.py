@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+from trainctl.engines import declared
 from trainctl.engines.choose import engine_room
 from trainctl.engines.process import not_deterministic, stop_process
 from trainctl.plan.types import RunPlan
@@ -23,6 +24,7 @@ def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat)
     # DeepSpeed calls collectives by names that newer torch warns of, at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     heartbeat.beat(Phase.start, doing="joining the other ranks")
+    declared.require_unchanged(plan.config)
     process = engine_room().start_process(plan)
     heartbeat.beat(Phase.start, doing="building the model and its engine")
     try:

@@ -22,11 +22,18 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoModelForCausalLM, PretrainedConfig, masking_utils
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    masking_utils,
+)
 from transformers.integrations import moe
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import AttentionKind, ModelConfig, ModelFamily, RunConfig
+from trainctl.engines import declared
+from trainctl.engines.patches import At
 from trainctl.errors import Finding, TrainctlError
 from trainctl.memory.activations import BlockActivations, block_activations
 from trainctl.memory.constants import BYTES
@@ -58,6 +65,7 @@ def trace(config: RunConfig, folder: Path) -> TracedModel:
         TrainctlError: The model has no decoder blocks that can be told apart, or its code looks at
             values, which a trace has not.
     """
+    declared.require(config, {At.trace})
     if config.model.factory is not None:
         sys.path.insert(0, str(folder))
     dtype = TORCH_TYPES[formats(config.precision).weights]
@@ -274,7 +282,7 @@ def _traceable_attention(model: ModelConfig, config: PretrainedConfig) -> Attent
         TrainctlError: The architecture cannot have the one that the configuration asks for.
     """
     kind = model.attention
-    code = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    code = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     has_sdpa = getattr(code, "_supports_sdpa", True)
     has_flash = getattr(code, "_supports_flash_attn", True)
     lacks = {AttentionKind.sdpa: not has_sdpa, AttentionKind.flash_attention_2: not has_flash}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field, fields
+from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -59,5 +59,4 @@ def _default(cls: type) -> Any:
     group = getattr(cls, "units", "")
     if not group:
         return cls()
-    kind = next(item.default for item in fields(cls) if item.name == "kind")
-    return new_section(group, kind)
+    return new_section(group, cls.kind)  # type: ignore[attr-defined]

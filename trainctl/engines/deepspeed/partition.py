@@ -11,7 +11,6 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.utils import groups
 from torch import nn
 
-from trainctl.engines.deepspeed.swap import copy_from_swap_buffers
 from trainctl.engines.mesh import ModelParallelUnit, ProcessMesh
 from trainctl.engines.shards import Read
 
@@ -61,11 +60,10 @@ class Partitioner:
             mpu=self._unit,
             data_parallel_group=self._group,
             param_swapper=self._swapper,
+            # DeepSpeed's engine hands this over too, and there is no public name for it.
             zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
         )
         self._swapper = parameter.nvme_swapper
-        if self._swapper is not None:
-            copy_from_swap_buffers()
         # ZeRO++'s copy in the node is of what is not set yet; the next gather makes it anew.
         parameter.ds_secondary_tensor = None
         _fill(parameter, read)

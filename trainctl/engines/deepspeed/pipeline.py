@@ -49,6 +49,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._loss = torch.zeros((), dtype=torch.float64, device=job.process.device)
         self._z = torch.zeros_like(self._loss)
         super().__init__(job)
+        # What it does for each instruction of a schedule: it takes no schedule from outside.
         instructions = self.deepspeed._INSTRUCTION_MAP
         self.deepspeed._INSTRUCTION_MAP = {
             **instructions,
@@ -104,6 +105,7 @@ class PipelineEngine(DeepSpeedEngine):
         super().update(norm=norm, clip_at=clip_at)
 
     def _step(self) -> None:
+        # The instruction that the schedule left out; the engine's own `step` refuses with stages.
         self.deepspeed._exec_optimizer_step()
 
     def score(self, batch: MicroBatch) -> tuple[float, int]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from trainctl.engines import declared
 from trainctl.engines.process import Process, compute_deterministically
 from trainctl.plan.types import RunPlan
 from trainctl.runs.processes import STORE_VARIABLE
@@ -19,8 +20,7 @@ from trainctl.runs.processes import STORE_VARIABLE
 
 def start_process(plan: RunPlan) -> Process:
     """Join the ranks that the agent started, from the environment that it set."""
-    # DeepSpeed compiles a shared-memory collective for the CPU when it is first used; gloo does.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    declared.apply(plan.config)
     accelerator = get_accelerator()
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator.set_device(local_rank)

@@ -1,25 +1,19 @@
-"""What DeepSpeed swaps to NVMe: its files, a folder for each run, and the buffers they pass by."""
+"""What DeepSpeed swaps to NVMe: its files, a folder for each run."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-
 from trainctl.engines.process import Process
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
-_gather = partition_parameters._no_gather_coalesced
 _SECTIONS = ("offload_optimizer", "offload_param")
 
 
@@ -44,27 +38,6 @@ def with_own_swap_folder(plan: RunPlan, run: RunPaths, process: Process) -> RunP
 def remove_swap_folder(plan: RunPlan) -> None:
     """Remove what this run swapped on this machine; when no rank uses it any more."""
     _remove(plan.deepspeed)
-
-
-def copy_from_swap_buffers() -> None:
-    """Let a parameter that is read from NVMe have memory of its own while it is gathered.
-
-    Where one data rank has all of it, DeepSpeed lets it point into the buffer that it was read into
-    (`.to(device)` copies nothing on a CPU; zero/partition_parameters.py, `NoGatherHandle`), and
-    reads another one into that buffer as soon as it is released. A recomputed block still holds
-    its weights by then: gradients were off by some percent, without a word.
-    """
-    partition_parameters._no_gather_coalesced = _gather_copies
-
-
-def _gather_copies(parameters: Iterable[torch.nn.Parameter]) -> Any:
-    listed: list[Any] = list(parameters)
-    handle = _gather(listed)
-    for parameter in listed:
-        is_swapped = parameter.ds_tensor.final_location == OffloadDeviceEnum.nvme
-        if is_swapped and parameter.data_ptr() == parameter.ds_tensor.data_ptr():
-            parameter.data = parameter.data.clone()
-    return handle
 
 
 def _remove(deepspeed: dict[str, Any]) -> None:

@@ -4,7 +4,8 @@ At each step AdamW on the device updates the columns whose gradients were larges
 chosen, and all vectors, during the backward pass. The gradients of everything else add up in host
 memory, where CPUAdam makes one update of them in an interval.
 
-Four things DeepSpeed 0.19.8 does wrong without a word, and are put right here:
+Four things DeepSpeed 0.19.8 does wrong without a word. The first and the last are put right in
+`trainctl.engines.deepspeed.changes`, the others here:
 
 - Its flat buffers hold matrices transposed, but the model's weights are cut out of them as if they
   did not: every matrix is scrambled (zero/stage_1_and_2.py, `_update_model_bit16_weights`).
@@ -16,11 +17,7 @@ Four things DeepSpeed 0.19.8 does wrong without a word, and are put right here:
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
-from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 
 from trainctl.engines.deepspeed.engine import DeepSpeedEngine
 from trainctl.engines.protocol import Job
@@ -32,8 +29,6 @@ class ZenFlowEngine(DeepSpeedEngine):
     updates_early = True
 
     def __init__(self, job: Job) -> None:
-        ZenFlowZeroOptimizer._update_model_bit16_weights = _cut_out_weights
-        ZenFlowZeroOptimizer.sync_fp32_param_from_gpu = _settle_masters
         matrix = min((p for p in job.pieces if p.dim() == 2), key=torch.numel)
         before = matrix.detach().clone()
         super().__init__(job)
@@ -81,29 +76,3 @@ class ZenFlowEngine(DeepSpeedEngine):
         self._zenflow.micro_step = step - 1
         for counted in (self.deepspeed, self._zenflow):
             counted.full_warm_up_rounds = max(step, counted.full_warm_up_rounds)
-
-
-def _cut_out_weights(optimizer: Any, group: int) -> None:
-    """The model's weights as views of a group's flat buffer, which holds matrices transposed."""
-    flat = optimizer.bit16_groups_flat[group]
-    places = zip(
-        optimizer.round_robin_bit16_groups[group],
-        optimizer.round_robin_bit16_meta[group],
-        optimizer.round_robin_bit16_offsets[group],
-        strict=True,
-    )
-    for parameter, meta, offset in places:
-        values = flat.narrow(0, offset, meta.numel()).view(meta.shape[::-1])
-        parameter.data = values.t() if meta.dim() == 2 else values
-
-
-def _settle_masters(optimizer: Any) -> None:
-    """Bring the master weights of what was updated on the device up to date; keep the others.
-
-    These are the ones that do not round to the model's weights.
-    """
-    for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
-        rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
-        weights = optimizer.parallel_partitioned_bit16_groups[group][rank].to(master.device)
-        is_current = master.data.to(weights.dtype) == weights
-        master.data.copy_(torch.where(is_current, master.data, weights.to(master.dtype)))

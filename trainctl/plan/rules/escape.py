@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainctl.config.derived import Derived
 from trainctl.errors import Finding
-from trainctl.plan.deepspeed import BATCH_KEYS, derived_settings, flatten
+from trainctl.plan.deepspeed import derived_settings, flatten
 from trainctl.plan.deepspeed_rules import Case, keys
 from trainctl.plan.rules.draft import Draft, error
-from trainctl.plan.types import Batch, Mesh
 
 OWNED_KEYS = {
     "scheduler": "the trainer sets the learning rate at each step: use the schedule group",
@@ -58,7 +56,8 @@ def pass_through_agrees(draft: Draft) -> Iterator[Finding]:
     for name, instead in owned.items():
         if name in section:
             yield error(f"deepspeed.{name}", f"deepspeed.{name} is trainctl's to set", instead)
-    derived = {setting.key: setting for setting in _known_settings(draft)}
+    settings = derived_settings(draft.config, draft.hardware, draft.mesh, draft.batch)
+    derived = {setting.key: setting for setting in settings}
     for key, value in flatten(section):
         if key.split(".")[0] in owned:
             continue
@@ -67,23 +66,6 @@ def pass_through_agrees(draft: Draft) -> Iterator[Finding]:
             if overlaps and not (other == key and setting.value == value):
                 yield _contradiction(key, value, other, setting.value, setting.reason)
                 break
-
-
-def _known_settings(draft: Draft) -> list[Derived]:
-    """What trainctl sets; without the batch keys when there is no legal batch."""
-    axes, length = draft.config.parallelism, draft.config.training.sequence_length
-    mesh = draft.mesh or Mesh(
-        data=1, tensor=axes.tensor, pipeline=axes.pipeline, sequence=axes.sequence
-    )
-    batch = draft.batch or Batch(
-        global_batch_size=1,
-        micro_batch_size=1,
-        gradient_accumulation_steps=1,
-        sequence_length=length,
-    )
-    settings = derived_settings(draft.config, draft.hardware, mesh, batch)
-    unknown = () if draft.batch is not None else BATCH_KEYS
-    return [setting for setting in settings if setting.key not in unknown]
 
 
 def _contradiction(key: str, value: Any, other: str, derived: Any, reason: str) -> Finding:

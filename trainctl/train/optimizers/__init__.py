@@ -7,7 +7,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from trainctl.config.registry import function_of
-from trainctl.plan.optimizers import Maker, maker
+from trainctl.options.optimizer import Maker
+from trainctl.plan.optimizers import maker
 from trainctl.plan.types import RunPlan
 
 

@@ -25,6 +25,7 @@ class _ByGroups(Wrapper):
     def _find(self) -> Iterator[Fragment]:
         for index, group in enumerate(self._parameter_groups()):
             for parameter in group:
+                # Also behind the public `safe_get_full_fp32_param`, which gathers what it says.
                 mapping = parameter._hp_mapping  # None: no part of it is in this rank's partition
                 if mapping is not None:
                     inside, place = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
@@ -82,9 +83,11 @@ class Partitioned(_ByGroups):
 
     def use_norm(self, norm: float) -> None:
         wrapper = self._wrapper
+        # DeepSpeed's own goes over the groups one by one, and hangs where stages differ in them.
         wrapper.scaled_global_norm = lambda: torch.tensor(norm * wrapper.loss_scale)
 
     def _clear(self) -> None:
+        """As `step` and what it calls do (zero/stage_1_and_2.py)."""
         wrapper = self._wrapper
         wrapper.micro_step_id = -1  # INITIAL_MICRO_STEP_ID
         wrapper._wait_for_offload_copies()
@@ -102,6 +105,7 @@ class PartitionedOnHost(OnHost, Partitioned):
     """The same with the optimizer in host memory."""
 
     def _wait(self) -> None:
+        """For the copies from the device, which nothing public waits for."""
         self._wrapper._wait_for_offload_copies()
 
     def _drop_averages(self) -> None:

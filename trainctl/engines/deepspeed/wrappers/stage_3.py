@@ -43,18 +43,20 @@ class Stage3(Wrapper):
 
     def publish(self) -> None:
         wrapper = self._wrapper
-        wrapper._partition_all_parameters()
+        wrapper.parameter_offload.partition_all_parameters()
         for index in range(len(self.tensors)):
             with self.resident(index):
+                # The end of an update: from the master weights to the model's, or to NVMe.
                 wrapper._reassign_or_swap_out_partitioned_parameters(index)
         if wrapper.persistent_parameters:
             wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
         wrapper.invalidate_secondary_tensor()
 
     def _clear(self) -> None:
+        """As `step` does when it has found an overflow (zero/stage3.py)."""
         wrapper = self._wrapper
         wrapper._pre_step()
-        wrapper._partition_all_parameters()
+        wrapper.parameter_offload.partition_all_parameters()
         wrapper._overflow_clean_up(wrapper.loss_scale)
         wrapper.inf_or_nan_tracker.zero_()  # where fp16 notes what it has seen
 
@@ -82,7 +84,7 @@ class Stage3OnHost(OnHost, Stage3):
         return updater_of(self._wrapper.backup_optimizer)
 
     def is_swapped(self, index: int) -> bool:
-        """The small ones stay in memory."""
+        """The small ones stay in memory, by a rule that only this method knows."""
         return bool(self._wrapper._swappable_optimizer_subgroup(index))
 
     def numel(self, index: int) -> int:
@@ -95,12 +97,13 @@ class Stage3OnHost(OnHost, Stage3):
         if not self.is_swapped(index):
             yield
             return
+        # As around each sub-group's update in `step`; the swapper alone moves no gradients.
         self._wrapper._optimizer_states_and_gradient_swap_in(index)
         yield
         if changes:
             self._wrapper._optimizer_states_and_gradient_swap_out(index)
         else:
-            self._wrapper._release_swap_buffers(index)
+            self._wrapper._release_swap_buffers(index)  # nothing is written
 
     def _squares(self, index: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
         return self._noted_squares(index) if self.is_swapped(index) else super()._squares(index)
@@ -111,6 +114,7 @@ class Stage3OnHost(OnHost, Stage3):
             return
         self._wrapper._optimizer_states_and_gradient_swap_in(index)
         super()._change(index, change)
+        # What DeepSpeed itself writes a gradient back with, after `safe_set_full_grad`.
         self._wrapper._writeback_swap_state(index, write_opt_state=False, write_gradients=True)
 
 

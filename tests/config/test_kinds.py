@@ -1,0 +1,75 @@
+"""Sections whose options are units: the keys of each kind, and of no other."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.compose import compose, examine, recompose
+from trainctl.config.keys import keys_of, leaves
+from trainctl.config.registry import load, names, new_section, unit_groups
+from trainctl.config.schema import RunConfig
+from trainctl.errors import TrainctlError
+
+UNITS = [(group, name) for group in unit_groups() for name in names(group)]
+
+
+@pytest.mark.parametrize(("group", "name"), UNITS)
+def test_a_unit_is_found_by_its_name_and_adds_keys_to_those_of_all(group, name):
+    spec = load(group, name)
+    shared = type(getattr(RunConfig(), group)).__mro__[-2]
+    assert spec.name == name
+    assert {item.name for item in fields(shared)} <= {item.name for item in fields(spec.keys)}
+    assert {key for key in leaves() if key.startswith(f"{group}.")} >= set(keys_of(group, name))
+
+
+def test_a_typed_key_of_another_kind_is_unknown():
+    with pytest.raises(TrainctlError) as raised:
+        compose(["recipe=tiny", "optimizer.momentum=0.9"])
+    (finding,) = raised.value.findings
+    assert (finding.rule, finding.source) == ("TC101", "optimizer.momentum=0.9")
+    assert finding.message == "there is no key optimizer.momentum with optimizer.kind=adamw"
+    assert "optimizer=muon or sgd has it" in finding.hint
+
+
+def test_the_chosen_kind_decides_whatever_came_before():
+    composed = compose(["recipe=tiny", "optimizer=sgd", "optimizer.momentum=0.8"])
+    assert composed.config.optimizer.momentum == 0.8
+    assert not composed.findings and not hasattr(composed.config.optimizer, "beta1")
+
+
+@pytest.mark.parametrize(("extends", "severity"), [(True, "warning"), (False, "error")])
+def test_a_key_of_a_recipe_that_is_extended_is_left_over(extends, severity, tmp_path, monkeypatch):
+    """The chosen recipe's own is a mistake; what it took over with another optimizer is not."""
+    (tmp_path / "recipes").mkdir()
+    first = "defaults: [tiny, {override /optimizer: adamw}, _self_]\noptimizer: {beta2: 0.9}\n"
+    second = "defaults: [first, {override /optimizer: sgd}, _self_]\n"
+    if not extends:
+        second += "optimizer: {beta2: 0.9}\n"
+        first = "defaults: [tiny, _self_]\n"
+    (tmp_path / "recipes" / "first.yaml").write_text(first)
+    (tmp_path / "recipes" / "second.yaml").write_text(second)
+    monkeypatch.chdir(tmp_path)
+    composed = examine(["recipe=second"])
+    (finding,) = composed.findings
+    assert (finding.severity.value, finding.key) == (severity, "optimizer.beta2")
+    assert composed.config.optimizer.kind == "sgd"
+
+
+def test_a_saved_configuration_of_before_has_the_keys_of_all_kinds():
+    plain = to_plain(RunConfig())
+    plain["optimizer"] |= {"momentum": 0.7, "matrix_lr": 0.1, "beta2": 0.9}
+    read = from_plain(RunConfig, plain)
+    assert read.optimizer == new_section("optimizer", "adamw", beta2=0.9)
+    again = recompose(read, ["optimizer=muon", "optimizer.momentum=0.6"]).config
+    assert again.optimizer.momentum == 0.6
+    with pytest.raises(ValueError, match=r"unknown key optimizer\.momentom"):
+        from_plain(RunConfig, {"optimizer": {"momentom": 1}})
+
+
+def test_a_kind_of_a_package_that_is_not_there_is_named():
+    with pytest.raises(TrainctlError, match="no kind 'signum'") as raised:
+        from_plain(RunConfig, {"optimizer": {"kind": "signum"}})
+    assert raised.value.exit_code == 4

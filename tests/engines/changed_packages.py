@@ -1,0 +1,32 @@
+"""Packages that are another version by one definition: a folder to put before the real one."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+
+def change(folder: Path, module: str, old: str, new: str) -> None:
+    """Let a folder have a package in which one text of one module is another.
+
+    Everything else are links to the installed files.
+
+    Args:
+        folder: To go on the path before the installed packages.
+        module: Dotted name of the module.
+        old: Its text that is to change; must be there once.
+        new: What takes its place.
+    """
+    package, *parts = module.split(".")
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    source, target = Path(spec.origin).parent, folder / package
+    for part in (*parts[:-1], f"{parts[-1]}.py"):
+        target.mkdir(parents=True)
+        for entry in source.iterdir():
+            if entry.name not in (part, "__pycache__"):
+                (target / entry.name).symlink_to(entry)
+        source, target = source / part, target / part
+    text = source.read_text()
+    assert text.count(old) == 1
+    target.write_text(text.replace(old, new))

@@ -1,0 +1,105 @@
+"""Options that a package from outside brings: one Python file and one YAML file each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+PACKAGE = Path(__file__).parent / "package"
+TINY = (
+    "recipe=tiny",
+    "optimizer=signum",
+    "training.steps=4",
+    "training.sequence_length=64",
+    "training.global_batch_size=8",
+    "training.micro_batch_size=2",
+    "training.evaluation_samples=0",
+    "training.sample_tokens=0",
+    "data.max_bytes=1000000",
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.head_dim=8",
+    "model.intermediate_size=64",
+)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that pip installed the package into."""
+    folder = tmp_path_factory.mktemp("installed")
+    options = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", folder)
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, PACKAGE], check=True)
+    return folder
+
+
+@pytest.fixture
+def trainctl(installed: Path, tmp_path: Path):
+    """Run the command where the package is installed; its result."""
+
+    def run(*arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "trainctl", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(installed), "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == expect, done.stdout + done.stderr
+        return done
+
+    return run
+
+
+def test_it_is_listed_completed_and_documented(trainctl) -> None:
+    wrong = trainctl("validate", "recipe=tiny", "optimizer=signun", expect=2)
+    assert "did you mean optimizer=signum?" in wrong.stderr
+    schema = json.loads(trainctl("config", "schema", "optimizer").stdout)
+    assert schema["properties"]["smoothing"]["default"] == 0.9
+    assert "signum" in schema["properties"]["kind"]["anyOf"][0]["enum"]
+    why = trainctl("config", "why", "optimizer.smoothing", "recipe=tiny", "optimizer=signum")
+    assert "Decay of the momentum." in why.stdout and "extra_options/optimizer/signum.yaml" in (
+        why.stdout
+    )
+
+
+def test_its_keys_are_checked_and_nobody_elses_are_there(trainctl) -> None:
+    chosen = ("validate", "recipe=tiny", "optimizer=signum")
+    too_large = trainctl(*chosen, "optimizer.smoothing=2", expect=2)
+    assert "0.999" in too_large.stderr
+    foreign = trainctl(*chosen, "optimizer.beta1=0.9", expect=2)
+    assert "there is no key optimizer.beta1 with optimizer.kind=signum" in foreign.stderr
+    refused = trainctl(*chosen, "offload=cpu", expect=2)
+    assert "nothing updates its state in host memory" in refused.stderr
+
+
+def test_its_state_is_in_the_budget(trainctl) -> None:
+    sizes = {}
+    for optimizer in ("signum", "adamw"):
+        chosen = ("estimate-memory", "recipe=7b-zero3", f"optimizer={optimizer}", "--json")
+        sizes[optimizer] = json.loads(trainctl(*chosen).stdout)["components"]["optimizer_states"]
+    assert 2 * sizes["signum"] == sizes["adamw"] > 0
+
+
+def test_it_trains_and_goes_on_from_its_checkpoint(trainctl, tmp_path: Path) -> None:
+    trainctl("launch", *TINY, "training.stop_after_steps=2", "--run-dir", "run")
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert {"momentum_buffer", "step"} >= set(manifest["states"]) - {"master"}
+    trainctl("resume", "run", "training.stop_after_steps=null")
+    trainctl("launch", *TINY, "--run-dir", "whole")
+    assert steps(tmp_path / "run") == steps(tmp_path / "whole")
+    refused = trainctl("resume", "run", "optimizer=adamw", "training.steps=6", expect=5)
+    assert "optimizer" in refused.stderr
+
+
+def steps(run: Path) -> dict[int, float]:
+    """The loss of each step."""
+    records = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return {each["step"]: each["loss"] for each in records if each["event"] == "step"}

@@ -1,0 +1,105 @@
+"""All tables of what trainctl changes or uses inside other packages, and the three uses of them:
+compare them with what is installed, look for what else has changed it, make the changes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from trainctl.config.schema import RunConfig
+from trainctl.engines.deepspeed.patches import DEEPSPEED
+from trainctl.engines.patches import At, difference, load
+from trainctl.engines.torch_patches import TORCH, TORCHAO
+from trainctl.engines.transformers_patches import TRANSFORMERS
+from trainctl.errors import Finding, TrainctlError
+from trainctl.hardware.health import Examined
+
+TABLES = (DEEPSPEED, TRANSFORMERS, TORCH, TORCHAO)
+
+TRAINING = frozenset({At.agent, At.rank, At.model})
+RANK = frozenset({At.rank, At.model})
+
+
+def differences(config: RunConfig, at: Collection[At] = TRAINING) -> list[Finding]:
+    """What a run of the configuration needs and the installed packages have otherwise.
+
+    Args:
+        config: The configuration.
+        at: The processes that are asked about.
+    """
+    return [finding for table in TABLES for finding in table.differences(config, at)]
+
+
+def examine(config: RunConfig) -> list[Examined]:
+    """A check for each of the packages, of what a run of the configuration uses of its inside."""
+    examined = []
+    for table in TABLES:
+        needed = table.needed(config, TRAINING) if table.is_installed else []
+        findings = table.differences(config, TRAINING)
+        good = len(needed) - len(findings)
+        known = f"{table.version}, read in {', '.join(table.read_in)}: {good} of {len(needed)} uses"
+        facts = (f"{known} are as trainctl knows them",) if needed else ()
+        examined.append(Examined(f"inside {table.package}", facts, tuple(findings)))
+    return examined
+
+
+def listed(config: RunConfig) -> list[dict[str, Any]]:
+    """Every entry of every table, as a JSON object, with what is installed."""
+    return [
+        {
+            "package": table.package,
+            "installed": table.version,
+            "read_in": list(table.read_in),
+            "name": use.name,
+            "how": use.how.value,
+            "where": use.at.value,
+            "why": use.why,
+            "upstream": use.upstream,
+            "key": use.need.key,
+            "is_needed": use.at in TRAINING and use.is_needed(config),
+            "difference": difference(use) if table.is_installed else None,
+            "fallback": use.fallback,
+        }
+        for table in TABLES
+        for use in table.uses
+    ]
+
+
+def require(config: RunConfig, at: Collection[At] = TRAINING) -> None:
+    """Stop before something is done wrongly with a package that has changed.
+
+    Raises:
+        TrainctlError: A definition is not the one that trainctl was written for (exit code 4).
+    """
+    _stop_at(differences(config, at))
+
+
+def require_unchanged(config: RunConfig, at: Collection[At] = RANK) -> None:
+    """The same, and that no other code of this process has changed it; imports the packages.
+
+    Raises:
+        TrainctlError: As `require`, or something else has replaced a definition (exit code 4).
+    """
+    require(config, at)
+    _stop_at([finding for table in TABLES for finding in table.replaced(config, at)])
+
+
+def apply(config: RunConfig) -> None:
+    """Make the changes to other packages that a rank of the configuration needs.
+
+    The one place that does: nothing is changed because a module is imported.
+    """
+    for table in TABLES:
+        for use in table.uses:
+            if use.apply and use.is_needed(config):
+                load(use.apply)()
+
+
+def _stop_at(findings: list[Finding]) -> None:
+    errors = [finding for finding in findings if finding.is_error]
+    if errors:
+        raise TrainctlError(
+            "; ".join(finding.message for finding in errors),
+            hint=", ".join(dict.fromkeys(finding.hint for finding in errors)),
+            exit_code=errors[0].exit_code,
+        )

@@ -1,0 +1,72 @@
+"""Which configurations need what trainctl changes in other packages, or uses of their inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trainctl.config.schema import (
+    CheckpointingMode,
+    CrossEntropyKind,
+    DataType,
+    OffloadDevice,
+    RunConfig,
+)
+from trainctl.options.optimizer import adamw_8bit
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The configurations that need something.
+
+    Attributes:
+        key: Configuration key that decides; empty for all of them.
+        holds: Whether one does.
+    """
+
+    key: str
+    holds: Callable[[RunConfig], bool]
+
+
+ALWAYS = Need("", lambda config: True)
+
+STAGES_1_2 = Need("zero_stage.stage", lambda config: config.zero_stage.stage in (1, 2))
+STAGE_3 = Need("zero_stage.stage", lambda config: config.zero_stage.stage == 3)
+PARTITIONED = Need("zero_stage.stage", lambda config: config.zero_stage.stage > 0)
+
+OPTIMIZER_ON_HOST = Need(
+    "offload.optimizer",
+    lambda config: (
+        config.zero_stage.stage < 3 and config.offload.optimizer is not OffloadDevice.none
+    ),
+)
+OPTIMIZER_ON_NVME = Need(
+    "offload.optimizer", lambda config: config.offload.optimizer is OffloadDevice.nvme
+)
+PARAMETERS_ON_NVME = Need(
+    "offload.parameters", lambda config: config.offload.parameters is OffloadDevice.nvme
+)
+PART_OFFLOADED = Need("offload.ratio", lambda config: config.offload.ratio < 1)
+ZENFLOW = Need("offload.zenflow", lambda config: config.offload.zenflow)
+
+PIPELINE = Need("parallelism.pipeline", lambda config: config.parallelism.pipeline > 1)
+SEQUENCE = Need("parallelism.sequence", lambda config: config.parallelism.sequence > 1)
+TENSOR = Need("parallelism.tensor", lambda config: config.parallelism.tensor > 1)
+
+RECOMPUTED = Need(
+    "activation_checkpointing.mode",
+    lambda config: config.activation_checkpointing.mode is not CheckpointingMode.none,
+)
+SELECTIVE = Need(
+    "activation_checkpointing.mode",
+    lambda config: config.activation_checkpointing.mode is CheckpointingMode.selective,
+)
+LIGER_LOSS = Need(
+    "kernels.cross_entropy",
+    lambda config: config.kernels.cross_entropy is CrossEntropyKind.liger_fused,
+)
+FP16 = Need("precision.compute", lambda config: config.precision.compute is DataType.fp16)
+EIGHT_BIT_MOMENTS = Need(
+    "optimizer.kind", lambda config: config.optimizer.kind == adamw_8bit.SPEC.name
+)
+MUP = Need("model.mup", lambda config: config.model.mup)

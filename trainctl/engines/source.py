@@ -1,0 +1,119 @@
+"""Definitions of other packages, read from their installed files: nothing is imported.
+
+So the command line can compare them, which imports no torch, and a rank can before it does.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = Function | ast.ClassDef | ast.Assign | ast.AnnAssign
+
+
+def package_folder(package: str) -> Path | None:
+    """Where an import would find a top-level package; None if it is not installed."""
+    spec = importlib.util.find_spec(package)
+    found = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(found[0]) if found else None
+
+
+def definition(target: str) -> Definition | None:
+    """The last definition of a name in the text of its module; None if there is none.
+
+    Args:
+        target: Module and name, such as ``package.module:Class.method``.
+    """
+    module, _, path = target.partition(":")
+    text, indent = _text(module), ""
+    *owners, name = path.split(".")
+    for owner in owners:
+        text = _body(text, indent, owner)
+        indent += "    "
+    kinds = rf"(?:async )?def {name}\b|class {name}\b|{name}[ ]*(?::|=(?!=))"
+    starts = [match.start() for match in re.finditer(rf"^{indent}(?:{kinds})", text, re.MULTILINE)]
+    return _statement(text[starts[-1] :].splitlines(), indent) if starts else None
+
+
+def signature(found: Definition) -> str:
+    """Parameters of a function with their defaults, without types: what a caller depends on."""
+    assert isinstance(found, Function)
+    arguments = found.args
+    for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+        each.annotation = None
+    for rest in (arguments.vararg, arguments.kwarg):
+        if rest is not None:
+            rest.annotation = None
+    return f"({ast.unparse(arguments)})"
+
+
+def digest(found: Definition) -> str:
+    """Of what a definition does: comments, docstrings, layout and types do not change it.
+
+    The same on every version of Python: a tree written by `ast.dump` is not.
+    """
+    return hashlib.sha256(_plain(found).encode()).hexdigest()[:12]
+
+
+def text(found: Definition) -> str:
+    """The definition as Python writes it, to look for a statement in."""
+    return ast.unparse(found)
+
+
+@cache
+def _text(module: str) -> str:
+    package, *path = module.split(".")
+    folder = package_folder(package)
+    if folder is not None:
+        place = folder.joinpath(*path)
+        for file in (place / "__init__.py", place.with_suffix(".py")):
+            if file.is_file():
+                return file.read_text(encoding="utf-8")
+    return ""
+
+
+def _body(text: str, indent: str, owner: str) -> str:
+    """A class, up to the next definition beside it; empty if it is not there."""
+    ends = rf"\n{indent}(?=(?:class|def|async def|if) |@)"
+    found = re.search(rf"^{indent}class {owner}\b", text, re.MULTILINE)
+    return re.split(ends, text[found.start() :], maxsplit=1)[0] if found else ""
+
+
+def _statement(lines: list[str], indent: str) -> Definition | None:
+    """The statement that begins with the first of the lines: up to one that is not further in.
+
+    Parsed alone: a module of thousands of lines takes a hundred times as long.
+    """
+    cut: list[str] = []
+    for line in (*lines, f"{indent}end"):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if cut and not line[len(indent) :][:1].isspace():
+            try:
+                (found,) = ast.parse("\n".join(cut)).body
+            except SyntaxError:  # within brackets or a string
+                pass
+            else:
+                return found if isinstance(found, Definition) else None
+        cut.append(line[len(indent) :])
+    return None
+
+
+def _plain(node: object) -> str:
+    """A tree as text: kinds and values, without places, types, docstrings and what is empty."""
+    if isinstance(node, list):
+        return f"[{','.join(_plain(each) for each in node)}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = dict(ast.iter_fields(node))
+    for name in ("annotation", "returns", "type_comment", "type_params", "ctx", "kind"):
+        fields.pop(name, None)
+    if isinstance(node, Function | ast.ClassDef) and ast.get_docstring(node) is not None:
+        fields["body"] = node.body[1:]
+    shown = (f"{name}={_plain(value)}" for name, value in fields.items() if value not in (None, []))
+    return f"{type(node).__name__}({','.join(shown)})"

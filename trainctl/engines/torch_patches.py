@@ -1,0 +1,148 @@
+"""What trainctl changes in torch and torchao, or uses of them that is not documented."""
+
+from __future__ import annotations
+
+from trainctl.engines.needs import EIGHT_BIT_MOMENTS, LIGER_LOSS, SELECTIVE, TENSOR
+from trainctl.engines.patches import At, How, Table, Use
+
+_ELASTIC = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
+_DISPATCH = "torch.utils._python_dispatch:TorchDispatchMode"
+
+USES = (
+    Use(
+        target=f"{_ELASTIC}._start_workers",
+        how=How.extended,
+        why="ranks begin with SIGTERM blocked, and the agent keeps its own signal handlers",
+        signature="(self, worker_group)",
+        at=At.agent,
+    ),
+    Use(
+        target=f"{_ELASTIC}._monitor_workers",
+        how=How.extended,
+        why="the first rank that fails is known before elastic reaps it, and all others end "
+        "within one grace",
+        signature="(self, worker_group)",
+        at=At.agent,
+    ),
+    Use(
+        target="torch.nn.modules.module:Module.register_parameter",
+        how=How.replaced,
+        why="while a model is built, so that no parameter ever takes memory or time to initialise",
+        signature="(self, name, param)",
+        at=At.model,
+    ),
+    Use(
+        target="torch.nn.modules.linear:Linear.forward",
+        how=How.extended,
+        why="a projection out of a tensor-parallel region adds its bias after the sum over ranks",
+        body="9b9e79ddd8dd",
+        names=("__class__",),
+        need=TENSOR,
+    ),
+    Use(
+        target="torch.nn.modules.sparse:Embedding.forward",
+        how=How.extended,
+        why="a tensor-parallel rank looks up its own tokens",
+        body="c06f22dedf9d",
+        names=("__class__",),
+        need=TENSOR,
+    ),
+    Use(
+        target="torch.nn.modules.linear:Linear.__init__",
+        how=How.extended,
+        why="the output projection computes the loss, by Liger's kernel",
+        signature="(self, in_features, out_features, bias=True, device=None, dtype=None)",
+        names=("__class__",),
+        need=LIGER_LOSS,
+    ),
+    Use(
+        target=f"{_DISPATCH}.__torch_dispatch__",
+        how=How.extended,
+        why="what a block gives is kept or given back operation by operation: torch's own "
+        "selective checkpointing keeps a product together with what is added to it in place",
+        signature="(self, func, types, args=(), kwargs=None)",
+        names=("_python_dispatch",),
+        need=SELECTIVE,
+    ),
+    Use(
+        target="torch._ops:OpOverload.__init__",
+        how=How.read,
+        why="which tensors an operation writes to",
+        contains="self._schema = schema",
+        names=("_ops", "_schema"),
+        need=SELECTIVE,
+    ),
+    Use(
+        target="torch.utils._pytree:tree_leaves",
+        how=How.called,
+        why="tensors among the arguments of an operation",
+        signature="(tree, is_leaf=None)",
+        names=("_pytree",),
+        need=SELECTIVE,
+    ),
+    Use(
+        target="torch.utils._pytree:tree_map_only",
+        how=How.called,
+        why="tensors among the results of an operation",
+        signature="(type_or_types_or_pred, /, func, tree, is_leaf=None)",
+        names=("_pytree",),
+        need=SELECTIVE,
+    ),
+    Use(
+        target=f"{_DISPATCH}.__init__",
+        how=How.extended,
+        why="what a model saves for its backward pass is recorded operation by operation",
+        signature="(self, _dispatch_key=None)",
+        names=("_python_dispatch",),
+        at=At.trace,
+    ),
+    Use(
+        target="torch._subclasses.fake_tensor:FakeTensorMode.__init__",
+        how=How.called,
+        why="a model of any size is traced on tensors without values",
+        signature="(self, *, allow_fallback_kernels=True, allow_non_fake_inputs=False, "
+        "shape_env=None, static_shapes=None, export=False)",
+        names=("_subclasses",),
+        at=At.trace,
+    ),
+    Use(
+        target="torch.storage:_StorageBase._cdata",
+        how=How.read,
+        why="tensors without values have no address to tell their storages apart by",
+        contains="_cdata",
+        at=At.trace,
+    ),
+)
+
+TORCH = Table("torch", ("2.8.0", "2.13.0"), USES)
+
+_QUANTISATION = "torchao.optim.quant_utils"
+_WHY = "moments in 8 bits are torchao's, in blocks that are counted from a parameter's start"
+
+TORCHAO = Table(
+    "torchao",
+    ("0.18.0",),
+    (
+        Use(
+            target=f"{_QUANTISATION}:create_dynamic_map",
+            how=How.called,
+            why=_WHY,
+            body="d9b060fa8ae9",
+            need=EIGHT_BIT_MOMENTS,
+        ),
+        Use(
+            target=f"{_QUANTISATION}:quantize_8bit_with_qmap",
+            how=How.called,
+            why=_WHY,
+            signature="(input, qmap)",
+            need=EIGHT_BIT_MOMENTS,
+        ),
+        Use(
+            target=f"{_QUANTISATION}:dequant_with_qmap",
+            how=How.called,
+            why=_WHY,
+            signature="(codes, qmap, scale)",
+            need=EIGHT_BIT_MOMENTS,
+        ),
+    ),
+)

@@ -1,0 +1,87 @@
+"""What trainctl changes in transformers, or uses of it that is not documented."""
+
+from __future__ import annotations
+
+from trainctl.engines.needs import MUP, RECOMPUTED, TENSOR
+from trainctl.engines.patches import At, How, Table, Use
+
+_MODELS = "transformers.models"
+_ATTENTION = (
+    f"{_MODELS}.gpt2.modeling_gpt2:GPT2Attention",
+    f"{_MODELS}.llama.modeling_llama:LlamaAttention",
+    f"{_MODELS}.mistral.modeling_mistral:MistralAttention",
+    f"{_MODELS}.qwen3.modeling_qwen3:Qwen3Attention",
+)
+
+USES = (
+    Use(
+        target="transformers.modeling_layers:GradientCheckpointingLayer",
+        how=How.replaced,
+        why="a block is recomputed by trainctl's function, which decides what is kept meanwhile "
+        "and where",
+        contains="self._gradient_checkpointing_func(partial(",
+        names=("_gradient_checkpointing_func", "gradient_checkpointing"),
+        need=RECOMPUTED,
+    ),
+    Use(
+        target="transformers.configuration_utils:PreTrainedConfig._attn_implementation",
+        how=How.read,
+        why="which attention a model of the user's has chosen: a flash kernel gets no mask, and "
+        "has to be told where documents begin",
+        signature="(self, value)",
+        at=At.model,
+    ),
+    Use(
+        target="transformers.pytorch_utils:Conv1D.forward",
+        how=How.extended,
+        why="a projection out of a tensor-parallel region adds its bias after the sum over ranks",
+        body="91d0f5dc9a87",
+        names=("__class__",),
+        need=TENSOR,
+    ),
+    Use(
+        target="transformers.masking_utils:find_packed_sequence_indices",
+        how=How.replaced,
+        why="a trace has no positions to find documents by",
+        signature="(position_ids)",
+        at=At.trace,
+    ),
+    Use(
+        target="transformers.integrations.moe:_can_use_grouped_mm",
+        how=How.replaced,
+        why="torch's grouped product has shapes for tensors without values in bf16 only",
+        signature="(input, weight, offs)",
+        at=At.trace,
+    ),
+    Use(
+        target="transformers.modeling_utils:PreTrainedModel._supports_sdpa",
+        how=How.read,
+        why="which attention an architecture can have, said before it is built",
+        contains="_supports_sdpa: bool = False",
+        at=At.trace,
+        fallback="the attention of a model is taken for one that it can have",
+    ),
+    Use(
+        target="transformers.modeling_utils:PreTrainedModel._supports_flash_attn",
+        how=How.read,
+        why="which attention an architecture can have, said before it is built",
+        contains="_supports_flash_attn: bool = False",
+        at=At.trace,
+        fallback="the attention of a model is taken for one that it can have",
+    ),
+)
+
+SCALED = tuple(
+    Use(
+        target=f"{attention}.forward",
+        how=How.read,
+        why="muP multiplies the scores of attention, by the factor that they have anyway",
+        contains="scaling=self.scaling",
+        names=("scaling",),
+        at=At.model,
+        need=MUP,
+    )
+    for attention in _ATTENTION
+)
+
+TRANSFORMERS = Table("transformers", ("5.17.0", "5.23.0"), USES + SCALED)
