@@ -28,7 +28,7 @@ from trainctl.config.catalog import option_names, recipes, search_folders, shipp
 from trainctl.config.check import REFUSED
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.compose import compose
-from trainctl.config.keys import Leaf, ValueProblem, accept, leaves
+from trainctl.config.keys import Leaf, ValueProblem, accept, leaves, leaves_under
 from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.errors import TrainctlError
 
@@ -113,12 +113,15 @@ def drawn(leaf: Leaf, dice: random.Random) -> Any:
     return leaf.default
 
 
-def draw_settings(dice: random.Random) -> list[str]:
-    """Overrides without their signs: values of single keys, then keys that refer to others."""
+def draw_settings(dice: random.Random, asked: Sequence[str]) -> list[str]:
+    """Overrides without their signs: values of single keys, then keys that refer to others.
+
+    They are keys of the kinds that recipe and options choose, which they leave.
+    """
     known = [
         leaf
-        for leaf in leaves().values()
-        if not leaf.key.startswith(NOT_DRAWN) and not leaf.is_mapping
+        for leaf in leaves_under(to_plain(compose(asked).config)).values()
+        if not leaf.key.startswith(NOT_DRAWN) and not leaf.is_mapping and not _names_a_unit(leaf)
     ]
     picked = {leaf.key: drawn(leaf, dice) for leaf in dice.sample(known, SETTINGS)}
     settings = [f"{key}={as_override(value)}" for key, value in picked.items()]
@@ -128,6 +131,10 @@ def draw_settings(dice: random.Random) -> list[str]:
                 settings.append(f"{target.key}=${{{key}}}")
                 break
     return settings
+
+
+def _names_a_unit(leaf: Leaf) -> bool:
+    return bool(leaf.metadata.get("units"))
 
 
 def _takes(leaf: Leaf, value: Any) -> bool:
@@ -152,9 +159,11 @@ def test_values_are_those_of_hydras_own_composition(recipe: str | None) -> None:
     dice = random.Random(f"{recipe}")
     named = [f"recipe={recipe}"] if recipe else []
     for _ in range(CASES):
-        choices, settings = draw_choices(dice), draw_settings(dice)
+        choices = draw_choices(dice)
+        options = [f"{group}={option}" for group, option in choices.items()]
+        settings = draw_settings(dice, [*named, *options])
         signed = [f"{dice.choice(SIGNS)}{setting}" for setting in settings]
-        asked = [*named, *(f"{group}={option}" for group, option in choices.items()), *signed]
+        asked = [*named, *options, *signed]
         dice.shuffle(asked)
         # Hydra's `+` refuses a key that is there, and no sign one that is not; `++` takes both.
         with hydras():
@@ -242,7 +251,7 @@ def draw_folder(dice: random.Random, folder: Path) -> list[str]:
 
 def _body(dice: random.Random, section: str, indent: str) -> list[str]:
     inside = [leaf for leaf in leaves().values() if leaf.key.startswith(f"{section}.")]
-    plain = [leaf for leaf in inside if not leaf.is_mapping]
+    plain = [leaf for leaf in inside if not (leaf.is_mapping or leaf.kinds or _names_a_unit(leaf))]
     return [
         f"{indent}{leaf.key.partition('.')[2]}: {json.dumps(drawn(leaf, dice))}"
         for leaf in dice.sample(plain, 4)
