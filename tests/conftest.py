@@ -8,8 +8,13 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from trainctl.hardware.detect import visible_devices
+
+# No example is late: how long one takes says more of the machine than of the code.
+settings.register_profile("trainctl", deadline=None)
+settings.load_profile("trainctl")
 
 MUST_RUN_MARKS = ("slow", "cluster", "slurm")
 

@@ -8,6 +8,7 @@ None: the output under each command is compared (`TRAINCTL_UPDATE_GOLDEN=1` writ
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -92,6 +93,11 @@ def test_the_recipe_of_the_users_is_valid(tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", blocks("slow"), ids=first_command)
 def test_commands_that_train_run(block: Block, tmp_path: Path) -> None:
     run(block.commands, tmp_path)
+    if block.commands == ["trainctl launch recipe=tiny"]:  # the whole run: it has learnt
+        (events,) = tmp_path.glob("runs/*/events.jsonl")
+        found = [json.loads(line) for line in events.open()]
+        last = [event for event in found if event["event"] == "evaluation"][-1]
+        assert last["step"] == 160 and last["loss"] < last["unigram_entropy"]
 
 
 def test_every_block_is_of_a_known_kind() -> None:

@@ -149,7 +149,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(KEYS, VALUES), max_size=6), st.sampled_from([None, 1, 2, 3, 8]))
 def test_any_values_of_the_keys_give_findings_and_no_traceback(pairs, world_size):
     from trainctl.config.json_file import parse_json

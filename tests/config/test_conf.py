@@ -37,7 +37,7 @@ PUBLISHED = {
 }
 """Parameters, as the model cards' safetensors headers count them."""
 
-ISSUE = {
+PROMISED = {
     "optimizer": "adamw adam lion muon adamw_8bit adafactor lamb sgd",
     "schedule": (
         "constant linear cosine wsd polynomial exponential step inverse_sqrt one_cycle cyclic "
@@ -69,9 +69,9 @@ def test_every_option_composes_and_its_file_sets_what_it_says(group: str, option
         assert to_plain(kind) == option
 
 
-@pytest.mark.parametrize("group", ISSUE)
+@pytest.mark.parametrize("group", PROMISED)
 def test_a_group_has_the_options_that_were_promised(group: str) -> None:
-    assert {info.name for info in options(group)} == set(ISSUE[group].split())
+    assert {info.name for info in options(group)} == set(PROMISED[group].split())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")

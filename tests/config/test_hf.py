@@ -7,26 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_model import SHAPE
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from trainctl.config.compose import compose, recompose
 from trainctl.config.schema import ModelFamily
 from trainctl.errors import TrainctlError
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `config.json` alone says; tests/memory/test_trace.py traces."""
-    monkeypatch.setattr("trainctl.config.compose.trace_in_child", lambda config: {"tensors": []})
+pytestmark = pytest.mark.usefixtures("nothing_is_traced")
 
 
 def model_of(directory: Path, *overrides: str) -> Any:

@@ -104,7 +104,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200)
 @given(st.dictionaries(st.text(), JSON, max_size=4), st.booleans())
 def test_whatever_json_writes_is_read_back(value, indented):
     text = json.dumps(value, indent=2 if indented else None, ensure_ascii=indented)
@@ -113,7 +113,7 @@ def test_whatever_json_writes_is_read_back(value, indented):
     assert document.value == value
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=300)
 @given(st.text(alphabet='{}[]",:0123456789.eE+-\\u/*#\n truefalsn\u00e9', max_size=40))
 @example('{"\\ud800": 1}')
 @example("{" * 5000)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainctl.config.keys import ValueProblem, accept, leaf_of, leaves, range_problem, sections
@@ -31,7 +31,6 @@ def test_a_free_form_mapping_owns_the_keys_inside_it() -> None:
     assert leaf_of(("optimizer.lr",)) is None
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(leaves())), NUMBERS)
 def test_a_number_that_is_accepted_is_finite_and_in_range(key: str, number: float) -> None:
     leaf = leaves()[key]
@@ -48,7 +47,6 @@ def test_a_number_that_is_accepted_is_finite_and_in_range(key: str, number: floa
         assert above is None or accepted > above
 
 
-@settings(deadline=None)
 @given(st.floats(-10, 10), st.floats(-5, 0), st.floats(0, 5))
 def test_a_range_names_the_nearest_legal_value(value: float, least: float, most: float) -> None:
     problem = range_problem({"minimum": least, "maximum": most}, value)
@@ -131,7 +129,6 @@ def test_the_first_suggestion_is_what_was_meant(typed: str, meant: str) -> None:
     assert nearest_keys(typed, leaves(), GROUPS)[0] == meant
 
 
-@settings(deadline=None)
 @given(st.text(max_size=300))
 def test_suggestions_never_fail_and_are_few(typed: str) -> None:
     assert len(nearest_keys(typed, leaves(), GROUPS)) <= 3

@@ -25,6 +25,14 @@ def test_a_unit_is_found_by_its_name_and_adds_keys_to_those_of_all(group, name):
     assert {key for key in leaves() if key.startswith(f"{group}.")} >= set(keys_of(group, name))
 
 
+def test_a_key_of_several_kinds_is_described_as_the_default_one_has_it():
+    assert leaves()["optimizer.kind"].default == "adamw"
+    assert (
+        leaves()["optimizer.epsilon"].metadata["doc"] == "Added to the root of the second moment."
+    )
+    assert leaves()["optimizer.momentum"].kinds == ("muon", "sgd")
+
+
 def test_a_typed_key_of_another_kind_is_unknown():
     with pytest.raises(TrainctlError) as raised:
         compose(["recipe=tiny", "optimizer.momentum=0.9"])
@@ -56,6 +64,29 @@ def test_a_key_of_a_recipe_that_is_extended_is_left_over(extends, severity, tmp_
     (finding,) = composed.findings
     assert (finding.severity.value, finding.key) == (severity, "optimizer.beta2")
     assert composed.config.optimizer.kind == "sgd"
+
+
+def test_what_the_command_line_replaces_is_left_over(tmp_path, monkeypatch):
+    """A recipe for a cluster is tried out here: its own keys say that they do nothing."""
+    (tmp_path / "recipes").mkdir()
+    text = "defaults: [tiny, {override /launcher: slurm}, _self_]\n"
+    (tmp_path / "recipes" / "mine.yaml").write_text(f"{text}launcher: {{slurm_qos: high}}\n")
+    monkeypatch.chdir(tmp_path)
+    assert not compose(["recipe=mine"]).findings
+    for override in ("launcher=local", "launcher.kind=local"):
+        composed = compose(["recipe=mine", override])
+        (finding,) = composed.findings
+        assert (finding.severity.value, finding.key) == ("warning", "launcher.slurm_qos")
+        assert composed.config.launcher.kind == "local"
+
+
+def test_a_mapping_that_is_set_entry_by_entry_stays():
+    typed = ["launcher.environment.NCCL_DEBUG=INFO", "launcher.kubernetes_claims.a=/b"]
+    launcher = compose(["recipe=tiny", "launcher=kubernetes", *typed]).config.launcher
+    assert launcher.environment == {"NCCL_DEBUG": "INFO"}
+    assert launcher.kubernetes_claims == {"a": "/b"}
+    with pytest.raises(TrainctlError, match=r"no key launcher\.kubernetes_claims"):
+        compose(["recipe=tiny", *typed])
 
 
 def test_a_saved_configuration_of_before_has_the_keys_of_all_kinds():

@@ -9,25 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small_model import SHAPE
 
 from trainctl.config.compose import Composed, compose, examine
 from trainctl.config.hub import fetch_weights
 from trainctl.config.schema import ModelFamily
 from trainctl.errors import TrainctlError
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainctl.config.compose.trace_in_child", lambda config: {"tensors": []})
+pytestmark = pytest.mark.usefixtures("nothing_is_traced")
 
 
 def directory(folder: Path, kind: str = "llama", **changes: Any) -> Path:

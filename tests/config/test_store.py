@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainctl.config.diff import Change, diff
@@ -16,7 +16,6 @@ from trainctl.errors import ExitCode, TrainctlError
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
-@settings(deadline=None)
 @given(text=TEXT, number=st.floats(allow_nan=False, allow_infinity=False), names=st.lists(TEXT))
 def test_what_is_written_is_read_back_exactly(
     tmp_path_factory: pytest.TempPathFactory, text: str, number: float, names: list[str]

@@ -102,21 +102,12 @@ def test_interrupted_and_terminated_while_training(tmp_path, launcher):
 
 @pytest.mark.parametrize(
     ("name", "after_seconds"),
-    [
-        ("rank", 0.0),
-        ("rank", 3.0),
-        ("agent", 1.0),
-        ("launcher", 0.0),
-        ("launcher", 3.0),
-        ("interrupt", 1.0),
-        ("terminate", 0.0),
-        ("terminate", 3.0),
-    ],
+    [("rank", 3.0), ("agent", 1.0), ("launcher", 0.0), ("interrupt", 1.0), ("terminate", 3.0)],
 )
 def test_struck_during_start_up(tmp_path, launcher, name, after_seconds):
     """`after_seconds` from the moment that the run directory's first attempt has its agent.
 
-    More moments, with stand-in ranks: `tests/launch/test_start_up.py`.
+    Each of them once; more moments, with stand-in ranks: `tests/launch/test_start_up.py`.
     """
     run = tmp_path / "run"
     wait(lambda: (run / "run.json").is_file() and live_processes(run))

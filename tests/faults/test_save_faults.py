@@ -14,16 +14,15 @@ from trainctl.runs.checkpoints import checkpoint_name
 pytestmark = pytest.mark.slow
 
 PHASES = (
-    ("fragment", 0, False),
     ("fragment", 1, True),
-    ("manifest", 0, True),
     ("rename", 0, False),
     ("pointer", 0, True),
     ("rotation", 0, False),
 )
 """Where, on which rank, and whether behind the steps, a save is cut short.
 
-Each phase is cut short in both ways in `tests/train/test_saver.py`.
+Each phase is cut short in both ways in `tests/train/test_saver.py`, and the phase of the manifest
+again and again in `test_process_faults.py`.
 """
 
 COMMITTED = ("pointer", "rotation")

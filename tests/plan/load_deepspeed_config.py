@@ -23,6 +23,7 @@ from deepspeed.runtime.pipe.topology import (
 from deepspeed.utils import groups
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from trainctl.engines.deepspeed.model_parallel_unit import unit_of
 from trainctl.engines.mesh import join_mesh
 from trainctl.plan.types import Mesh
 
@@ -37,7 +38,7 @@ def layout(mesh: dict[str, int]) -> object | None:
             num_pp=mesh["pipeline"], num_mp=mesh["tensor"], num_dp=mesh["data"]
         )
         return PipelineParallelGrid(topology=topology)
-    return join_mesh(Mesh(**mesh), 0, timedelta(seconds=60)).model_parallel_unit
+    return unit_of(join_mesh(Mesh(**mesh), 0, timedelta(seconds=60)))
 
 
 def optimizer_of(config: DeepSpeedConfig) -> str | None:

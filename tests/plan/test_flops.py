@@ -58,7 +58,7 @@ def counted(model: ModelConfig, samples: int, length: int) -> int:
     return counter.get_total_flops()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(model=SHAPES, samples=st.integers(1, 2), length=st.integers(2, 40))
 def test_as_torch_counts_them(model: ModelConfig, samples: int, length: int) -> None:
     if model.family is ModelFamily.gpt2:

@@ -33,7 +33,7 @@ def test_a_shard_read_from_the_whole_is_what_torch_cuts(size, dim, fused, count)
             assert torch.equal(found, expected.flatten()[start:end])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     case=st.sampled_from(SHAPES),
     written=st.sampled_from([1, 2, 4]),

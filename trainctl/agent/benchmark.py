@@ -37,7 +37,7 @@ class Size:
     """How much is done in a round.
 
     Attributes:
-        width: Of the square matrices that are multiplied.
+        width: Rows of the square matrices that are multiplied.
         buffer_bytes: What is reduced.
     """
 
@@ -54,9 +54,9 @@ class Speed:
     """A rank's.
 
     Attributes:
-        rank: In the world.
+        rank: Its number in the world.
         host: Its machine.
-        tflops: Of matrix products, TFLOP/s.
+        tflops: Speed of matrix products, TFLOP/s.
     """
 
     rank: int

@@ -40,8 +40,8 @@ class RankExit:
     """A rank that ended with an error.
 
     Attributes:
-        rank: In the world.
-        pid: Of its process.
+        rank: Its number in the world.
+        pid: Number of its process.
         return_code: Negative is a signal, as `subprocess` has it.
     """
 

@@ -26,8 +26,8 @@ class HungRank:
     """A rank that gives no sign of life.
 
     Attributes:
-        rank: In the world.
-        pid: Of its process.
+        rank: Its number in the world.
+        pid: Number of its process.
         message: What is known, to follow "rank N".
         details: Its stack if it answered, else its state by the kernel's account.
     """

@@ -18,8 +18,8 @@ class Side:
 
     Attributes:
         name: As typed.
-        values: By config key, as plain data; None for a JSON file.
-        derived: By config key: what stands for a value that is null.
+        values: What is set, by config key, as plain data; None for a JSON file.
+        derived: What stands for a value that is null, by config key.
         deepspeed: The JSON, flat; None where no plan can be made.
     """
 

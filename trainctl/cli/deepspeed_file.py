@@ -22,7 +22,7 @@ class CheckedFile:
 
     Attributes:
         document: As read, with its lines.
-        findings: By severity, then by line; each names its line.
+        findings: What is wrong, by severity, then by line; each names its line.
         schema: What it was checked by.
         installed: The version of DeepSpeed that is installed; empty if none is.
     """

@@ -21,12 +21,12 @@ class Explanation:
         key: A config key, a key of DeepSpeed's JSON, or a quantity of the plan.
         value: As it is used.
         reason: How it was derived; empty where it was not.
-        layers: For a config key: each place that set it and the value it gave, the last one won.
-        default: For a config key: the schema's.
+        layers: Each place that set a config key and the value it gave; the last one won.
+        default: The schema's value of a config key.
         is_key: Whether it is a config key.
-        became: For a config key: the keys of the JSON, and the other derived values, that come
-            from it, with their values.
-        sources: For a derived value: the config keys that its reason names, each explained.
+        became: Keys of the JSON, and other derived values, that come from a config key, with their
+            values.
+        sources: The config keys that a derived value follows from, each explained.
         doc: What a config key means.
     """
 

@@ -42,7 +42,7 @@ class Composed:
 
     Attributes:
         config: The configuration, typed and in range.
-        layers: For each key that anything set: every place that set it, in the order of
+        layers: Every place that set a key, by that key, in the order of
             application; the last one won. Keys of free-form mappings have layers of their own.
         findings: Warnings; also errors, in what `examine` gives.
         overrides: The overrides, as typed.

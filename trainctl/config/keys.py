@@ -33,7 +33,7 @@ class Leaf:
         hint: Its type, resolved.
         default: Its default, as plain data.
         metadata: Doc, unit and range, from `schema.option`.
-        kinds: Of its group, where its options are units: those that have the key.
+        kinds: Options of its group, where its options are units: those that have the key.
     """
 
     key: str
@@ -84,7 +84,7 @@ def leaves() -> dict[str, Leaf]:
     """Every key of the schema, by its dotted name, in the schema's order.
 
     Of a group whose options are units: the keys of all kinds. A key that several have is described
-    as the first has it.
+    as the default kind has it, or else the first.
     """
     table: dict[str, Leaf] = {}
     _collect(RunConfig(), "", table)
@@ -224,7 +224,7 @@ def _collect(config: Any, prefix: str, table: dict[str, Leaf]) -> None:
         value = getattr(config, item.name)
         group = getattr(value, "units", "")
         if group:
-            _collect_units(group, table)
+            _collect_units(group, value.kind, table)
         elif is_dataclass(value):
             _collect(value, f"{prefix}{item.name}.", table)
         else:
@@ -232,16 +232,16 @@ def _collect(config: Any, prefix: str, table: dict[str, Leaf]) -> None:
             table[key] = Leaf(key, hints[item.name], to_plain(value), item.metadata)
 
 
-def _collect_units(group: str, table: dict[str, Leaf]) -> None:
-    """The keys of all kinds of a group: first those that all share."""
-    found = {kind: keys_of(group, kind) for kind in names(group)}
+def _collect_units(group: str, default: str, table: dict[str, Leaf]) -> None:
+    """The keys of all kinds of a group: first, and as it has them, those of the default one."""
+    found = {kind: keys_of(group, kind) for kind in dict.fromkeys([default, *names(group)])}
     having: dict[str, list[str]] = {}
     for kind, keys in found.items():
         for key in keys:
             having.setdefault(key, []).append(kind)
     for key, kinds in having.items():
         leaf = found[kinds[0]][key]
-        table[key] = leaf if len(kinds) == len(found) else replace(leaf, kinds=tuple(kinds))
+        table[key] = leaf if len(kinds) == len(found) else replace(leaf, kinds=tuple(sorted(kinds)))
 
 
 def _accept(hint: Any, value: Any, text: str | None, default: Any) -> Any:

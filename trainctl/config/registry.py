@@ -35,7 +35,7 @@ class Spec:
         keys: The dataclass of its section: what all kinds of the group share, and its own keys.
         build: `module:function` that makes it, loaded when it is called; empty where there is
             nothing to build.
-        extra: Of trainctl's package: what has the packages that `build` needs.
+        extra: Part of trainctl's package: what has the packages that `build` needs.
     """
 
     name: str

@@ -66,11 +66,6 @@ class ProcessMesh:
     def _world_size(self) -> int:
         return self.replicas.size * self.tensor.size * self.pipeline.size
 
-    @property
-    def model_parallel_unit(self) -> ModelParallelUnit | None:
-        """What `deepspeed.initialize` takes as `mpu`; None where data parallel is the only axis."""
-        return None if self.is_data_only else ModelParallelUnit(self)
-
 
 def join_mesh(shape: Mesh, rank: int, timeout: timedelta) -> ProcessMesh:
     """Find this rank's place and make its groups; every rank calls it at the same point.
@@ -95,49 +90,3 @@ def join_mesh(shape: Mesh, rank: int, timeout: timedelta) -> ProcessMesh:
         pipeline=axis(ranks[:, data, sequence, tensor]),
         replicas=axis(ranks[pipeline, :, :, tensor]),
     )
-
-
-class ModelParallelUnit:
-    """A mesh without pipeline stages, by the names that DeepSpeed asks for (utils/groups.py).
-
-    It hears of the replicas and not of the sequence axis by itself: with one, it averages gradients
-    over all replicas in some paths and over the data-parallel ranks in others (stage3.py, lines
-    1878 and 2279 against reduce_scatter_coalesced), and it sends them in another format.
-    """
-
-    def __init__(self, mesh: ProcessMesh) -> None:
-        self._mesh = mesh
-
-    def get_model_parallel_rank(self) -> int:
-        return self._mesh.tensor.index
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._mesh.tensor.size
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.tensor.group
-
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_group = get_model_parallel_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self._mesh.data.index
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._mesh.data.size
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.data.group
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return list(self._mesh.data.ranks)
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        return self._mesh.replicas.index
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        return self._mesh.replicas.size
-
-    def get_sequence_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.replicas.group

@@ -57,7 +57,7 @@ class Use:
     Attributes:
         target: Module and name, such as ``package.module:Class.method``.
         how: What is done with it.
-        why: In a sentence.
+        why: The reason, in a sentence.
         signature: Its parameters and their defaults, where it is called or replaced.
         body: Digest of what it does, where that is what trainctl's code relies on.
         contains: A statement or expression in it.

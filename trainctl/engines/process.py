@@ -17,12 +17,12 @@ class Process:
     """This rank.
 
     Attributes:
-        rank: In the world.
+        rank: Its number in the world.
         world_size: Ranks of the run.
         device: Device of this rank's tensors.
         control: A gloo group of all ranks for decisions and small host data, so that these never
             wait behind, or need memory on, the device.
-        timeout: Of a collective.
+        timeout: Limit of a collective.
     """
 
     rank: int

@@ -44,7 +44,7 @@ class Shard:
         """One of `count` equal parts along a dimension, and the shape of the part.
 
         Args:
-            shape: Of the whole parameter.
+            shape: Sizes of the whole parameter.
             dim: The dimension that is split.
             index: Which part.
             count: Number of parts; divides the dimension (each fused piece of it).
@@ -64,7 +64,7 @@ class Piece:
 
     Attributes:
         name: Canonical name.
-        shape: Of the whole parameter.
+        shape: Sizes of the whole parameter.
         shard: The part of it that the rank has.
         has_partial_gradient: Whether each tensor rank computes only a part of the gradient,
             although it has the whole parameter.

@@ -24,7 +24,7 @@ class Hardware:
         peak_tflops_bf16: Dense bf16 matrix throughput.
         peak_tflops_fp16: Dense fp16 matrix throughput.
         peak_tflops_fp8: Dense fp8 matrix throughput.
-        memory_bandwidth_gb_per_second: Of a device's memory.
+        memory_bandwidth_gb_per_second: Speed of a device's memory.
         device_link_gb_per_second: Between devices of a node, one direction.
         network_gb_per_second: Between nodes, per device.
         host_link_gb_per_second: Between a device and its host, one direction.
@@ -33,7 +33,8 @@ class Hardware:
         supports_bf16: Whether the device computes in bf16.
         supports_fp8: Whether the device computes in fp8.
         detected: Whether the facts were read off this machine.
-        runtime_bytes: Of a process on its device outside of tensors, where it was measured here.
+        runtime_bytes: What a process has on its device outside of tensors, where it was measured
+            here.
         fragmentation: Reserved over allocated memory, minus one, where it was measured here.
         calibrated_on: Day of that measurement.
     """

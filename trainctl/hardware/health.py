@@ -39,7 +39,7 @@ class Examined:
     """What a check found.
 
     Attributes:
-        name: Of the check.
+        name: What the check is called.
         facts: What is well; both empty if the plan needs nothing of the kind.
         findings: What is not.
     """

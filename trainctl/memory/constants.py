@@ -21,8 +21,8 @@ class LogitBytes:
     """Bytes per logit that a plain loss holds.
 
     Attributes:
-        forward: At the end of the forward pass.
-        backward: At the start of the backward pass.
+        forward: Bytes at the end of the forward pass.
+        backward: Bytes at the start of the backward pass.
     """
 
     forward: int

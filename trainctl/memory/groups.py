@@ -19,8 +19,8 @@ class Group:
     """A parameter group of a stage, unpartitioned.
 
     Attributes:
-        elements: Of all its tensors on this rank, after tensor parallelism.
-        largest: Of the largest of them.
+        elements: Number in all its tensors on this rank, after tensor parallelism.
+        largest: Number in the largest of them.
         uses_muon: Whether Muon updates them.
     """
 

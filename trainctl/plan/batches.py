@@ -36,7 +36,7 @@ class BatchPhase:
 
     Attributes:
         first_step: Number of the first of them, from 0.
-        batch: Of each of them.
+        batch: Global batch of each of them.
     """
 
     first_step: int
@@ -48,7 +48,7 @@ class Batches:
     """The batch of every step of a run.
 
     Attributes:
-        phases: By their first step, ascending from 0; the last one has no end.
+        phases: Parts of the run by their first step, ascending from 0; the last one has no end.
     """
 
     phases: tuple[BatchPhase, ...]

@@ -25,7 +25,7 @@ class Modes:
     """What decides which keys of the JSON there are, of a config or of a JSON.
 
     Attributes:
-        stage: Of ZeRO.
+        stage: Stage of ZeRO.
         weights: Number format of the weights that the model computes with.
         states: Device of the optimizer's states: none, cpu or nvme.
         parameters: Device of the parameters: none, cpu or nvme.
@@ -84,7 +84,7 @@ class Row:
         key: Dotted, of the JSON.
         source: The config key; empty if the value is always the same.
         reason: Why it has its value; empty where naming the source says it.
-        write: From the config key's plain value to the JSON's; None leaves the key out.
+        write: Turns the config key's plain value into the JSON's; None leaves the key out.
         read: Back from a value that is given; None if this key cannot say it.
     """
 

@@ -32,7 +32,7 @@ class Part:
     """A stored tensor that holds consecutive elements of a parameter.
 
     Attributes:
-        name: In the files.
+        name: What it is called in the files.
         shape: That it must have there.
     """
 

@@ -33,7 +33,7 @@ class GroupKey:
     Attributes:
         uses_muon: Whether Muon updates them.
         is_decayed: Whether `optimizer.weight_decay` is for them.
-        lr_factor: Of the base learning rate.
+        lr_factor: Multiple of the base learning rate.
         weight_decay: Their decay.
         clip_at: Largest norm of their gradient together; 0 for none of their own.
     """
@@ -66,11 +66,11 @@ class ParameterGroup:
 
     Attributes:
         name: As in the records and the plan.
-        lr_factor: Of the base learning rate.
+        lr_factor: Multiple of the base learning rate.
         weight_decay: Decoupled decay.
         uses_muon: Whether Muon updates them.
         parameters: Canonical names, in the model's order.
-        elements: Of all of them.
+        elements: Number in all of them.
     """
 
     name: str

@@ -53,7 +53,7 @@ class Curve:
 
     Attributes:
         config: The schedule group.
-        batches: Of every step.
+        batches: Sizes of every step.
         total_steps: Updates of the whole run, T; 0 and 1 are allowed.
         warmup_steps: Updates of the warmup.
         decay_steps: Updates of the decay of `wsd`; 0 for the other kinds.

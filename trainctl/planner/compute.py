@@ -29,9 +29,10 @@ class Rates:
     """What a device does in a second.
 
     Attributes:
-        products: Of matrix products of blocks, FLOP/s.
-        wide_products: Of those outside blocks and of eager attention, which fp8 leaves in 16 bits.
-        attention: Of attention as one kernel, FLOP/s.
+        products: Speed of matrix products of blocks, FLOP/s.
+        wide_products: Speed of those outside blocks and of eager attention, which fp8 leaves in 16
+            bits.
+        attention: Speed of attention as one kernel, FLOP/s.
         memory: Bytes that other operations move.
         is_known: Whether the hardware says its peak and bandwidth.
     """

@@ -33,8 +33,8 @@ class Links:
     network cards of all its members there, so those of a machine share the burden.
 
     Attributes:
-        tensor: Of tensor parallelism.
-        sequence: Of sequence parallelism.
+        tensor: Link of tensor parallelism.
+        sequence: Link of sequence parallelism.
         zero: Over which ZeRO partitions: data and sequence ranks.
         pipeline: Two neighbouring stages.
     """

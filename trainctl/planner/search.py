@@ -37,7 +37,7 @@ class Rejected:
 
     Attributes:
         values: Its keys that differ from the plan's.
-        seconds: Of its step.
+        seconds: Predicted length of its step.
         reason: What is wrong with it.
     """
 
@@ -54,7 +54,7 @@ class Found:
         values: The keys that were chosen.
         plan: The plan, resolved.
         budget: Its memory.
-        time: Of an optimizer step, predicted.
+        time: Predicted length of an optimizer step.
         findings: Warnings of the rules.
         rejected: The next faster variant of the same layout, which is not possible, if any.
     """

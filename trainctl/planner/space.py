@@ -69,10 +69,10 @@ class LeftOut:
     """Layouts that are legal, and of which nothing was timed.
 
     Attributes:
-        shares: Of those whose ranks cannot share the global batch: the sequences of which it would
-            have to be a multiple.
-        least_bytes: Of those whose weights and optimizer states alone are larger than a device:
-            the smallest size; infinite without such a layout.
+        shares: What the global batch would have to be a multiple of, in sequences, for the ranks
+            of those that cannot share it.
+        least_bytes: The smallest of those whose weights and optimizer states alone are larger than
+            a device; infinite without such a layout.
     """
 
     shares: set[int] = field(default_factory=set)

@@ -25,7 +25,7 @@ class Timed:
 
     Attributes:
         sketch: What the step-time model and the budget of its devices read.
-        time: Of an optimizer step.
+        time: Predicted length of an optimizer step.
     """
 
     sketch: Sketch

@@ -36,7 +36,7 @@ class Standing:
     """Which attempt stands for the run.
 
     Attributes:
-        number: Of the attempt; 0 before the first.
+        number: Which attempt it is; 0 before the first.
         failed: Newer ones that failed before their first step, the newest first, and how.
     """
 

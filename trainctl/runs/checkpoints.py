@@ -44,11 +44,11 @@ class CheckpointInfo:
         step: Optimizer steps done when it was saved.
         path: Its folder.
         size_bytes: Sum of its files.
-        metrics: Of the evaluation at that step, if there was one.
+        metrics: Figures of the evaluation at that step, if there was one.
         kept_for: Why it is never rotated away ("stable_phase": a longer run goes on from it);
             empty if it may be.
         attempt: Number of the attempt that saved it; 0 if it does not say.
-        patience: Of early stopping: `best`, `best_step` and `evaluations_since`, if anything.
+        patience: State of early stopping: `best`, `best_step` and `evaluations_since`, if anything.
         weights_only: Whether it has the weights alone: nothing goes on from it.
     """
 
@@ -67,9 +67,9 @@ class Look:
     """What a look at a folder with a checkpoint's name found.
 
     Attributes:
-        step: By its name.
+        step: Optimizer step, by its name.
         path: The folder.
-        info: Of a whole checkpoint; None if it is none.
+        info: What is known of a whole checkpoint; None if it is none.
         problem: What is wrong with it then.
     """
 

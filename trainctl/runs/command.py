@@ -45,8 +45,8 @@ class AttemptCommand:
             of their heartbeats, and an exit code of theirs says no more than that they failed.
         folder: Where agents and ranks run; None is the launcher's current folder.
         port: Rendezvous port; None takes a free one.
-        address: Of the first node, where the rendezvous is; None on a single node, and where an
-            agent learns it when it is started.
+        address: Name or number of the first node, where the rendezvous is; None on a single node,
+            and where an agent learns it when it is started.
         hidden: Names of variables whose values are not written.
     """
 

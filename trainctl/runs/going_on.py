@@ -14,7 +14,7 @@ class GoingOn:
     """Where the next attempt begins.
 
     Attributes:
-        step: Of the newest complete checkpoint; 0 is the beginning.
+        step: Optimizer step of the newest complete checkpoint; 0 is the beginning.
         lost: Steps that were made after it, and are to be made again.
     """
 

@@ -47,7 +47,7 @@ class Beat:
         monotonic: Seconds of this machine's monotonic clock.
         phase: What the rank turned to.
         step: Optimizer steps that it had done.
-        doing: In words for whoever watches; empty where the phase says it all.
+        doing: What it does, in words for whoever watches; empty where the phase says it all.
     """
 
     monotonic: float

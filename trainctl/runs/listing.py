@@ -42,9 +42,9 @@ class RunSummary:
         ranks: Processes that it is planned for.
         step: Optimizer steps done, of the run as it stands.
         stop_step: Step at which the newest attempt ends.
-        loss: Of the last step; None before the first.
+        loss: Loss of the last step; None before the first.
         host: Machine of the launcher.
-        exit_code: Of the newest attempt, once it ended.
+        exit_code: What ended the newest attempt, once it ended.
         message: Why it ended, in a sentence.
         job: What a scheduler knows the newest attempt as.
         holder: Who holds the run now.

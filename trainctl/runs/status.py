@@ -39,10 +39,10 @@ class Status:
         state: Where it stands.
         attempt: Its number.
         host: Machine of the launcher.
-        pid: Of the launcher.
+        pid: Process of the launcher.
         started: Unix seconds.
         updated: Unix seconds of the last change.
-        exit_code: Of the launch, once it ended.
+        exit_code: Exit code of the launch, once it ended.
         message: Why it ended, in a sentence.
     """
 

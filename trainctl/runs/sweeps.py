@@ -57,8 +57,8 @@ class Result:
     Attributes:
         index: Its number.
         values: Its values of the swept keys.
-        summary: Of its directory; None while that is not made.
-        held_out_loss: Of the newest evaluation, nats a token.
+        summary: State of its directory; None while that is not made.
+        held_out_loss: Loss of the newest evaluation, nats a token.
     """
 
     index: int
@@ -88,7 +88,7 @@ class Left:
         index: Its number.
         run: Its directory.
         next: What going on does with it.
-        why: In words.
+        why: The reason, in words.
     """
 
     index: int

@@ -44,7 +44,7 @@ class _Problem:
     """Of one file.
 
     Attributes:
-        rule: Of its finding.
+        rule: Identifier of its finding.
         kind: What files that share a finding have in common.
         message: Naming the file.
         hint: What to do.

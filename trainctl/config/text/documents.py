@@ -50,7 +50,7 @@ class Document:
     Attributes:
         text: All of it; encodes as UTF-8.
         file: That it is in.
-        line: Of a JSONL file, from 1; None of any other, which is one document.
+        line: Its line in a JSONL file, from 1; None of any other, which is one document.
     """
 
     text: str

@@ -52,7 +52,7 @@ class TextFiles:
     """The files of a corpus, each list sorted by path.
 
     Attributes:
-        train: To train on.
+        train: Files to train on.
         held_out: Held-out files.
         by_document: Whether it is documents that are held out, of the one file in `train`: another
             file to hold out there is not.
@@ -69,7 +69,7 @@ class Found:
 
     Attributes:
         files: Resolved, sorted.
-        left_out: Of a folder: how many files of each other ending it has.
+        left_out: What a folder has beside them: how many files of each other ending it has.
         is_folder: Whether it names one.
     """
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainctl.config.schema import CompileKind
 from trainctl.engines.deepspeed.loss_scale import DeepSpeedLossScale, stop_at_smallest
+from trainctl.engines.deepspeed.model_parallel_unit import unit_of
 from trainctl.engines.deepspeed.sequence_parallel import SequenceParallelAttention
 from trainctl.engines.deepspeed.swap import remove_swap_folder
 from trainctl.engines.deepspeed.wrappers import adapter_of
@@ -47,7 +48,7 @@ class DeepSpeedEngine(Engine):
             optimizer=job.optimizer,
             model_parameters=job.groups if job.optimizer is None else None,
             config=plan.deepspeed,
-            mpu=mesh.model_parallel_unit if mesh.pipeline.size == 1 else None,
+            mpu=unit_of(mesh) if mesh.pipeline.size == 1 else None,
             dist_init_required=False,
         )
         is_compiled = plan.config.kernels.compile is CompileKind.deepcompile

@@ -11,7 +11,8 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.utils import groups
 from torch import nn
 
-from trainctl.engines.mesh import ModelParallelUnit, ProcessMesh
+from trainctl.engines.deepspeed.model_parallel_unit import unit_of
+from trainctl.engines.mesh import ProcessMesh
 from trainctl.engines.shards import Read
 
 
@@ -36,10 +37,8 @@ class Partitioner:
         mesh: ProcessMesh | None = None,
     ) -> None:
         self._settings = settings
-        self._unit: ModelParallelUnit | None = None
-        self._group: Any = None
-        if mesh is not None and not mesh.is_data_only:
-            self._unit, self._group = mesh.model_parallel_unit, mesh.replicas.group
+        self._unit = None if mesh is None else unit_of(mesh)
+        self._group = None if mesh is None or mesh.is_data_only else mesh.replicas.group
         self._swapper: Any = None  # to NVMe, with buffers that all parameters share
         # One buffer for all of them in turn.
         parameters = list(skeleton.parameters())

@@ -82,7 +82,7 @@ class Case:
     Attributes:
         json: As read.
         around: What it meets.
-        schema: Of the version of DeepSpeed that reads it.
+        schema: Keys of the version of DeepSpeed that reads it.
     """
 
     json: Mapping[str, Any]

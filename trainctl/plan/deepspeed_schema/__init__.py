@@ -38,7 +38,7 @@ class Key:
         checked: Whether DeepSpeed itself refuses a wrong type (its sections that are pydantic
             models); otherwise a wrong value goes wherever it goes.
         refuses_switch: Whether a number of a section that is checked may not be true or false.
-        unknown: Of a section, what an unknown key in it meets: `refused`, `ignored`, or `free`
+        unknown: What an unknown key in a section meets: `refused`, `ignored`, or `free`
             where the section may hold anything.
         replaced: What a deprecated key has been replaced by; empty for the others.
         sets_replacement: Whether DeepSpeed takes a deprecated key's value over.
