@@ -72,12 +72,12 @@ def test_what_the_command_line_replaces_is_left_over(tmp_path, monkeypatch):
     text = "defaults: [tiny, {override /launcher: slurm}, _self_]\n"
     (tmp_path / "recipes" / "mine.yaml").write_text(f"{text}launcher: {{slurm_qos: high}}\n")
     monkeypatch.chdir(tmp_path)
-    assert not compose(["recipe=mine"]).findings
-    for override in ("launcher=local", "launcher.kind=local"):
-        composed = compose(["recipe=mine", override])
-        (finding,) = composed.findings
-        assert (finding.severity.value, finding.key) == ("warning", "launcher.slurm_qos")
-        assert composed.config.launcher.kind == "local"
+    for chosen in ([], ["launcher=local"]):
+        assert not compose(["recipe=mine", *chosen]).findings
+    composed = compose(["recipe=mine", "launcher.kind=local"])
+    (finding,) = composed.findings
+    assert (finding.severity.value, finding.key) == ("warning", "launcher.slurm_qos")
+    assert composed.config.launcher.kind == "local"
 
 
 def test_a_mapping_that_is_set_entry_by_entry_stays():

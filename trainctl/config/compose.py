@@ -156,7 +156,7 @@ def _finish(
     if unresolved:  # the values that such references stand for are not there to check
         raise TrainctlError.from_findings(findings)
     typed = {setting.key for setting in asked.settings}
-    findings += keep_own_keys(stack, typed, asked.choices.keys(), recipe)
+    findings += keep_own_keys(stack, typed, recipe)
     if fill_model:
         findings += _fill_model(stack, typed)
     config = from_plain(RunConfig, stack.plain)

@@ -17,9 +17,7 @@ from trainctl.errors import Finding, Severity
 NO_EFFECT = "TC112"
 
 
-def keep_own_keys(
-    stack: Stack, typed: Set[str], chosen: Set[str], recipe: str | None
-) -> Iterator[Finding]:
+def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator[Finding]:
     """Leave each section with the keys of its kind; those that nothing set have its defaults.
 
     A key of another kind is an unknown one, unless it came with what is now replaced: from a recipe
@@ -29,7 +27,6 @@ def keep_own_keys(
     Args:
         stack: What was set, references resolved.
         typed: Keys that the command line sets.
-        chosen: Groups that it chooses an option of.
         recipe: The chosen recipe; None where a saved configuration is changed.
     """
     for group in unit_groups():
@@ -45,9 +42,7 @@ def keep_own_keys(
             source = stack.layers[inside[-1] if inside else key][-1].source
             if key not in own:
                 is_left_over = typed.isdisjoint((key, *inside)) and (
-                    recipe is None
-                    or f"{group}.kind" in typed
-                    or _is_of_before(source, None if group in chosen else recipe)
+                    recipe is None or f"{group}.kind" in typed or _is_of_before(source, recipe)
                 )
                 if is_left_over and value == leaves()[key].default:
                     continue  # it says nothing that could be missed
@@ -74,7 +69,7 @@ def _accepted(section: dict[str, Any], leaf: Leaf, value: Any, source: str) -> I
 
 
 def _is_of_before(source: str, recipe: str | None) -> bool:
-    """Whether a recipe set it: another than the chosen one, if one is given."""
+    """Whether a file set it that another one stands on: a recipe, but not the chosen one."""
     file = PurePath(source.rpartition(":")[0])
     return file.stem != recipe and file.parent.name not in GROUPS
 
