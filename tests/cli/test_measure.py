@@ -27,6 +27,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_two_steps_are_measured_and_what_they_tell_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ from trainctl.config.check import REFUSED
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.compose import compose
 from trainctl.config.keys import Leaf, ValueProblem, accept, leaves, leaves_under
+from trainctl.config.registry import unit_groups
 from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.errors import TrainctlError
 
@@ -50,7 +51,9 @@ def hydras(users: Path | None = None) -> Iterator[None]:
     places = [users / "conf", users / "recipes"] if users else []
     paths = [f"file://{path}" for path in (*places, root / "conf", root / "recipes")]
     store = ConfigStore.instance()
-    store.store(name="_schema", node=to_plain(RunConfig()))
+    # Where options are units, each kind has defaults of its own, which `from_plain` adds.
+    known = {key: value for key, value in to_plain(RunConfig()).items() if key not in unit_groups()}
+    store.store(name="_schema", node=known)
     store.store(name="_searched", node={"hydra": {"searchpath": paths}})
     with hydra.initialize(None, version_base="1.3"):
         yield
@@ -113,15 +116,18 @@ def drawn(leaf: Leaf, dice: random.Random) -> Any:
     return leaf.default
 
 
-def draw_settings(dice: random.Random, asked: Sequence[str]) -> list[str]:
+def draw_settings(dice: random.Random, around: RunConfig) -> list[str]:
     """Overrides without their signs: values of single keys, then keys that refer to others.
 
-    They are keys of the kinds that recipe and options choose, which they leave.
+    Args:
+        dice: What draws.
+        around: The configuration without them: its kinds say which keys there are.
     """
+    kinds = {f"{group}.kind" for group in unit_groups()}
     known = [
         leaf
-        for leaf in leaves_under(to_plain(compose(asked).config)).values()
-        if not leaf.key.startswith(NOT_DRAWN) and not leaf.is_mapping and not _names_a_unit(leaf)
+        for leaf in leaves_under(to_plain(around)).values()
+        if not leaf.key.startswith(NOT_DRAWN) and not leaf.is_mapping and leaf.key not in kinds
     ]
     picked = {leaf.key: drawn(leaf, dice) for leaf in dice.sample(known, SETTINGS)}
     settings = [f"{key}={as_override(value)}" for key, value in picked.items()]
@@ -131,10 +137,6 @@ def draw_settings(dice: random.Random, asked: Sequence[str]) -> list[str]:
                 settings.append(f"{target.key}=${{{key}}}")
                 break
     return settings
-
-
-def _names_a_unit(leaf: Leaf) -> bool:
-    return bool(leaf.metadata.get("units"))
 
 
 def _takes(leaf: Leaf, value: Any) -> bool:
@@ -160,10 +162,9 @@ def test_values_are_those_of_hydras_own_composition(recipe: str | None) -> None:
     named = [f"recipe={recipe}"] if recipe else []
     for _ in range(CASES):
         choices = draw_choices(dice)
-        options = [f"{group}={option}" for group, option in choices.items()]
-        settings = draw_settings(dice, [*named, *options])
-        signed = [f"{dice.choice(SIGNS)}{setting}" for setting in settings]
-        asked = [*named, *options, *signed]
+        chosen = [*named, *(f"{group}={option}" for group, option in choices.items())]
+        settings = draw_settings(dice, compose(chosen).config)
+        asked = [*chosen, *(f"{dice.choice(SIGNS)}{setting}" for setting in settings)]
         dice.shuffle(asked)
         # Hydra's `+` refuses a key that is there, and no sign one that is not; `++` takes both.
         with hydras():
@@ -251,10 +252,13 @@ def draw_folder(dice: random.Random, folder: Path) -> list[str]:
 
 def _body(dice: random.Random, section: str, indent: str) -> list[str]:
     inside = [leaf for leaf in leaves().values() if leaf.key.startswith(f"{section}.")]
-    plain = [leaf for leaf in inside if not (leaf.is_mapping or leaf.kinds or _names_a_unit(leaf))]
+    # Keys that every kind has, but for the one that says the kind.
+    plain = [
+        leaf for leaf in inside if not (leaf.is_mapping or leaf.kinds or leaf.key.endswith(".kind"))
+    ]
     return [
         f"{indent}{leaf.key.partition('.')[2]}: {json.dumps(drawn(leaf, dice))}"
-        for leaf in dice.sample(plain, 4)
+        for leaf in dice.sample(plain, min(4, len(plain)))
     ]
 
 

@@ -4,12 +4,15 @@ import json
 import signal
 import time
 
+import pytest
 import torch
 from commands import TINY, events, finish, start, trainctl
 from transformers import AutoModelForCausalLM
 
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
+
+pytestmark = pytest.mark.slow
 
 
 def as_json(*arguments, cwd):

@@ -38,6 +38,7 @@ def test_a_run_leaves_its_records(tmp_path):
     assert str(run) in said
 
 
+@pytest.mark.slow
 def test_resume_auto_starts_and_then_goes_on(tmp_path):
     """That the curve is that of a whole run: `tests/faults`, and `tests/train/test_resume.py`."""
     one = (*TINY, "hardware.devices_per_node=1", "training.steps=4")

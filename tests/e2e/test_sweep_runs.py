@@ -8,10 +8,13 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from commands import TINY, curve, events, finish, live_processes, start, trainctl
 
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import holder
+
+pytestmark = pytest.mark.slow
 
 SMALL = (*TINY, "hardware.devices_per_node=1", "training.evaluation_samples=2")
 

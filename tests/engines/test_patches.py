@@ -16,14 +16,16 @@ import pytest
 from changed_packages import change
 from rank_processes import tiny_config, tiny_plan
 
+from trainctl.config.codec import to_plain
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.engines import declared, source
 from trainctl.engines.patches import At, How, Table, Use, difference
-from trainctl.errors import ExitCode, Severity, TrainctlError
+from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
+from trainctl.train.trace_entry import _answer
 
 ALL = [(table, use) for table in declared.TABLES for use in table.uses]
 CHANGED = {
@@ -171,6 +173,23 @@ def test_what_other_code_has_replaced_is_found(monkeypatch: pytest.MonkeyPatch) 
         declared.require_unchanged(RunConfig())
     assert raised.value.exit_code is ExitCode.environment
     assert f"is replaced in this process, by {__file__}" in raised.value.message
+
+
+def test_a_trace_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig()
+    looked: list[set[At]] = []
+
+    def differences(_: RunConfig, at: set[At]) -> list[Finding]:
+        looked.append(at)
+        return [Finding(rule="TC305", message="it", hint="that", exit_code=ExitCode.environment)]
+
+    monkeypatch.setattr(declared, "differences", differences)
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    asked = {"config": to_plain(config), "folder": str(tmp_path)}
+    error = _answer(asked)["error"]
+    assert (error["message"], error["hint"]) == ("it", "that")
+    assert error["exit_code"] == ExitCode.environment
+    assert looked == [{At.trace}]
 
 
 @pytest.fixture(scope="module")

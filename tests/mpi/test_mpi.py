@@ -17,6 +17,7 @@ from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.launch import mpi
 from trainctl.launch.order import Start
+from trainctl.launch.refusals.mpi import hosts_in
 from trainctl.plan.resolve import resolve
 from trainctl.runs.layout import RunPaths
 
@@ -139,7 +140,7 @@ def test_command_lines() -> None:
 
 def test_hostfiles_of_both() -> None:
     text = "# first\nuser@node-a slots=8\n\nnode-b:4  # half\n[::1]\n"
-    assert mpi.hosts_in(text) == ["node-a", "node-b", "[::1]"]
+    assert hosts_in(text) == ["node-a", "node-b", "[::1]"]
 
 
 def test_a_hostfile_is_checked(tmp_path: Path) -> None:

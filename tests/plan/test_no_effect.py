@@ -50,9 +50,47 @@ def test_the_table_names_keys_of_the_schema_once():
         ({"model__sliding_window": 512}, {"model__family": "mistral"}),
         ({"model__path": "/m"}, {"model__family": "hf"}),
         ({"model__mup_base_width": 64}, {"model__mup": True}),
-        ({"schedule__power": 2.0}, {"schedule__kind": "polynomial"}),
-        ({"schedule__decay_fraction": 0.5}, {"schedule__kind": "wsd"}),
-        ({"schedule__step_every": 5}, {"schedule__kind": "step"}),
+        (
+            {"schedule__warmup_fraction": 0.1, "schedule__warmup_steps": 5},
+            {"schedule__warmup_steps": None},
+        ),
+        (
+            {
+                "schedule__decay_fraction": 0.5,
+                "schedule__decay_tokens": 5000,
+                "schedule__kind": "wsd",
+            },
+            {"schedule__decay_tokens": None},
+        ),
+        (
+            {
+                "schedule__decay_tokens": 5000,
+                "schedule__decay_steps": 5,
+                "schedule__kind": "wsd",
+            },
+            {"schedule__decay_steps": None},
+        ),
+        (
+            {
+                "schedule__step_every": 5,
+                "schedule__step_every_tokens": 5000,
+                "schedule__unit": "tokens",
+                "schedule__kind": "step",
+            },
+            {"schedule__unit": "steps"},
+        ),
+        (
+            {"schedule__unit": "tokens"},
+            {"schedule__kind": "milestones", "schedule__milestones": [3]},
+        ),
+        (
+            {
+                "schedule__milestone_fractions": [0.5],
+                "schedule__milestones": [3],
+                "schedule__kind": "milestones",
+            },
+            {"schedule__milestones": []},
+        ),
         ({"tokenizer__path": "/t"}, {"tokenizer__kind": "file"}),
         ({"data__text_key": "body"}, {"data__kind": "files", "data__paths": ["a"]}),
         ({"training__ema_every_steps": 5}, {"training__ema_decay": 0.99}),
@@ -80,16 +118,6 @@ def test_the_table_names_keys_of_the_schema_once():
             {"stability__rewind_lr_factor": 0.5},
             {"stability__on_bad_loss": "rewind", "checkpoint__every_steps": 5},
         ),
-        ({"schedule__step_factor": 0.3}, {"schedule__kind": "milestones"}),
-        ({"schedule__milestones": [3]}, {"schedule__kind": "milestones"}),
-        (
-            {"schedule__restart_factor": 2},
-            {"schedule__kind": "cosine_restarts", "schedule__step_every": 5},
-        ),
-        (
-            {"schedule__plateau_patience": 2, "training__evaluate_every_steps": 5},
-            {"schedule__kind": "plateau"},
-        ),
         ({"gradients__noise_decay": 1.0}, {"gradients__noise": 0.1}),
         (
             {"training__epochs": 2.0, "training__epoch_tokens": 50_000},
@@ -102,14 +130,6 @@ def test_the_table_names_keys_of_the_schema_once():
         ),
         ({"kernels__chunk_tokens": 64}, {"kernels__cross_entropy": "chunked"}),
         ({"logging__profile_ranks": [1]}, {"logging__profile_steps": [2, 3]}),
-        (
-            {"launcher__min_nodes": 1, "launcher__kind": "ssh", "launcher__hosts": ["a"]},
-            {"launcher__max_restarts": 1},
-        ),
-        (
-            {"launcher__slurm_container_mounts": ["/a:/b"], "launcher__kind": "slurm"},
-            {"launcher__slurm_container": "image"},
-        ),
         ({"gradients__noise": 0.1, "script": "own.py"}, {"script": None}),
         ({"stability__spike_factor": 2.0, "script": "own.py"}, {"script": None}),
     ],

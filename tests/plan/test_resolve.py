@@ -59,7 +59,9 @@ def test_a_plan_survives_its_json():
 
 def test_an_error_leaves_no_plan_and_a_warning_does():
     assert resolve(config_with(training__steps=None), gpus(8)).plan is None
-    resolution = resolve(config_with(schedule__power=2.0), gpus(8))
+    resolution = resolve(
+        config_with(schedule__warmup_tokens=100, schedule__warmup_steps=5), gpus(8)
+    )
     assert resolution.plan is not None and len(resolution.findings) == 1
 
 

@@ -11,19 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import config_with, cpus
 
-from trainctl.config.schema import DecayShape, ScheduleConfig, ScheduleKind, ScheduleUnit
+from trainctl.config.keys import keys_of
+from trainctl.config.registry import names, new_section
+from trainctl.config.schema import ScheduleUnit
+from trainctl.options.schedule import WithInterval
+from trainctl.options.schedule.wsd import DecayShape
 from trainctl.plan.batches import Batch, Batches, BatchPhase
 from trainctl.plan.resolve import resolve
-from trainctl.plan.schedule import PERIODIC, Curve, decay_length, warmup_length
+from trainctl.plan.schedule import Curve, decay_length, warmup_length
 from trainctl.reports.schedule import points_of
 
+KINDS = names("schedule")
+
 DECAYING = (
-    ScheduleKind.linear,
-    ScheduleKind.cosine,
-    ScheduleKind.polynomial,
-    ScheduleKind.exponential,
-    ScheduleKind.wsd,
-    ScheduleKind.one_cycle,
+    "linear",
+    "cosine",
+    "polynomial",
+    "exponential",
+    "wsd",
+    "one_cycle",
 )
 """These go from the peak to the floor; one_cycle also begins there."""
 
@@ -38,6 +44,16 @@ def batch_of(size):
 
 
 CONSTANT = Batches.of((), batch_of(3))
+
+
+def schedule_of(kind, **fields):
+    """Of a kind, with those fields that it has."""
+    own = {
+        name: value
+        for name, value in fields.items()
+        if f"schedule.{name}" in keys_of("schedule", kind)
+    }
+    return new_section("schedule", kind, **own)
 
 
 def curve_of(schedule, total, warmup, batches=CONSTANT):
@@ -66,9 +82,9 @@ def ramps(draw):
 
 
 @st.composite
-def schedules(draw, kinds=tuple(ScheduleKind)):
-    schedule = ScheduleConfig(
-        kind=draw(st.sampled_from(kinds)),
+def schedules(draw, kinds=KINDS):
+    schedule = schedule_of(
+        draw(st.sampled_from(kinds)),
         unit=draw(st.sampled_from(ScheduleUnit)),
         floor_ratio=draw(st.floats(0.001, 1)),
         decay_fraction=draw(st.floats(0.1, 1)),
@@ -93,16 +109,16 @@ def factors_of(curve):
 def test_the_factor_stays_between_floor_and_peak_after_the_warmup(curve):
     factors = factors_of(curve)
     assert all(0 < factor <= 1 for factor in factors)
-    assert all(curve.config.floor_ratio - 1e-12 <= f for f in factors[curve.warmup_steps :])
+    assert all(curve.floor - 1e-12 <= f for f in factors[curve.warmup_steps :])
 
 
 @given(schedules())
 def test_the_warmup_is_straight_in_its_unit_up_to_where_the_shape_begins(curve):
     warmup = curve.warmup_steps
     start, low = curve.factor(warmup), 0.0
-    if curve.config.kind is ScheduleKind.inverse_sqrt:
+    if curve.config.kind == "inverse_sqrt":
         start = 1.0
-    if curve.config.kind is ScheduleKind.one_cycle:
+    if curve.config.kind == "one_cycle":
         low = curve.config.floor_ratio
     for step, factor in enumerate(factors_of(curve)[:warmup]):
         risen = curve.position(step + 1) / curve.position(warmup)
@@ -114,7 +130,7 @@ def test_the_warmup_is_straight_in_its_unit_up_to_where_the_shape_begins(curve):
 @given(schedules(DECAYING))
 def test_a_decay_starts_at_the_peak_and_ends_exactly_at_the_floor(curve):
     factors = factors_of(curve)[curve.warmup_steps :]
-    if len(factors) < 2 or (curve.config.kind is ScheduleKind.wsd and len(set(factors)) == 1):
+    if len(factors) < 2 or (curve.config.kind == "wsd" and len(set(factors)) == 1):
         return
     assert factors[0] == 1
     assert factors[-1] == curve.config.floor_ratio
@@ -123,10 +139,10 @@ def test_a_decay_starts_at_the_peak_and_ends_exactly_at_the_floor(curve):
 
 
 STEEPEST = {
-    ScheduleKind.constant: 0.0,
-    ScheduleKind.linear: 1.0,
-    ScheduleKind.one_cycle: 1.0,
-    ScheduleKind.cosine: pi / 2,
+    "constant": 0.0,
+    "linear": 1.0,
+    "one_cycle": 1.0,
+    "cosine": pi / 2,
 }
 """Largest slope of the share that is left, by the share of the way."""
 
@@ -150,7 +166,7 @@ def test_the_curve_has_no_jump(curve):
         assert change <= steepest * way / whole + 1e-9
 
 
-@given(schedules((ScheduleKind.cyclic,)))
+@given(schedules(("cyclic",)))
 def test_triangles_have_no_jump_at_their_ends(curve):
     config, warmup = curve.config, curve.warmup_steps
     period = config.step_every if config.unit is ScheduleUnit.steps else config.step_every_tokens
@@ -160,7 +176,7 @@ def test_triangles_have_no_jump_at_their_ends(curve):
         assert change <= 2 * way / period + 1e-9
 
 
-@given(schedules((ScheduleKind.wsd,)))
+@given(schedules(("wsd",)))
 def test_wsd_is_at_the_peak_up_to_its_last_stable_update(curve):
     if curve.total_steps == 0:
         return
@@ -172,7 +188,15 @@ def test_wsd_is_at_the_peak_up_to_its_last_stable_update(curve):
         assert curve.factor(stable) < 1
 
 
-@given(schedules(tuple(set(ScheduleKind) - {*PERIODIC, ScheduleKind.milestones})))
+UNITLESS = tuple(
+    kind
+    for kind in KINDS
+    if kind != "milestones" and not isinstance(new_section("schedule", kind), WithInterval)
+)
+"""No number of theirs is in the unit."""
+
+
+@given(schedules(UNITLESS))
 def test_without_a_ramp_steps_and_tokens_are_the_same_curve(curve):
     config, total = curve.config, curve.total_steps
     lengths = {
@@ -185,16 +209,16 @@ def test_without_a_ramp_steps_and_tokens_are_the_same_curve(curve):
     assert in_steps == in_tokens
 
 
-@pytest.mark.parametrize("kind", ScheduleKind)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("total", [0, 1, 2])
 def test_runs_of_hardly_any_steps(kind, total):
-    curve = curve_of(ScheduleConfig(kind=kind, step_every=1), total, 0)
+    curve = curve_of(schedule_of(kind, step_every=1), total, 0)
     for step in (0, total, total + 5):
         assert 0 <= curve.factor(step) <= 1
 
 
-def factor_at(step, **fields):
-    schedule = ScheduleConfig(floor_ratio=fields.pop("floor_ratio", 0.0), **fields)
+def factor_at(step, kind, **fields):
+    schedule = schedule_of(kind, **{"floor_ratio": 0.0, **fields})
     return curve_of(schedule, 111, 10).factor(step)
 
 
@@ -222,17 +246,17 @@ def factor_at(step, **fields):
 def test_values_worked_out_by_hand(kind, step, expected):
     """T=111, W=10: p=0.5 at step 60. wsd decays over round(0.2 x 111)=22 steps, from 88 to 110."""
     period = {"step": 20, "cyclic": 20}.get(kind)
-    actual = factor_at(step, kind=ScheduleKind(kind), power=2.0, step_every=period)
+    actual = factor_at(step, kind=kind, power=2.0, step_every=period)
     assert actual == pytest.approx(expected, abs=1e-9)
 
 
 def test_exponential_halves_the_logarithm_in_the_middle():
-    assert factor_at(60, kind=ScheduleKind.exponential, floor_ratio=0.01) == pytest.approx(0.1)
+    assert factor_at(60, kind="exponential", floor_ratio=0.01) == pytest.approx(0.1)
 
 
 def test_a_cosine_reaches_its_floor_and_no_less():
     """With a floor of 0.1 (arXiv:2203.15556, appendix B): 0.55 half-way, 0.1 at the end."""
-    halfway, end = (factor_at(s, kind=ScheduleKind.cosine, floor_ratio=0.1) for s in (60, 110))
+    halfway, end = (factor_at(s, kind="cosine", floor_ratio=0.1) for s in (60, 110))
     assert halfway == pytest.approx(0.55) and end == 0.1
 
 
@@ -241,12 +265,12 @@ def test_the_transformer_paper_schedule():
     for step in range(111):
         number, warmup = step + 1, 10
         paper = min(number**-0.5, number * warmup**-1.5) / warmup**-0.5
-        assert isclose(factor_at(step, kind=ScheduleKind.inverse_sqrt), paper, rel_tol=1e-12)
+        assert isclose(factor_at(step, kind="inverse_sqrt"), paper, rel_tol=1e-12)
 
 
-def typed(step, **fields):
+def typed(step, kind, **fields):
     """The factor where nobody has asked for a floor: T=400, no warmup."""
-    return curve_of(ScheduleConfig(**fields), 400, 0).factor(step)
+    return curve_of(new_section("schedule", kind, **fields), 400, 0).factor(step)
 
 
 def test_nothing_keeps_up_what_is_defined_to_go_on_falling():
@@ -256,24 +280,24 @@ def test_nothing_keeps_up_what_is_defined_to_go_on_falling():
     """
     for step in range(400):
         hundreds, number = step // 100, step + 1
-        drops = typed(step, kind=ScheduleKind.step, step_every=100, step_factor=0.1)
+        drops = typed(step, kind="step", step_every=100, step_factor=0.1)
         assert isclose(drops, (1, 0.1, 0.01, 0.001)[hundreds], rel_tol=1e-12)
-        listed = typed(step, kind=ScheduleKind.milestones, milestones=[100, 300], step_factor=0.1)
+        listed = typed(step, kind="milestones", milestones=[100, 300], step_factor=0.1)
         assert isclose(listed, (1, 0.1, 0.1, 0.01)[hundreds], rel_tol=1e-12)
-        root = typed(step, kind=ScheduleKind.inverse_sqrt)
+        root = typed(step, kind="inverse_sqrt")
         assert isclose(root, number**-0.5, rel_tol=1e-12)
-    kept = {"kind": ScheduleKind.step, "step_every": 100, "step_factor": 0.1, "floor_ratio": 0.05}
+    kept = {"kind": "step", "step_every": 100, "step_factor": 0.1, "floor_ratio": 0.05}
     assert typed(399, **kept) == 0.05
 
 
 def test_the_floor_of_a_kind_is_shown_where_nobody_asked_for_one():
     floors = {}
-    for kind in set(ScheduleKind) - {ScheduleKind.constant}:
+    for kind in set(KINDS) - {"constant"}:
         evaluated = {"training__evaluate_every_steps": 5}
-        plan = plan_with(schedule__kind=kind.value, schedule__step_every=10, **evaluated)
+        plan = plan_with(schedule__kind=kind, schedule__step_every=10, **evaluated)
         (shown,) = [item for item in plan.derived if item.key == "schedule.floor_ratio"]
-        assert kind.value in shown.reason
-        floors[kind.value] = shown.value
+        assert kind in shown.reason
+        floors[kind] = shown.value
     assert {kind: floor for kind, floor in floors.items() if floor > 0} == {
         "cosine": 0.1,
         "polynomial": 0.1,
@@ -294,15 +318,13 @@ def test_restarts_are_those_of_the_paper(factor):
         restarts.append(len(expected))
         expected += [0.5 * (1 + cos(pi * since / length)) for since in range(length)]
         length *= factor
-    schedule = ScheduleConfig(
-        kind=ScheduleKind.cosine_restarts, step_every=10, restart_factor=factor
-    )
+    schedule = new_section("schedule", "cosine_restarts", step_every=10, restart_factor=factor)
     found = curve_of(schedule, 400, 0)
     assert factors_of(found) == pytest.approx(expected[:400], abs=1e-12)
-    assert list(found.restarts) == [step for step in restarts if 0 < step < 400]
+    assert list(found.turns) == [step for step in restarts if 0 < step < 400]
     warmed = curve_of(replace(schedule, floor_ratio=0.2), 407, 7)
     assert factors_of(warmed)[7:] == pytest.approx([0.2 + 0.8 * x for x in expected[:400]])
-    assert warmed.restarts == tuple(7 + step for step in found.restarts)
+    assert warmed.turns == tuple(7 + step for step in found.turns)
 
 
 def test_milestones_are_steps_tokens_or_shares_of_the_run():
@@ -317,7 +339,7 @@ def test_milestones_are_steps_tokens_or_shares_of_the_run():
         settings = {f"schedule__{name}": value for name, value in given_as.items()}
         plan = plan_with(**RAMPED, **milestones, **settings)
         curve = Curve.of(plan)
-        assert curve.milestones == steps
+        assert curve.turns == steps
         (shown,) = [item for item in plan.derived if item.key == "drop_steps"]
         assert shown.value == list(steps)
         after = [curve.factor(step) for step in (steps[0] - 1, *steps, plan.total_steps - 1)]
@@ -325,7 +347,7 @@ def test_milestones_are_steps_tokens_or_shares_of_the_run():
 
 
 def test_a_plateau_falls_by_its_drops_alone():
-    schedule = ScheduleConfig(kind=ScheduleKind.plateau, step_factor=0.5)
+    schedule = new_section("schedule", "plateau", step_factor=0.5)
     assert [curve_of(schedule, 9, 2).factor(0, drops=drops) for drops in range(3)] == [
         0.5,
         0.25,
@@ -383,7 +405,7 @@ def test_in_tokens_a_ramp_stretches_the_curve():
             BatchPhase(first_step=10, batch=batch_of(3)),
         )
     )
-    config = ScheduleConfig(kind=ScheduleKind.cosine, floor_ratio=0.0)
+    config = new_section("schedule", "cosine", floor_ratio=0.0)
     in_steps = curve_of(config, 31, 0, batches)
     in_tokens = curve_of(replace(config, unit=ScheduleUnit.tokens), 31, 0, batches)
     assert batches.tokens_before(30) == 100 + 20 * 30

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from plan_cases import config_with, gpus, keys
 
-from trainctl.config.schema import RunConfig, ScheduleKind
+from trainctl.config.registry import names
+from trainctl.config.schema import RunConfig
 from trainctl.plan.resolve import resolve
 from trainctl.plan.techniques import not_yet
 
@@ -38,7 +39,7 @@ from trainctl.plan.techniques import not_yet
         {"offload__optimizer": "cpu", "offload__zenflow": True},
         {"checkpoint__best_of": "loss", "checkpoint__asynchronous": True},
         {"logging__profile_steps": [2, 3]},
-        *({"schedule__kind": kind.value} for kind in ScheduleKind),
+        *({"schedule__kind": kind} for kind in names("schedule")),
         {"stability__on_bad_loss": "rewind", "stability__spike_factor": 2.0},
         {"stability__z_loss": 1e-4, "gradients__noise": 0.01, "gradients__centralize": True},
         {"model__mup": True, "model__mup_base_width": 64},

@@ -14,7 +14,7 @@ from mup_probe import Sizes
 from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
 from trainctl.config.registry import new_section
-from trainctl.config.schema import DataType, ModelFamily, RunConfig, ScheduleKind
+from trainctl.config.schema import DataType, ModelFamily, RunConfig
 from trainctl.runs.layout import RunPaths
 
 WIDTHS = (64, 128, 256, 512)
@@ -81,7 +81,7 @@ def config_of(
     config.optimizer.lr = LEARNING_RATES.get(optimizer, 1e-2)
     config.optimizer.weight_decay = 0.0
     config.optimizer.gradient_clipping = 0.0
-    config.schedule.kind, config.schedule.warmup_steps = ScheduleKind.constant, 0
+    config.schedule = new_section("schedule", "constant", warmup_steps=0)
     config.checkpoint.at_end = False
     config.training.sample_tokens = 0
     return config

@@ -99,6 +99,7 @@ def assert_evaluated(case: Case) -> None:
             assert held_out_loss(model.score, case) == pytest.approx(losses[key], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_average_at_every_stage(tmp_path: Path) -> None:
     """Saved as its formula says, evaluated without a trace, resumed there and elsewhere."""
     cases = [case_of(config_of(stage), tmp_path / f"{stage}") for stage in range(4)]

@@ -1,11 +1,11 @@
 """A ramp of the batch size is the run that its batches, made by hand, would give."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
+from trainctl.config.registry import new_section
 from trainctl.config.schema import DataType, OffloadDevice, ScheduleUnit
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
@@ -130,10 +130,9 @@ def test_every_layout_changes_at_the_same_step(tmp_path, by_hand, name):
 def test_in_tokens_the_learning_rate_is_that_of_the_tokens_seen(tmp_path):
     """bf16, ZeRO 1; half of the decay is at half of the tokens, not of the steps."""
     config = ramped(1, DataType.bf16)
-    config.schedule = replace(
-        config.schedule, unit=ScheduleUnit.tokens, warmup_steps=0, floor_ratio=0.0
+    config.schedule = new_section(
+        "schedule", "linear", unit=ScheduleUnit.tokens, warmup_steps=0, floor_ratio=0.0
     )
-    config.schedule.kind = type(config.schedule.kind).linear
     run = trained(tmp_path / "run", tiny_plan(config, 2))
     peak, last = config.optimizer.lr, 2 * 4 + 2 * 8 + 2 * 16  # sequences before the last step
     for event in steps_of(run):

@@ -116,6 +116,7 @@ def test_every_family_tied_and_untied_in_fp32_and_bf16(tmp_path):
         assert settings["use_cache"] is True and settings["eos_token_id"] == 256
 
 
+@pytest.mark.slow
 def test_memory_stays_far_below_the_model(tmp_path):
     config = tiny_config()
     config.model.hidden_size, config.model.intermediate_size = 1024, 2816

@@ -7,6 +7,7 @@ import torch
 from plain_torch import plain_torch
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
+from trainctl.config.registry import new_section
 from trainctl.config.schema import (
     AdaptiveClipping,
     DataType,
@@ -14,7 +15,6 @@ from trainctl.config.schema import (
     GroupOverride,
     OffloadDevice,
     RunConfig,
-    ScheduleKind,
 )
 from trainctl.engines.fragments import Place
 from trainctl.engines.shards import Shard
@@ -49,8 +49,7 @@ def config_of(stage, options):
     config.optimizer.lr = 1e-3
     adaptive = "adaptive_clipping" in options
     config.optimizer.gradient_clipping = SMALL_CLIPPING if adaptive else CLIPPING
-    config.schedule.kind = ScheduleKind.constant
-    config.schedule.warmup_steps = 0
+    config.schedule = new_section("schedule", "constant", warmup_steps=0)
     config.checkpoint.at_end = False
     for name, value in options.items():
         if name == "group_clipping":

@@ -105,6 +105,7 @@ def test_the_pairs_are_all_pairs():
     assert len(quick()) + len(rest()) < 80 < len(legal())
 
 
+@pytest.mark.slow
 def test_long_curves_agree_and_learn(tmp_path):
     reference = train(Combination(), tmp_path)
     assert sum(norm > CLIPPING for _, norm in reference.values()) >= CLIPPED_STEPS

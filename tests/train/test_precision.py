@@ -117,7 +117,9 @@ def fp16_plan(stage, **precision):
     return replace(plan, hardware=replace(gpus, accelerator=Accelerator.cpu))
 
 
-@pytest.mark.parametrize(("stage", "hysteresis"), [(1, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("stage", "hysteresis"), [(1, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
+)
 def test_fp16_skips_overflows_on_the_records_and_resumes_with_its_scale(
     tmp_path, stage, hysteresis
 ):

@@ -20,7 +20,9 @@ def plan(stage, compute, world_size=2):
     return tiny_plan(config, world_size)
 
 
-@pytest.mark.parametrize("compute", [DataType.fp32, DataType.bf16])
+@pytest.mark.parametrize(
+    "compute", [DataType.fp32, pytest.param(DataType.bf16, marks=pytest.mark.slow)]
+)
 def test_resume_on_the_same_layout_is_exact(tmp_path, compute):
     plans = {stage: plan(stage, compute) for stage in range(4)}
     whole = {stage: RunPaths(tmp_path / f"whole-{stage}") for stage in plans}

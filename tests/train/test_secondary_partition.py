@@ -18,7 +18,7 @@ def plan(partition, world_size):
     return tiny_plan(config, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_curve_is_that_of_one_partition(tmp_path, world_size):
     """Its first forward pass would be of uninitialised memory if the weights came in late."""
     plain, node, parts = (RunPaths(tmp_path / name) for name in ("plain", "node", "parts"))

@@ -11,13 +11,15 @@ from parity_cases import Difference, enlarge
 from plain_torch import plain_torch
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, trained, with_stop
 
+from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.registry import new_section
 from trainctl.config.schema import (
     Accelerator,
     AdaptiveClipping,
     CheckpointingMode,
     DataType,
     OffloadDevice,
-    ScheduleKind,
+    RunConfig,
 )
 from trainctl.hardware import Hardware
 from trainctl.plan.resolve import resolve
@@ -37,9 +39,11 @@ def config_of(*, steps, large=False, **changes):
     config.optimizer.gradient_clipping = 0.5  # always active
     config.schedule.warmup_steps = 2
     config.checkpoint.at_end = False
+    changed = to_plain(config)
     for key, value in changes.items():
         section, name = key.split("__")
-        setattr(getattr(config, section), name, value)
+        changed[section][name] = to_plain(value)
+    config = from_plain(RunConfig, changed)
     if large:
         enlarge(config)
     return config
@@ -129,7 +133,7 @@ def test_gradients_are_changed_on_nvme(tmp_path):
         "gradients__adaptive_clipping": AdaptiveClipping.percentile,
         "gradients__adaptive_percentile": 25.0,
         "optimizer__gradient_clipping": 100.0,  # more than any norm here
-        "schedule__kind": ScheduleKind.constant,
+        "schedule__kind": "constant",
         "schedule__warmup_steps": 0,
     }
     made = plain_torch(config_of(steps=5, large=True, **changes), tmp_path / "plain", steps=5)
@@ -274,8 +278,7 @@ def test_a_stable_phase_is_extended_on_another_layout(tmp_path):
 
     def wsd(steps, **layout):
         config = config_of(steps=steps, **layout)
-        config.schedule.kind = ScheduleKind.wsd
-        config.schedule.decay_steps = 2
+        config.schedule = new_section("schedule", "wsd", warmup_steps=2, decay_steps=2)
         config.checkpoint.at_end = True
         return config
 

@@ -30,6 +30,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 def test_real_ranks(tmp_path: Path) -> None:
     """The wait of the fast rank, which is as long, is not taken for its work."""
     cases = []

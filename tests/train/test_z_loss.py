@@ -4,7 +4,8 @@ import pytest
 from plain_torch import plain_torch
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 
-from trainctl.config.schema import CrossEntropyKind, DataType, ScheduleKind
+from trainctl.config.registry import new_section
+from trainctl.config.schema import CrossEntropyKind, DataType
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 
@@ -15,8 +16,7 @@ def config_of(z_loss=WEIGHT, kind=CrossEntropyKind.plain, **axes):
     config = tiny_config(steps=STEPS, evaluation_samples=8)
     config.precision.compute = DataType.fp32
     config.optimizer.lr = 1e-3
-    config.schedule.kind = ScheduleKind.constant
-    config.schedule.warmup_steps = 0
+    config.schedule = new_section("schedule", "constant", warmup_steps=0)
     config.checkpoint.at_end = False
     config.stability.z_loss = z_loss
     config.kernels.cross_entropy = kind

@@ -122,6 +122,7 @@ class RankAgent(LocalElasticAgent):
         blocked = {signal.SIGTERM} if SIGTERM_SAVES_VARIABLE in os.environ else set()
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
+            # Elastic has no hook around the start of its ranks, nor one for a look at them below.
             started = super()._start_workers(worker_group)
         finally:
             self._guard.claim_signals()

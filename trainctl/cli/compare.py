@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainctl.cli.findings import show_findings
+from trainctl.cli.planning import compose_target, plan
+from trainctl.config.codec import to_plain
+from trainctl.config.json_file import read_json
+from trainctl.config.schema import walk
 from trainctl.errors import TrainctlError
+from trainctl.plan.deepspeed import flatten
+from trainctl.plan.deepspeed_schema import load
 
 ABSENT = "not set"
 
@@ -51,12 +58,6 @@ def read_side(name: str, config_dir: Path | None, *, attempt: int | None = None)
     Raises:
         TrainctlError: It is none of them, or cannot be read.
     """
-    from trainctl.cli.findings import show_findings
-    from trainctl.cli.planning import compose_target, plan
-    from trainctl.config.codec import to_plain
-    from trainctl.config.schema import walk
-    from trainctl.plan.deepspeed import flatten
-
     path = Path(name).expanduser()
     if attempt is None and (path.is_file() or path.suffix == ".json"):
         return Side(name=name, values=None, derived={}, deepspeed=_read_json(path))
@@ -73,9 +74,6 @@ def read_side(name: str, config_dir: Path | None, *, attempt: int | None = None)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    from trainctl.config.json_file import read_json
-    from trainctl.plan.deepspeed import flatten
-
     document = read_json(path)
     if not document.is_readable:
         raise TrainctlError.from_findings(document.findings)
@@ -142,8 +140,6 @@ def _by_json(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Differen
 
 def _canonical(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Under the names that DeepSpeed documents: some keys have a second spelling."""
-    from trainctl.plan.deepspeed_schema import load
-
     keys = load().keys
     renamed = {}
     for key, value in flat.items():
@@ -158,8 +154,6 @@ def _canonical(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def _in_force(flat: Mapping[str, Any], key: str) -> Any:
     """The value of a key, or what DeepSpeed takes where it is left out."""
-    from trainctl.plan.deepspeed_schema import load
-
     if key in flat:
         return flat[key]
     known = load().keys.get(key)
@@ -167,8 +161,6 @@ def _in_force(flat: Mapping[str, Any], key: str) -> Any:
 
 
 def _plain(key: str, value: Any) -> Any:
-    from trainctl.plan.deepspeed_schema import load
-
     known = load().keys.get(key)
     ignores_case = (known is not None and known.any_case) or key.endswith("optimizer.type")
     return value.lower() if ignores_case and isinstance(value, str) else value

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from trainctl.cli.planning import compose
+from trainctl.config.hf import fill_from_directory
+from trainctl.config.json_file import JsonDocument, read_json
+from trainctl.config.schema import ModelConfig
 from trainctl.errors import Finding, TrainctlError
-
-if TYPE_CHECKING:
-    from trainctl.config.json_file import JsonDocument
-    from trainctl.config.schema import ModelConfig
-    from trainctl.plan.deepspeed_rules import Surroundings
-    from trainctl.plan.deepspeed_schema import Schema
+from trainctl.hardware import resolve_hardware
+from trainctl.plan.deepspeed_rules import Surroundings, check
+from trainctl.plan.deepspeed_schema import Schema, load, versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +43,6 @@ def check_file(path: Path, around: Surroundings) -> CheckedFile:
     Raises:
         TrainctlError: The file cannot be read at all.
     """
-    from trainctl.config.json_file import read_json
-    from trainctl.plan.deepspeed_rules import check
-    from trainctl.plan.deepspeed_schema import load, versions
-
     document = read_json(path)
     installed = installed_deepspeed()
     schema = load(installed if installed in versions() else None)
@@ -69,8 +65,6 @@ def surroundings(
     Raises:
         TrainctlError: Something else is overridden, or the model cannot be read.
     """
-    from trainctl.plan.deepspeed_rules import Surroundings
-
     others = [text for text in overrides if not text.startswith(("hardware=", "hardware."))]
     if others:
         raise TrainctlError(
@@ -79,9 +73,6 @@ def surroundings(
         )
     nodes, devices, accelerator = 1, None, None
     if overrides:
-        from trainctl.cli.planning import compose
-        from trainctl.hardware import resolve_hardware
-
         hardware = resolve_hardware(compose(overrides, None).config.hardware)
         nodes, devices = hardware.nodes, hardware.devices_per_node
         accelerator = hardware.accelerator
@@ -106,9 +97,6 @@ def installed_deepspeed() -> str:
 
 
 def _shape(directory: Path) -> ModelConfig:
-    from trainctl.config.hf import fill_from_directory
-    from trainctl.config.schema import ModelConfig
-
     return fill_from_directory(ModelConfig(name="hf", path=str(directory)))
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trainctl.config.codec import to_plain
+from trainctl.config.compose import Composed
+from trainctl.config.derived import Derived
+from trainctl.config.keys import leaf_of, leaves, sections
+from trainctl.config.suggest import nearest
 from trainctl.errors import TrainctlError
-
-if TYPE_CHECKING:
-    from trainctl.config.compose import Composed
-    from trainctl.config.derived import Derived
-    from trainctl.plan.types import RunPlan
+from trainctl.plan.deepspeed import flatten
+from trainctl.plan.types import RunPlan
+from trainctl.planner.influence import depending_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +93,6 @@ def explain(key: str, composed: Composed, plan: RunPlan | None) -> Explanation |
     Returns:
         None if there is no such key or quantity.
     """
-    from trainctl.config.codec import to_plain
-    from trainctl.config.keys import leaf_of, leaves
-
     derived = {item.key: item for item in plan.derived} if plan else {}
     own = derived.get(key)
     leaf = leaf_of(tuple(key.split(".")))
@@ -124,8 +124,6 @@ def explain(key: str, composed: Composed, plan: RunPlan | None) -> Explanation |
 
 
 def _value(composed: Composed, key: str) -> Any:
-    from trainctl.config.codec import to_plain
-
     node = to_plain(composed.config)
     for name in key.split("."):
         node = node[name]
@@ -138,10 +136,6 @@ def _sources(own: Derived, composed: Composed, plan: RunPlan | None) -> tuple[Ex
 
 
 def _became(key: str, plan: RunPlan) -> dict[str, dict[str, Any]]:
-    from trainctl.config.codec import to_plain
-    from trainctl.plan.deepspeed import flatten
-    from trainctl.planner.influence import depending_on
-
     settings = {name for name, _ in flatten(plan.deepspeed)}
     items = depending_on(key, plan)
     became = {
@@ -157,9 +151,6 @@ def _text(value: Any) -> str:
 
 def unknown(key: str, composed: Composed, plan: RunPlan | None) -> TrainctlError:
     """The error for a key that does not exist, with what was perhaps meant."""
-    from trainctl.config.keys import leaves, sections
-    from trainctl.config.suggest import nearest
-
     if key in sections():
         inside = [name for name in leaves() if name.startswith(f"{key}.")]
         return TrainctlError(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainctl.cli.console import say
 from trainctl.errors import ExitCode, TrainctlError
-
-if TYPE_CHECKING:
-    from trainctl.plan.types import RunPlan
-    from trainctl.runs.checkpoints import CheckpointInfo
-    from trainctl.runs.layout import RunPaths
+from trainctl.plan.extension import change_of_rate, miscounts_tokens, step_before_decay
+from trainctl.plan.sample_order import changes_of_order
+from trainctl.plan.types import RunPlan
+from trainctl.runs.checkpoints import CheckpointInfo, list_checkpoints
+from trainctl.runs.directory import last_attempt, read_plan
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import read_manifest
+from trainctl.runs.records import read_events
 
 
 def compare_with_checkpoint(run: RunPaths, checkpoint: CheckpointInfo, made: RunPlan) -> None:
@@ -25,10 +26,6 @@ def compare_with_checkpoint(run: RunPaths, checkpoint: CheckpointInfo, made: Run
         TrainctlError: The plan makes a stable phase longer, and the checkpoint lies behind its end
             (exit code 5); names the step to go back to.
     """
-    from trainctl.plan.extension import change_of_rate, miscounts_tokens, step_before_decay
-    from trainctl.runs.checkpoints import list_checkpoints
-    from trainctl.runs.directory import last_attempt, read_plan
-
     file = run.attempt(checkpoint.attempt or last_attempt(run)).plan
     if not file.is_file():
         return
@@ -64,10 +61,6 @@ def compare_with_checkpoint(run: RunPaths, checkpoint: CheckpointInfo, made: Run
 
 def _say_order(run: RunPaths, checkpoint: CheckpointInfo, before: RunPlan, made: RunPlan) -> None:
     """Say what the plan does to the order of the samples."""
-    from trainctl.plan.sample_order import changes_of_order
-    from trainctl.runs.manifest import read_manifest
-    from trainctl.runs.records import read_events
-
     starts = read_events(run.events, "start")
     if not starts:
         return

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainctl.cli.console import say
 from trainctl.cli.meter import Meter
+from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
-
-if TYPE_CHECKING:
-    from trainctl.config.schema import RunConfig
-    from trainctl.runs.layout import RunPaths
+from trainctl.plan.identity import check_model, check_optimizer
+from trainctl.runs.attempts import config_of
+from trainctl.runs.checkpoints import checkpoint_folders, list_checkpoints, own_id
+from trainctl.runs.directory import newest_run, open_run
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import is_old, read_manifest, verify_files
 
 
 def open_or_newest(path: Path | None) -> RunPaths:
@@ -21,8 +23,6 @@ def open_or_newest(path: Path | None) -> RunPaths:
     Raises:
         TrainctlError: It is not a run, or there is none (exit code 5).
     """
-    from trainctl.runs.directory import newest_run, open_run
-
     return newest_run() if path is None else open_run(path)
 
 
@@ -52,9 +52,6 @@ def choose_checkpoint(run: RunPaths, meter: Meter, *, step: int | None, best: bo
 
 def _candidates(run: RunPaths, *, step: int | None, best: bool) -> list[Path]:
     """Folders to try in turn."""
-    from trainctl.runs.attempts import config_of
-    from trainctl.runs.checkpoints import list_checkpoints
-
     if step is not None or not best:
         return [path for _, path in reversed(select(run, None if step is None else [step]))]
     metric = config_of(run).checkpoint.best_of or "loss"
@@ -77,8 +74,6 @@ def select(run: RunPaths, steps: Sequence[int] | None = None) -> list[tuple[int,
     Raises:
         TrainctlError: There is none, or none of one of the steps (exit code 5).
     """
-    from trainctl.runs.checkpoints import checkpoint_folders
-
     alone = checkpoint_folders(run, weights_only=True)
     folders = sorted([*alone, *checkpoint_folders(run)], key=lambda item: item[0])
     if not folders:
@@ -100,9 +95,6 @@ def check_goes_on(config: RunConfig, path: Path) -> None:
     Raises:
         TrainctlError: It is of another one, or gone or damaged by now (exit code 5).
     """
-    from trainctl.plan.identity import check_model, check_optimizer
-    from trainctl.runs.manifest import is_old, read_manifest
-
     try:
         manifest = read_manifest(path)
     except ValueError as error:
@@ -120,9 +112,6 @@ def check_goes_on(config: RunConfig, path: Path) -> None:
 
 def verify(run: RunPaths, path: Path, meter: Meter) -> list[str]:
     """What is wrong with a checkpoint of a run, having read every byte of it; empty if intact."""
-    from trainctl.runs.checkpoints import own_id
-    from trainctl.runs.manifest import read_manifest, verify_files
-
     try:
         manifest = read_manifest(path, own_id(run))
     except ValueError as error:

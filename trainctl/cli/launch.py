@@ -54,8 +54,9 @@ def launch(
     Examples: trainctl launch recipe=tiny training.steps=200 optimizer.lr=1e-3;
     trainctl launch script=train.py recipe=7b-zero3 -- --its --own arguments
     """
-    from trainctl.cli import start
     from trainctl.cli.planning import compose
+    from trainctl.cli.resume import resume_run
+    from trainctl.cli.start import start_run
     from trainctl.config.user_code import with_words
     from trainctl.runs.directory import is_run
 
@@ -65,7 +66,7 @@ def launch(
             raise TrainctlError("--resume auto needs --run-dir, the directory to look in")
         if is_run(run_dir):
             # A scheduler repeats the whole command, so it composes as the first launch did.
-            start.resume_run(
+            resume_run(
                 run_dir,
                 lambda _: with_words(compose(overrides, config_dir), words),
                 dry_run=dry_run,
@@ -76,7 +77,7 @@ def launch(
             )
             return
     composed = with_words(compose(overrides, config_dir), words)
-    start.start_run(
+    start_run(
         composed,
         run_dir=run_dir,
         dry_run=dry_run,
@@ -116,7 +117,7 @@ def resume(
 
     Examples: trainctl resume; trainctl resume runs/NAME training.steps=400
     """
-    from trainctl.cli import start
+    from trainctl.cli.resume import resume_run
     from trainctl.config.compose import recompose
     from trainctl.config.user_code import with_words
     from trainctl.runs.directory import newest_run
@@ -126,7 +127,7 @@ def resume(
         raise TrainctlError("--step and --from-start name two places", hint="leave one of them out")
     target, overrides = split_target(run)
     root = Path(target) if target is not None else newest_run().root
-    start.resume_run(
+    resume_run(
         root,
         lambda before: with_words(recompose(before, overrides, config_dir=config_dir), words),
         dry_run=dry_run,

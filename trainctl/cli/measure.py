@@ -15,16 +15,23 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from trainctl.cli.console import print_json, put, rich_console, say
+from trainctl.cli.planning import compose, plan
 from trainctl.errors import ExitCode, TrainctlError
-
-if TYPE_CHECKING:
-    from trainctl.hardware.calibration import Calibration
-    from trainctl.runs.records import Event
+from trainctl.hardware.calibration import (
+    Calibration,
+    calibration_file,
+    device_name,
+    installed_torch,
+    with_calibration,
+)
+from trainctl.runs.atomic import write_json
+from trainctl.runs.processes import die_with_parent
+from trainctl.runs.records import Event
 
 STEPS = 2
 """The first allocates what stays, the second has all of it."""
@@ -60,10 +67,6 @@ def measure(
     Raises:
         TrainctlError: The configuration cannot be launched here; the launch has said why.
     """
-    from trainctl.cli.planning import compose, plan
-    from trainctl.hardware.calibration import calibration_file, device_name, with_calibration
-    from trainctl.runs.atomic import write_json
-
     # All errors of the configuration before anything starts; without what was measured before.
     planned = plan(compose(_short(overrides), config_dir), with_files=True, calibrated=False)
     if planned.errors_but_fit or (planned.errors and not force):
@@ -104,8 +107,6 @@ def _short(overrides: Sequence[str]) -> list[str]:
 
 def _train(overrides: Sequence[str], config_dir: Path | None, *, force: bool) -> Event:
     """The record of the memory of a short run; nothing of the run is left."""
-    from trainctl.runs.processes import die_with_parent
-
     ends_with_us = partial(die_with_parent, os.getpid(), death_signal=signal.SIGTERM)
     with tempfile.TemporaryDirectory(prefix="trainctl-measure-") as folder:
         run = Path(folder) / "run"
@@ -191,8 +192,6 @@ def _calibration(
     record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], device: str, world_size: int
 ) -> Calibration:
     """What no formula gives, from the measured peaks."""
-    from trainctl.hardware.calibration import Calibration, installed_torch
-
     peaks = record["measured"]
     allocated, reserved = peaks["allocated_peak_bytes"], peaks["reserved_peak_bytes"]
     if allocated is None:

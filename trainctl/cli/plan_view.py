@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from trainctl.cli.console import put, short_count
-
-if TYPE_CHECKING:
-    from trainctl.config.schema import RunConfig
-    from trainctl.plan.types import RunPlan
+from trainctl.config.schema import RunConfig, WeightsKind
+from trainctl.config.special_tokens import tokenizer_facts
+from trainctl.config.user_code import functions
+from trainctl.errors import TrainctlError
+from trainctl.plan.deepspeed import flatten
+from trainctl.plan.groups import parameter_groups
+from trainctl.plan.shapes import count_parameters
+from trainctl.plan.types import RunPlan
 
 GROUPS_SHOWN = 8
 """Parameter groups that are listed; with a learning rate for each block there are very many."""
@@ -31,9 +34,6 @@ def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
     In brief without the latter, so that plan and budget fit a screen of 24 lines. Settings of
     DeepSpeed's JSON are left to `trainctl config deepspeed` and `config why`.
     """
-    from trainctl.plan.deepspeed import flatten
-    from trainctl.plan.shapes import count_parameters
-
     config, batch, mesh = plan.config, plan.batch, plan.mesh
     parameters = count_parameters(config.model).total
     axes = {name: getattr(mesh, name) for name in ("data", "tensor", "pipeline", "sequence")}
@@ -76,8 +76,6 @@ def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
 
 def _weights(config: RunConfig) -> Iterator[str]:
     """Where the weights of step 0 come from."""
-    from trainctl.config.schema import WeightsKind
-
     model = config.model
     if not config.trains_itself:
         return
@@ -91,9 +89,6 @@ def _weights(config: RunConfig) -> Iterator[str]:
 
 def _tokenizer(config: RunConfig) -> Iterator[str]:
     """Its ids, and what ends a document; nothing where its files cannot be read."""
-    from trainctl.config.special_tokens import tokenizer_facts
-    from trainctl.errors import TrainctlError
-
     tokenizer = config.tokenizer
     if not config.trains_itself:
         return
@@ -106,8 +101,6 @@ def _tokenizer(config: RunConfig) -> Iterator[str]:
 
 def _groups(plan: RunPlan, most: int) -> Iterator[str]:
     """The optimizer's parameter groups, with what they hold."""
-    from trainctl.plan.groups import parameter_groups
-
     config = plan.config
     if not config.trains_itself:
         return
@@ -125,8 +118,6 @@ def _groups(plan: RunPlan, most: int) -> Iterator[str]:
 
 def _users_code(config: RunConfig) -> Iterator[str]:
     """The user's own script and functions, as they will be called."""
-    from trainctl.config.user_code import functions
-
     if config.script is not None:
         yield shlex.join([config.script, *config.script_arguments])
     for key, reference in functions(config):

@@ -147,12 +147,13 @@ def compose_target(
         TrainctlError: The configuration is wrong, the run has no such attempt (exit code 5), or
             `attempt` is given without a run.
     """
-    from trainctl.runs.attempts import find_attempt
+    if target is not None:
+        from trainctl.runs.attempts import find_attempt
 
-    found = find_attempt(Path(target)) if target is not None else None
-    if found is not None:
-        run, named = found
-        return _compose_run(run, named if attempt is None else attempt, overrides, config_dir)
+        found = find_attempt(Path(target))
+        if found is not None:
+            run, named = found
+            return _compose_run(run, named if attempt is None else attempt, overrides, config_dir)
     if attempt is not None:
         raise TrainctlError("--attempt N is of a run", hint="name its directory: runs/NAME")
     if target is None:

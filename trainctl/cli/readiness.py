@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainctl.cli.planning import Planned, name_sources
 from trainctl.errors import Finding
-
-if TYPE_CHECKING:
-    from trainctl.plan.types import RunPlan
+from trainctl.launch.choose import check, has_scheduler
+from trainctl.launch.schedulers import missing_tool
+from trainctl.options.launcher import spec_of
+from trainctl.plan.types import RunPlan
 
 
 def machine_findings(planned: Planned, made: RunPlan, folder: Path) -> list[Finding]:
@@ -17,9 +17,6 @@ def machine_findings(planned: Planned, made: RunPlan, folder: Path) -> list[Find
 
     With `launcher=ssh` the hosts are asked.
     """
-    from trainctl.launch.choose import check
-    from trainctl.launch.schedulers import missing_tool
-
     found = check(made, folder, checkpoint_bytes(planned))
     return name_sources(planned.composed, [*missing_tool(made.config), *found])
 
@@ -38,9 +35,6 @@ def can_launch(planned: Planned, folder: Path) -> tuple[bool | None, str]:
         The verdict, None where it is too close to tell or hangs on other hosts; and the reason of
         one that is not True.
     """
-    from trainctl.launch.choose import has_scheduler
-    from trainctl.options.launcher import spec_of
-
     made, budget = planned.assessment.plan, planned.assessment.budget
     if made is None or budget is None or planned.errors:
         return False, planned.errors[0].message

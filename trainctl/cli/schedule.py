@@ -83,7 +83,7 @@ def _document(plan: RunPlan, points: list[Point]) -> dict[str, object]:
 
     return {
         "schema": 1,
-        "kind": plan.config.schedule.kind.value,
+        "kind": plan.config.schedule.kind,
         "unit": plan.config.schedule.unit.value,
         "total_steps": plan.total_steps,
         "warmup_steps": plan.warmup_steps,
@@ -117,7 +117,7 @@ def _drawing(plan: RunPlan, points: list[Point]) -> str:
 
 def _phases(plan: RunPlan) -> list[str]:
     """Where the curve turns, one line each."""
-    from trainctl.config.schema import ScheduleKind
+    from trainctl.options.schedule import WithPatience
     from trainctl.plan.schedule import Curve
 
     curve, total, peak = Curve.of(plan), plan.total_steps, plan.peak_lr
@@ -146,8 +146,8 @@ def _phases(plan: RunPlan) -> list[str]:
     ]
     if len(curve.turns) > len(turns):
         lines.append(f"  and {len(curve.turns) - len(turns):,} turns more")
-    if plan.config.schedule.kind is ScheduleKind.plateau:
-        schedule = plan.config.schedule
+    schedule = plan.config.schedule
+    if isinstance(schedule, WithPatience):
         lines.append(
             f"  x {schedule.step_factor:g} after every {schedule.plateau_patience} evaluations"
             f" without a lower held-out loss, not below {peak * curve.floor:.4g}"

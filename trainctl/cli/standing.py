@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trainctl.config.codec import to_plain
+from trainctl.config.diff import Change, diff
+from trainctl.config.secrets import redact_setting
 from trainctl.errors import Finding, Severity, TrainctlError
-
-if TYPE_CHECKING:
-    from trainctl.config.diff import Change
-    from trainctl.runs.attempts import Standing
-    from trainctl.runs.layout import RunPaths
+from trainctl.runs.attempts import Standing, config_of, edited_by_hand
+from trainctl.runs.layout import RunPaths
 
 EDITED, FAILED_AT_START = "TC045", "TC046"
 
@@ -34,15 +34,10 @@ def changes_text(changes: Sequence[Change]) -> str:
 
 
 def _shown(key: str, value: Any) -> str:
-    from trainctl.config.codec import to_plain
-    from trainctl.config.secrets import redact_setting
-
     return redact_setting(f"{key}={to_plain(value)}").partition("=")[2]
 
 
 def _edited(run: RunPaths) -> list[Finding]:
-    from trainctl.runs.attempts import edited_by_hand
-
     hint = f"give it as an override: trainctl resume {run.root}"
     try:
         changes = edited_by_hand(run)
@@ -62,9 +57,6 @@ def _edited(run: RunPaths) -> list[Finding]:
 
 
 def _failed(run: RunPaths, standing: Standing) -> list[Finding]:
-    from trainctl.config.diff import diff
-    from trainctl.runs.attempts import config_of
-
     found = []
     taken = config_of(run, standing.number) if standing.failed else None
     for number, how in standing.failed.items():

@@ -145,7 +145,7 @@ def _go_on(
 def _plan_again(item: Left, record: Sweep, *, force: bool) -> RunPlan:
     """The plan of what is left of a run, by its own directory if it is there."""
     from trainctl.cli.planning import compose
-    from trainctl.cli.start import require_nothing_saved
+    from trainctl.cli.resume import require_nothing_saved
     from trainctl.config.compose import recompose
     from trainctl.launch import program
     from trainctl.runs.attempts import config_of

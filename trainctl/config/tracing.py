@@ -18,7 +18,7 @@ from typing import Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.schema import ModelFamily, RunConfig
-from trainctl.errors import Finding, TrainctlError
+from trainctl.errors import ExitCode, Finding, TrainctlError
 
 SECONDS = 600
 """Far more than the trace of any model takes; code of a directory's own may do anything."""
@@ -104,7 +104,8 @@ def _failed(config: RunConfig, why: str) -> TrainctlError:
 
 
 def _finding(told: dict[str, Any]) -> Finding:
-    return Finding(**{name: told[name] for name in ("rule", "key", "message", "hint")})
+    texts = {name: told[name] for name in ("rule", "key", "message", "hint")}
+    return Finding(**texts, exit_code=ExitCode(told["exit_code"]))
 
 
 def _key(config: RunConfig, folder: Path) -> str:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from trainctl.config.layers import Layer
 from trainctl.config.literals import literal_secrets
-from trainctl.config.schema import RunConfig, ScheduleKind
+from trainctl.config.registry import load
+from trainctl.config.schema import RunConfig
 from trainctl.config.suggest import did_you_mean, nearest
 from trainctl.errors import Finding, Severity, TrainctlError
 
@@ -276,7 +277,8 @@ def not_applied(composed: Composed) -> list[Finding]:
                 source=composed.source_of("script_arguments"),
             )
         )
-    steady = config.schedule.kind is ScheduleKind.constant and config.schedule.warmup_steps == 0
+    schedule = config.schedule
+    steady = load("schedule", schedule.kind).is_flat and schedule.warmup_steps == 0
     if not steady and "scheduler" not in config.deepspeed:
         findings.append(
             Finding(

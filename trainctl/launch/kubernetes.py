@@ -20,17 +20,17 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainctl.config.schema import Accelerator, RunConfig
+from trainctl.config.references import references
+from trainctl.config.schema import Accelerator
 from trainctl.config.secrets import REDACTED
 from trainctl.errors import Finding, TrainctlError
-from trainctl.hardware import Hardware
 from trainctl.launch import program
 from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
+from trainctl.launch.refusals.kubernetes import check_config
 from trainctl.launch.rendered import Rendered
 from trainctl.launch.schedulers import run_tool
 from trainctl.launch.variables import rank_variables
-from trainctl.launch.words import check_words
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.kubernetes import KubernetesApi, KubernetesConfig
 from trainctl.plan.types import RunPlan
@@ -42,7 +42,7 @@ from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
 from trainctl.runs.status import State, Status, write_status
 
 MANIFEST = "manifest.yaml"
-NO_IMAGE, NOT_MOUNTED, BAD_NAME = "TC164", "TC165", "TC166"
+NOT_MOUNTED = "TC165"
 RESTART_VARIABLE = "TRAINCTL_RESTART"
 """Set in each pod: how often the controller has started all pods again."""
 
@@ -53,7 +53,6 @@ _NAME_LENGTH = 40
 """Of a job's: the names of its pods, which are host names, are longer and end at 63."""
 _GRACE_MARGIN_SECONDS = 30
 _RESOURCES = {Accelerator.cuda: "nvidia.com/gpu", Accelerator.rocm: "amd.com/gpu"}
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
@@ -73,56 +72,11 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return findings
 
 
-def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """The same, as far as the configuration tells: all but where the run is."""
-    launcher = section_of(config, KubernetesConfig)
-    findings = []
-    if launcher.kubernetes_image is None:
-        findings.append(
-            Finding(
-                rule=NO_IMAGE,
-                key="launcher.kubernetes_image",
-                message="launcher=kubernetes needs an image that has trainctl",
-                hint="launcher.kubernetes_image=REGISTRY/NAME:TAG",
-            )
-        )
-    names = {
-        "kubernetes_namespace": launcher.kubernetes_namespace,
-        "kubernetes_queue": launcher.kubernetes_queue,
-        "kubernetes_secret": launcher.kubernetes_secret,
-        "kubernetes_service_account": launcher.kubernetes_service_account,
-    }
-    labels = [*names.items(), *(("kubernetes_claims", name) for name in launcher.kubernetes_claims)]
-    for key, value in labels:
-        if value is not None and not _LABEL.fullmatch(value):
-            findings.append(
-                Finding(
-                    rule=BAD_NAME,
-                    key=f"launcher.{key}",
-                    message=f"launcher.{key}: {value!r} is no name of Kubernetes",
-                    hint="lower-case letters, digits, - and .",
-                )
-            )
-    findings += check_words([("launcher.kubernetes_image", launcher.kubernetes_image)])
-    if launcher.kubernetes_secret is None:
-        findings += [
-            Finding(
-                rule=program.UNSET,
-                key="launcher.kubernetes_secret",
-                message=f"nothing gives the pods {name}, which ${{oc.env:{name}}} stands for",
-                hint=f"kubectl create secret generic NAME --from-literal={name}=..., and "
-                "launcher.kubernetes_secret=NAME",
-            )
-            for name in program.references(config)
-        ]
-    return findings
-
-
 def render(start: Start) -> Rendered:
     """The manifest and the command that applies it. Pure."""
     plan, run, attempt = start.plan, start.run, start.attempt
     # Only the pods know what the configuration refers to.
-    unknown = dict.fromkeys(program.references(plan.config), REDACTED)
+    unknown = dict.fromkeys(references(plan.config), REDACTED)
     start = replace(start, environment={**start.environment, **unknown})
     kinds = {KubernetesApi.jobset: _job_set, KubernetesApi.trainjob: _train_job}
     manifest = kinds[_section(plan).kubernetes_api](plan, run, attempt, job_name(run))
@@ -209,7 +163,7 @@ def _variables(plan: RunPlan) -> list[dict[str, Any]]:
         {"name": "TRAINCTL_NODE", "valueFrom": {"fieldRef": {"fieldPath": index}}},
         *(
             {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
-            for name in program.references(plan.config)
+            for name in references(plan.config)
             if (secret := _section(plan).kubernetes_secret) is not None
         ),
     ]

@@ -6,29 +6,22 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from trainctl.config.quantities import disk_text
-from trainctl.config.schema import Accelerator, RunConfig
+from trainctl.config.schema import Accelerator
 from trainctl.engines import declared
 from trainctl.errors import ExitCode, Finding, TrainctlError
-from trainctl.hardware import Hardware
 from trainctl.hardware.health import preflight
 from trainctl.launch import program
-from trainctl.launch.agents import OneProcess
+from trainctl.launch.attempts import run_attempts, start_one_agent
 from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
-from trainctl.launch.processes import start_agent
 from trainctl.launch.rendered import Rendered
-from trainctl.launch.restarts import run_with_restarts
-from trainctl.launch.stop import Stop
-from trainctl.launch.supervise import Attempt, supervise
 from trainctl.launch.variables import rank_variables
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.directory import run_id
-from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import RunTag, sweep
 
@@ -59,11 +52,6 @@ def render(start: Start) -> Rendered:
         port=plan.config.launcher.port,
     )
     return Rendered(command=command, commands=(node.argv,))
-
-
-def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """What can be said without looking at a machine: nothing here."""
-    return []
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
@@ -100,43 +88,13 @@ def run_launch(launch: Launch) -> Outcome:
     Raises:
         TrainctlError: The run is in use (5), or its disk has no space for a checkpoint (4).
     """
-    run, plan, launcher = launch.run, launch.plan, launch.plan.config.launcher
+    run = launch.run
     if launch.checkpoint_bytes is not None:
         require_space(run.root, launch.checkpoint_bytes)
-    with hold(run) as lock:
-        identity = run_id(run)
+    with hold(run):
         # Only after the launcher and the agent of an earlier attempt were killed at one blow.
-        sweep(RunTag(identity, run.root), grace_seconds=_LEFTOVER_GRACE_SECONDS)
-
-        def run_one(attempt: AttemptPaths, plan: RunPlan, stop: Stop) -> Outcome:
-            begun = launch.start(attempt, plan)
-            rendered = render(begun)
-            rendered.write(attempt)
-            (node,) = rendered.command.nodes
-            tag = RunTag(identity, run.root, attempt.number)
-            log = attempt.agent_log(0)
-
-            def start() -> OneProcess:
-                process = start_agent(
-                    node.argv,
-                    tag=replace(tag, node=0),
-                    environment=node.environment,
-                    log=log,
-                    lock=lock,
-                    folder=begun.folder,
-                )
-                return OneProcess(process, log, "the agent", node=0)
-
-            return supervise(
-                Attempt(run, attempt, tag, ranks=plan.mesh.world_size),
-                start,
-                launch.on_event,
-                stop,
-                grace_seconds=launcher.grace_seconds,
-            )
-
-        with Stop.of_launch(run, plan) as stop:
-            return run_with_restarts(launch, stop, run_one)
+        sweep(RunTag(run_id(run), run.root), grace_seconds=_LEFTOVER_GRACE_SECONDS)
+        return run_attempts(launch, render=render, start=start_one_agent).outcome
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:

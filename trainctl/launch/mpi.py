@@ -11,28 +11,21 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from trainctl.config.hosts import HOST_NAME_HINT, is_host_name
-from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding
-from trainctl.hardware import Hardware
 from trainctl.launch import program
-from trainctl.launch.agents import OneProcess
+from trainctl.launch.attempts import run_attempts, start_program
 from trainctl.launch.local import require_space
 from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
-from trainctl.launch.processes import start_tied
+from trainctl.launch.refusals.mpi import check_config, hosts_in
 from trainctl.launch.rendered import Rendered
-from trainctl.launch.step import run_steps
 from trainctl.launch.variables import rank_variables
-from trainctl.launch.words import UNSAFE_WORD
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.mpi import MpiConfig, MpiFlavor
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
-from trainctl.runs.layout import AttemptPaths
-from trainctl.runs.processes import RunTag
 
-NO_PROGRAM, FEW_HOSTS = "TC162", "TC163"
+NO_PROGRAM = "TC162"
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
@@ -50,50 +43,6 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
             )
         )
     return [*findings, *check_config(plan.config, plan.hardware)]
-
-
-def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """Whether the hostfile names enough hosts, and nothing else."""
-    launcher, nodes = section_of(config, MpiConfig), hardware.nodes
-    findings: list[Finding] = []
-    if launcher.mpi_hostfile is not None:
-        path = Path(launcher.mpi_hostfile)
-        if not path.is_file():
-            message = f"there is no file {path}"
-            return [Finding(rule=FEW_HOSTS, key="launcher.mpi_hostfile", message=message)]
-        names = _named(path.read_text(encoding="utf-8", errors="replace"))
-        findings += [
-            Finding(
-                rule=UNSAFE_WORD,
-                key="launcher.mpi_hostfile",
-                message=f"{path}: {name!r} is not a host name",
-                hint=HOST_NAME_HINT,
-            )
-            for name in names
-            if not is_host_name(name.strip("[]"))
-        ]
-        if len(names) < nodes:
-            findings.append(
-                Finding(
-                    rule=FEW_HOSTS,
-                    key="launcher.mpi_hostfile",
-                    message=f"{path} names {len(names)} hosts, and the plan is for {nodes}",
-                    hint=f"name {nodes} hosts, or hardware.nodes={len(names)}",
-                )
-            )
-    return findings
-
-
-def hosts_in(text: str) -> list[str]:
-    """The hosts of a hostfile: `HOST slots=N` of Open MPI, `HOST:N` of MPICH."""
-    return [name.rpartition("@")[2] for name in _named(text)]
-
-
-def _named(text: str) -> list[str]:
-    """The same, each with its user if the file has one."""
-    lines = (line.partition("#")[0].split() for line in text.splitlines())
-    names = [words[0] for words in lines if words]
-    return [name.partition(":")[0] if name.count(":") == 1 else name for name in names]
 
 
 def render(start: Start, *, hosts: Sequence[str] = ()) -> Rendered:
@@ -150,17 +99,5 @@ def run_launch(launch: Launch) -> Outcome:
         require_space(launch.run.root, launch.checkpoint_bytes)
     hostfile = section_of(launch.plan.config, MpiConfig).mpi_hostfile
     hosts = hosts_in(Path(hostfile).read_text(encoding="utf-8")) if hostfile is not None else []
-    return run_steps(launch, render=partial(render, hosts=hosts), start=_start).outcome
-
-
-def _start(rendered: Rendered, attempt: AttemptPaths, tag: RunTag, lock: int) -> OneProcess:
-    log = attempt.logs / "mpirun.log"
-    process = start_tied(
-        rendered.commands[0],
-        tag=tag,
-        environment=rendered.command.nodes[0].environment,
-        log=log,
-        lock=lock,
-        death_signal=signal.SIGTERM,
-    )
-    return OneProcess(process, log, "mpirun")
+    start = partial(start_program, name="mpirun", death_signal=signal.SIGTERM)
+    return run_attempts(launch, render=partial(render, hosts=hosts), start=start).outcome

@@ -17,16 +17,15 @@ from trainctl.config.secrets import REDACTED, resolve_variables
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch import kubernetes
 from trainctl.launch.agents import OneProcess
+from trainctl.launch.attempts import Begun, run_attempts, start_one_agent
 from trainctl.launch.order import Launch
-from trainctl.launch.processes import start_agent
 from trainctl.launch.rendered import Rendered
-from trainctl.launch.step import run_steps
 from trainctl.runs.atomic import write_json
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.command import NodeCommand, read_command
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.processes import NODE_VARIABLE, RunTag
+from trainctl.runs.processes import NODE_VARIABLE
 
 _WAIT_SECONDS = 600.0
 """For the first pod to have made the attempt: its image may still be pulled."""
@@ -67,20 +66,12 @@ def _launch(run: RunPaths, attempt: AttemptPaths) -> int:
         write_json(attempt.root / READY, {"done": True})
         return 0
 
-    def start(rendered: Rendered, attempt: AttemptPaths, tag: RunTag, lock: int) -> OneProcess:
-        node = rendered.command.nodes[0]
-        log = attempt.agent_log(0)
-        process = start_agent(
-            node.argv,
-            tag=RunTag(tag.run_id, tag.directory, tag.attempt, 0),
-            environment=node.environment,
-            log=log,
-            lock=lock,
-        )
+    def start(begun: Begun) -> OneProcess:
+        agent = start_one_agent(begun)
         write_json(attempt.root / READY, {"done": False})
-        return OneProcess(process, log, "the agent", node=0)
+        return agent
 
-    outcome = run_steps(
+    outcome = run_attempts(
         Launch(run=run, attempt=attempt, plan=plan, on_event=lambda _: None, in_users_folder=False),
         render=lambda start: Rendered(command=kubernetes.pod_command(start), commands=()),
         start=start,

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainctl.config.references import references
 from trainctl.config.schema import Accelerator, RunConfig
-from trainctl.config.secrets import is_kept, is_plain_variable, names_in, secret_words
+from trainctl.config.secrets import is_plain_variable
 from trainctl.config.user_code import functions, has_own_config
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.types import RunPlan
@@ -16,9 +17,6 @@ from trainctl.runs.layout import AttemptPaths, RunPaths
 
 if TYPE_CHECKING:
     from trainctl.launch.order import Start
-
-UNSET = "TC168"
-"""The rule of a variable that a start would not find."""
 
 CONFIG_VARIABLE = "TRAINCTL_DEEPSPEED_CONFIG"
 PLAN_VARIABLE = "TRAINCTL_PLAN"
@@ -67,14 +65,6 @@ def hidden_variables(config: RunConfig) -> tuple[str, ...]:
     return tuple(
         sorted(name for name in names if not is_plain_variable(name, launcher.plain_environment))
     )
-
-
-def references(config: RunConfig) -> list[str]:
-    """Variables that a start needs the values of, as the configuration refers to them."""
-    words = config.script_arguments
-    texts = [word for word, used in zip(words, secret_words(words), strict=True) if used]
-    texts += config.launcher.environment.values()
-    return sorted({name for text in texts if is_kept(text) for name in names_in(text)})
 
 
 def environment(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str]:

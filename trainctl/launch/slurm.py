@@ -22,21 +22,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, TrainctlError
-from trainctl.hardware import Hardware
 from trainctl.launch import program
 from trainctl.launch.agents import OneProcess
+from trainctl.launch.attempts import run_attempts, start_program
 from trainctl.launch.local import require_space
 from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
-from trainctl.launch.processes import start_tied
+from trainctl.launch.refusals.slurm import check_config
 from trainctl.launch.rendered import Rendered
 from trainctl.launch.schedulers import run_tool
 from trainctl.launch.slurm_script import SCRIPT, array_script, job_script
-from trainctl.launch.step import run_steps
 from trainctl.launch.variables import rank_variables
-from trainctl.launch.words import check_options, check_path, check_words
+from trainctl.launch.words import check_path
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.slurm import JOB_VARIABLE, SlurmConfig
 from trainctl.plan.types import RunPlan
@@ -45,7 +43,7 @@ from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.job import Job, write_job
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
-from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE, RunTag
+from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
 from trainctl.runs.status import State, Status, read_status, write_status
 
 _PORTS = range(20_000, 30_000)
@@ -55,27 +53,6 @@ _PORTS = range(20_000, 30_000)
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
     """What cannot be put into a job script, or is not what sbatch takes."""
     return [*check_config(plan.config, plan.hardware), *check_path(folder.absolute())]
-
-
-def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """The same, as far as the configuration tells."""
-    launcher = section_of(config, SlurmConfig)
-    words = {
-        "slurm_partition": launcher.slurm_partition,
-        "slurm_account": launcher.slurm_account,
-        "slurm_qos": launcher.slurm_qos,
-        "slurm_constraint": launcher.slurm_constraint,
-        "slurm_gres": launcher.slurm_gres,
-        "slurm_dependency": launcher.slurm_dependency,
-        "slurm_container": launcher.slurm_container,
-    }
-    lists = [("slurm_modules", word) for word in launcher.slurm_modules]
-    lists += [("slurm_container_mounts", word) for word in launcher.slurm_container_mounts]
-    named = [(f"launcher.{name}", value) for name, value in (*words.items(), *lists)]
-    return [
-        *check_words(named),
-        *check_options("launcher.slurm_options", launcher.slurm_options),
-    ]
 
 
 def render(start: Start, *, address: str | None = None) -> Rendered:
@@ -234,25 +211,13 @@ def run_launch(launch: Launch) -> Outcome:
             exit_code=ExitCode.environment,
         )
     address = _address(names[0]) if plan.hardware.nodes > 1 else None
-    ended = run_steps(launch, render=partial(render, address=address), start=_start)
+    start = partial(start_program, name="srun", death_signal=signal.SIGHUP, agents=Step)
+    ended = run_attempts(launch, render=partial(render, address=address), start=start)
     outcome = ended.outcome
     if outcome.exit_code == ExitCode.requeue and ended.is_cancelled:
         outcome = replace(outcome, exit_code=int(ExitCode.terminated))
         _set_status(run, outcome.state, outcome.exit_code, outcome.message)
     return outcome
-
-
-def _start(rendered: Rendered, attempt: AttemptPaths, tag: RunTag, lock: int) -> OneProcess:
-    log = attempt.logs / "srun.log"
-    process = start_tied(
-        rendered.commands[0],
-        tag=tag,
-        environment=rendered.command.nodes[0].environment,
-        log=log,
-        lock=lock,
-        death_signal=signal.SIGHUP,
-    )
-    return Step(process, log, "srun")
 
 
 @dataclass(frozen=True, slots=True)

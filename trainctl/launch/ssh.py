@@ -7,20 +7,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from trainctl.config.hosts import chosen_hosts
-from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding, TrainctlError
-from trainctl.hardware import Hardware
 from trainctl.launch import program
+from trainctl.launch.attempts import Begun, run_attempts
 from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.regroup import Regroup
 from trainctl.launch.remote import ssh
 from trainctl.launch.rendered import Rendered
-from trainctl.launch.restarts import run_with_restarts
 from trainctl.launch.site import Site, hosts_of, look, unasked
-from trainctl.launch.stop import Stop
-from trainctl.launch.supervise import Attempt, supervise
 from trainctl.launch.team import Team, sweep_hosts
 from trainctl.launch.variables import not_forwarded, rank_variables
 from trainctl.options.launcher import section_of
@@ -28,12 +23,10 @@ from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.directory import last_attempt, run_id
-from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import RunTag, sweep
 from trainctl.runs.records import EventWriter
-
-WRONG_HOSTS = "TC169"
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
@@ -46,33 +39,6 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     code_folder = program.folder(plan.config, run) if run.record.is_file() else None
     findings = look(plan, hosts_of(plan), folder, checkpoint_bytes, code_folder).findings
     return [*findings, *not_forwarded(plan, os.environ)]
-
-
-def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """What is wrong with the hosts by their names, and with the file that has them."""
-    launcher = section_of(config, SshConfig)
-    findings = [
-        Finding(
-            rule=WRONG_HOSTS,
-            key="launcher.hosts",
-            message=f"{name} is there twice: each node is another host",
-            hint="name each host once; hardware.devices_per_node says how many devices it has",
-        )
-        for name in sorted({name for name in launcher.hosts if launcher.hosts.count(name) > 1})
-    ]
-    if (
-        launcher.hostfile is not None
-        or launcher.include is not None
-        or launcher.exclude is not None
-    ):
-        try:
-            chosen_hosts(launcher, hardware.nodes, hardware.devices_per_node)
-        except TrainctlError as error:
-            key = "launcher.hosts" if launcher.hostfile is None else "launcher.hostfile"
-            findings.append(
-                Finding(rule=WRONG_HOSTS, key=key, message=error.message, hint=error.hint)
-            )
-    return findings
 
 
 def render(start: Start, *, site: Site | None = None) -> Rendered:
@@ -130,33 +96,22 @@ def run_launch(launch: Launch) -> Outcome:
 
     group = Regroup(launch, hosts, seen.site, on_wait)
     with hold(run):
-        identity = run_id(run)
-        everything = RunTag(identity, run.root)
+        everything = RunTag(run_id(run), run.root)
         sweep(everything, grace_seconds=0)
         if launch.attempt.number > 1:  # agents that an earlier launcher has lost may be there
             sweep_hosts(hosts, launcher, everything)
 
-        def run_one(attempt: AttemptPaths, plan: RunPlan, stop: Stop) -> Outcome:
-            begun = launch.start(attempt, plan)
-            rendered = render(begun, site=group.site)
-            rendered.write(attempt)
-            tag = RunTag(identity, run.root, attempt.number)
+        def start(begun: Begun) -> Team:
+            team = Team(run, begun.order.attempt, begun.tag, group.site.hosts, launcher)
+            team.start(begun.rendered.command.nodes, begun.order.folder or Path.cwd())
+            return team
 
-            def start() -> Team:
-                team = Team(run, attempt, tag, group.site.hosts, launcher)
-                team.start(rendered.command.nodes, begun.folder or Path.cwd())
-                return team
-
-            return supervise(
-                Attempt(run, attempt, tag, ranks=plan.mesh.world_size),
-                start,
-                launch.on_event,
-                stop,
-                grace_seconds=launcher.grace_seconds,
-            )
-
-        with Stop.of_launch(run, plan) as stop:
-            return run_with_restarts(launch, stop, run_one, group.plan_again)
+        return run_attempts(
+            launch,
+            render=lambda order: render(order, site=group.site),
+            start=start,
+            plan_again=group.plan_again,
+        ).outcome
 
 
 def _environment(start: Start, site: Site, node: int) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trainctl.config.references import references
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding, Severity
 from trainctl.launch import program
@@ -86,5 +87,5 @@ def rank_variables(
     if launcher.omp_num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(launcher.omp_num_threads)
     # For the words of a program's command line, which are resolved where it is started.
-    variables |= {name: shell[name] for name in program.references(plan.config) if name in shell}
+    variables |= {name: shell[name] for name in references(plan.config) if name in shell}
     return variables | resolve_variables(launcher.environment, shell)

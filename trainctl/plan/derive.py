@@ -15,12 +15,12 @@ from trainctl.config.schema import (
     PipelinePartition,
     RunConfig,
     ScheduleConfig,
-    ScheduleKind,
     TrainingConfig,
 )
 from trainctl.hardware import Hardware
+from trainctl.options.schedule import WithDecay, WithFloor, floor_ratio, spec_of
 from trainctl.plan.batches import Batches, BatchPhase
-from trainctl.plan.schedule import Curve, decay_length, floor_ratio, warmup_length
+from trainctl.plan.schedule import Curve, decay_length, warmup_length
 from trainctl.plan.stages import blocks_of_stages
 from trainctl.plan.types import Batch, Mesh
 
@@ -251,7 +251,7 @@ def derive_stable_steps(
     schedule: ScheduleConfig, total_steps: int, warmup_steps: int, batches: Batches
 ) -> Reasons:
     """Where the decay of `wsd` begins: a checkpoint there can be extended (`Curve`)."""
-    if schedule.kind is not ScheduleKind.wsd:
+    if not isinstance(schedule, WithDecay):
         return ()
     decay, why = decay_length(schedule, total_steps, batches)
     curve = Curve(
@@ -282,7 +282,7 @@ def derive_shape(
 ) -> Reasons:
     """What the schedule's kind settles where nobody typed it: its floor, and where it turns."""
     found = []
-    if schedule.floor_ratio is None and schedule.kind is not ScheduleKind.constant:
+    if isinstance(schedule, WithFloor) and schedule.floor_ratio is None:
         floor, why = floor_ratio(schedule)
         found.append(
             Derived(key="schedule.floor_ratio", value=floor, reason=why, sources=("schedule.kind",))
@@ -290,20 +290,16 @@ def derive_shape(
     curve = Curve(
         config=schedule, batches=batches, total_steps=total_steps, warmup_steps=warmup_steps
     )
-    turns = {
-        "drop_steps": (curve.milestones, "lower from the update after each"),
-        "restart_steps": (curve.restarts, "at the peak in the update after each"),
-    }
-    found += [
-        Derived(
-            key=key,
-            value=list(steps),
-            reason=f"schedule.kind={schedule.kind.value}, {why}",
-            sources=("schedule.kind",),
+    turns = spec_of(schedule).turns
+    if turns is not None and curve.turns:
+        found.append(
+            Derived(
+                key=turns.key,
+                value=list(curve.turns),
+                reason=f"schedule.kind={schedule.kind}, {turns.why}",
+                sources=("schedule.kind",),
+            )
         )
-        for key, (steps, why) in turns.items()
-        if steps
-    ]
     return tuple(found)
 
 

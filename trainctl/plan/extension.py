@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainctl.config.schema import ScheduleKind, ScheduleUnit
+from trainctl.config.schema import ScheduleUnit
+from trainctl.options.schedule import WithDecay
 from trainctl.plan.schedule import Curve
 from trainctl.plan.types import RunPlan
 
@@ -53,8 +54,7 @@ def step_before_decay(before: RunPlan, now: RunPlan, step: int) -> int | None:
     Returns:
         None if `step` is early enough, or nothing is asked that it is too late for.
     """
-    wsd = ScheduleKind.wsd
-    if before.config.schedule.kind is not wsd or now.config.schedule.kind is not wsd:
+    if not all(isinstance(plan.config.schedule, WithDecay) for plan in (before, now)):
         return None
     old, new = Curve.of(before), Curve.of(now)
     rises = new.factor(step) > old.factor(step) * (1 + SAME)

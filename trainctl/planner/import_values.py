@@ -32,13 +32,6 @@ NOT_PARAMETERS = ("torch_adam", "adam_w_mode")
 TORCH_WEIGHT_DECAY = 0.01
 """Default of torch.optim.AdamW, which `torch_adam` chooses; FusedAdam's is 0."""
 
-SCHEDULE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "WarmupLR": {"warmup_num_steps": 1000},
-    "WarmupDecayLR": {"warmup_num_steps": 1000, "warmup_max_lr": 1e-3},
-    "WarmupCosineLR": {"warmup_num_steps": 1000},
-}
-"""By DeepSpeed's name: what holds where nothing is said (runtime/lr_schedules.py)."""
-
 RECOMPUTE = "activation_checkpointing"
 """The same name in DeepSpeed's JSON and among the groups."""
 
@@ -202,29 +195,36 @@ def _schedule(case: Case, wanted: Wanted) -> None:
     if name is None:
         return
     wanted.taken.add("scheduler")
-    kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-    if name not in kinds:
+    spec = _schedule_of(name)
+    if spec is None:
         reason = "trainctl has no such schedule: choose an option of the group schedule"
         wanted.left_out.append(("scheduler.type", name, reason))
         return
-    wanted.choices["schedule"] = kinds[name]
-    params = _without_autos(case, "scheduler", SCHEDULE_DEFAULTS[name] | dict(params))
-    if "warmup_num_steps" in params:
-        wanted.settings["schedule.warmup_steps"] = int(params["warmup_num_steps"])
-    if "total_num_steps" in params:
-        wanted.settings["training.steps"] = int(params["total_num_steps"])
-    if name == "WarmupCosineLR":  # the line of WarmupDecayLR ends at 0, as trainctl's own does
-        wanted.settings["schedule.floor_ratio"] = float(params.get("cos_min_ratio", 1e-4))
+    wanted.choices["schedule"] = spec.name
+    ours = spec.deepspeed.parameters
+    defaults = {each.name: each.default for each in ours if each.default is not None}
+    params = _without_autos(case, "scheduler", defaults | dict(params))
+    for each in ours:
+        value: Any = params.get(each.name)
+        if is_number(value):
+            wanted.settings[each.key] = int(value) if each.is_whole else float(value)
     if params.get("warmup_type", "log") == "log":
         reason = "trainctl warms up linearly"
         wanted.left_out.append(("scheduler.params.warmup_type", "log", reason))
-    peak = params.get("warmup_max_lr")
-    if peak is not None and is_number(peak):
-        wanted.settings["optimizer.lr"] = float(peak)
     for key in ("warmup_min_lr", "warmup_min_ratio"):
         if params.get(key):
             reason = "trainctl warms up from 0"
             wanted.left_out.append((f"scheduler.params.{key}", params[key], reason))
+
+
+def _schedule_of(name: str) -> Any:
+    """The spec that says what a JSON's schedule does."""
+    named = (
+        spec
+        for spec in specs("schedule")
+        if spec.deepspeed is not None and spec.deepspeed.type == name
+    )
+    return next(named, None)
 
 
 def _modes(case: Case) -> Modes:

@@ -93,6 +93,7 @@ def fuse_head(head: nn.Linear, ignored_label: int, z_loss: float) -> None:
         ignored_label: Label of a position that does not count.
         z_loss: Weight of the squared log-normalisers, when training; with one it gives two losses.
     """
+    # The same object, since the model, its hooks and its tied weight know it.
     head.__class__ = LigerFusedHead
     head.ignored_label = ignored_label  # type: ignore[assignment]
     head.z_loss = z_loss  # type: ignore[assignment]

@@ -36,6 +36,7 @@ def compile_blocks(model: nn.Module) -> int:
     layers = blocks(model)
     for layer in layers:
         if layer.gradient_checkpointing:
+            # What `recompute.wrap_blocks` has put there.
             recompute = layer._gradient_checkpointing_func
             layer._gradient_checkpointing_func = replace(recompute, inner=_compiled)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainctl.config.schema import ScheduleKind
+from trainctl.options.schedule import WithPatience
 from trainctl.plan.schedule import Curve
 from trainctl.plan.types import RunPlan
 from trainctl.train.patience import Patience
@@ -47,9 +47,10 @@ class LearningRate:
             step: Updates that were made before it.
 
         Returns:
-            For the record, if `plateau` lets the rate drop now: how often it has, why and to what.
+            For the record, if the schedule lets the rate drop now: how often it has, why and to
+            what.
         """
-        if self._schedule.kind is not ScheduleKind.plateau:
+        if self._patience is None:
             return None
         self._patience.see(loss, step)
         if not self._patience.is_exhausted:
@@ -65,7 +66,7 @@ class LearningRate:
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint; empty while there is nothing but the schedule."""
-        if self._schedule.kind is not ScheduleKind.plateau:
+        if self._patience is None:
             return {"cut": self._cut} if self._cut != 1.0 else {}
         return {"cut": self._cut, "drops": self._drops, "patience": self._patience.state()}
 
@@ -81,6 +82,8 @@ class LearningRate:
         if not rewound:
             self._cut = float(state.get("cut", 1.0))
 
-    def _patient(self, state: Mapping[str, float]) -> Patience:
+    def _patient(self, state: Mapping[str, float]) -> Patience | None:
         schedule = self._schedule
+        if not isinstance(schedule, WithPatience):
+            return None
         return Patience(schedule.plateau_patience, state, min_delta=schedule.plateau_min_delta)

@@ -162,6 +162,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         original(module, name, param)
 
+    # `torch.device("meta")` would take the buffers along, which have to be real.
     nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
         yield

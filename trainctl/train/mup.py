@@ -29,6 +29,7 @@ def apply_multipliers(model: PreTrainedModel, config: ModelConfig) -> None:
     getattr(model, family.head).register_forward_pre_hook(_multiplied_input(factors["output"]))
     for block in blocks_of(model):
         attention: Any = getattr(block, family.regions[0].module)
+        # Where transformers' attentions keep their factor; no configuration of theirs gives it.
         attention.scaling *= factors["attention"]
 
 

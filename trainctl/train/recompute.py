@@ -77,6 +77,7 @@ def wrap_blocks(
     )
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = is_wrapped(number, config)
+        # `gradient_checkpointing_enable` wraps every block, and takes no function.
         layer._gradient_checkpointing_func = recompute
     return sum(layer.gradient_checkpointing for layer in layers)
 
@@ -241,6 +242,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
     """The tensors that an operation changes; of a collective all, for its schema does not say."""
     if getattr(func, "namespace", "") == "c10d":
         yield from _tensors((args, kwargs))
+    # The type of what a dispatch mode is given, and its schema, have no public names.
     elif isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:

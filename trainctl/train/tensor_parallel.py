@@ -74,6 +74,7 @@ def shard_model(
     embedding, head = getattr(decoder, family.embedding), getattr(model, family.head)
     if isinstance(embedding, nn.Embedding):  # a pipeline stage may have none
         cut(embedding, "weight", dim=0)
+        # The same object, since the model, its hooks and its tied weight know it.
         embedding.__class__ = VocabularyEmbedding
         embedding.axis = axis
         embedding.num_embeddings //= axis.size
@@ -190,6 +191,7 @@ def _shard_region(
         if layer.bias is not None:
             cut(layer, "bias", dim=0, fused=region.fused)
     row = getattr(module, region.row)
+    # The same object below, so that the parameter is found where it was.
     if isinstance(row, Conv1D):
         cut(row, "weight", dim=0)
         row.__class__ = RowConv1D

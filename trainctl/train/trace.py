@@ -283,6 +283,7 @@ def _traceable_attention(model: ModelConfig, config: PretrainedConfig) -> Attent
     """
     kind = model.attention
     code = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    # The constructor raises by these, in a sentence about its own arguments.
     has_sdpa = getattr(code, "_supports_sdpa", True)
     has_flash = getattr(code, "_supports_flash_attn", True)
     lacks = {AttentionKind.sdpa: not has_sdpa, AttentionKind.flash_attention_2: not has_flash}
@@ -356,6 +357,7 @@ def _part_of(name: str) -> str:
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    # Without values there is no address; this is the number of the storage object itself.
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -36,7 +36,13 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
         traced = trace(config, Path(asked["folder"]))
     except TrainctlError as error:
         (found,) = error.findings or (
-            Finding(rule=NOT_TRACED, key=_key(config), message=error.message, hint=error.hint),
+            Finding(
+                rule=NOT_TRACED,
+                key=_key(config),
+                message=error.message,
+                hint=error.hint,
+                exit_code=error.exit_code,
+            ),
         )
         return {"error": asdict(found)}
     return {"traced": traced.to_json()}

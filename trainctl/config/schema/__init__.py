@@ -43,14 +43,12 @@ from trainctl.config.schema.model import (
 )
 from trainctl.config.schema.optimization import (
     AdaptiveClipping,
-    DecayShape,
     GradientsConfig,
     GroupOverride,
     LrScaling,
     OnBadLoss,
     OptimizerConfig,
     ScheduleConfig,
-    ScheduleKind,
     ScheduleUnit,
     StabilityConfig,
 )
@@ -80,7 +78,6 @@ __all__ = [
     "DataConfig",
     "DataKind",
     "DataType",
-    "DecayShape",
     "GradientsConfig",
     "GroupOverride",
     "HardwareConfig",
@@ -100,7 +97,6 @@ __all__ = [
     "PrecisionConfig",
     "RunConfig",
     "ScheduleConfig",
-    "ScheduleKind",
     "ScheduleUnit",
     "StabilityConfig",
     "TokenizerConfig",

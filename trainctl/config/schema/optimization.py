@@ -76,32 +76,6 @@ class OptimizerConfig:
     )
 
 
-class ScheduleKind(Enum):
-    """Shape of the learning rate over the run, after the warmup."""
-
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-    wsd = "wsd"
-    polynomial = "polynomial"
-    exponential = "exponential"
-    step = "step"
-    inverse_sqrt = "inverse_sqrt"
-    one_cycle = "one_cycle"
-    cyclic = "cyclic"
-    cosine_restarts = "cosine_restarts"
-    milestones = "milestones"
-    plateau = "plateau"
-
-
-class DecayShape(Enum):
-    """Shape of the last phase of `wsd`."""
-
-    linear = "linear"
-    cosine = "cosine"
-    one_minus_sqrt = "one_minus_sqrt"
-
-
 class ScheduleUnit(Enum):
     """What the learning rate is a function of, besides where its phases begin and end."""
 
@@ -113,7 +87,9 @@ class ScheduleUnit(Enum):
 class ScheduleConfig:
     """Learning rate over the run; its phases begin and end with an optimizer step."""
 
-    kind: ScheduleKind = option(ScheduleKind.cosine, "Shape after the warmup.")
+    units: ClassVar[str] = "schedule"
+
+    kind: str = option("cosine", "Shape after the warmup.", units="schedule")
     unit: ScheduleUnit = option(
         ScheduleUnit.steps,
         "steps or tokens: what a curve goes along and a share is of, where a batch ramp makes "
@@ -130,81 +106,17 @@ class ScheduleConfig:
         "Linear warmup, if warmup_steps is none; rounded up to a whole step.",
         unit="tokens",
         minimum=0,
+        needs=(lambda s: s.warmup_steps is None, "schedule.warmup_steps=null, which replaces it"),
     )
     warmup_fraction: float = option(
-        0.02, "Warmup as a share of the run, if neither is given.", minimum=0, maximum=1
-    )
-    floor_ratio: float | None = option(
-        None,
-        "Final, or lowest, learning rate over the peak; none is the kind's own, which the plan "
-        "shows: a tenth for cosine, 0 for step.",
+        0.02,
+        "Warmup as a share of the run, if neither is given.",
         minimum=0,
         maximum=1,
-    )
-    decay_steps: int | None = option(
-        None,
-        "Length of the decay of `wsd`; none derives it from decay_tokens or decay_fraction.",
-        unit="optimizer steps",
-        minimum=0,
-    )
-    decay_tokens: int | None = option(
-        None,
-        "Length of the decay of `wsd`, if decay_steps is none; rounded up to a whole step.",
-        unit="tokens",
-        minimum=0,
-    )
-    decay_fraction: float = option(
-        0.2,
-        "Share of the run that `wsd` decays over, if neither is given.",
-        minimum=0,
-        maximum=1,
-    )
-    decay_shape: DecayShape = option(DecayShape.one_minus_sqrt, "Decay of `wsd`.")
-    power: float = option(1.0, "Exponent of `polynomial`.", above=0)
-    step_every: int | None = option(
-        None,
-        "Interval of `step`, period of `cyclic`, first cycle of `cosine_restarts`.",
-        unit="optimizer steps",
-        minimum=1,
-    )
-    step_every_tokens: int | None = option(
-        None,
-        "The same in tokens, in place of step_every; needs unit=tokens.",
-        unit="tokens",
-        minimum=1,
-    )
-    step_factor: float = option(
-        0.1,
-        "Factor of `step` at each interval, of `milestones` at each of them, of `plateau` at each "
-        "drop.",
-        above=0,
-        maximum=1,
-    )
-    restart_factor: int = option(
-        1, "Length of each cycle of `cosine_restarts` over that of the one before.", minimum=1
-    )
-    milestones: list[int] = option(
-        [],
-        "Where `milestones` drops: numbers of updates since the start of the run, or tokens with "
-        "unit=tokens; empty takes milestone_fractions.",
-        example="[8000,9000]",
-    )
-    milestone_fractions: list[float] = option(
-        [0.8, 0.9],
-        "The same as shares of the run, if milestones is empty.",
-        example="[0.8,0.9]",
-    )
-    plateau_patience: int = option(
-        3,
-        "`plateau` drops after so many evaluations in a row without a lower held-out loss.",
-        unit="evaluations",
-        minimum=1,
-    )
-    plateau_min_delta: float = option(
-        0.0,
-        "plateau_patience: how much lower the held-out loss has to be to count; less does not.",
-        unit="nats",
-        minimum=0,
+        needs=(
+            lambda s: s.warmup_steps is None and s.warmup_tokens is None,
+            "schedule.warmup_steps=null and warmup_tokens=null, which replace it",
+        ),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import field
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ def option(
     above: float | None = None,
     example: str = "",
     units: str = "",
+    needs: tuple[Callable[[Any], bool], str] | None = None,
 ) -> Any:
     """A config field with its meaning, unit and range.
 
@@ -31,6 +33,7 @@ def option(
         above: Bound below, exclusive (a learning rate is above 0).
         example: A value as it is typed, where its type alone does not say how: a list of mappings.
         units: The group whose registered options it names one of (`config.registry`).
+        needs: When it has an effect, of the section that it is in, and that in words.
     """
     metadata = {
         "doc": doc,
@@ -40,6 +43,7 @@ def option(
         "above": above,
         "example": example,
         "units": units,
+        "needs": needs,
     }
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

@@ -41,6 +41,7 @@ class SequenceParallelAttention:
             process_group=mesh.sequence.group,
             seq_length_is_variable=True,
         )
+        # As `register_with_transformers` does, which would put its own function into the table.
         exchange.core_attn_implementation = self._name
 
         def attention(

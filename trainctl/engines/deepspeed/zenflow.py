@@ -43,6 +43,7 @@ class ZenFlowEngine(DeepSpeedEngine):
 
     def set_learning_rate(self, factor: float) -> None:
         super().set_learning_rate(factor)
+        # The engine's `step` does so too, after the backward pass that has used the rate.
         self._zenflow._sync_selective_optimizer_lr()
 
     def update(self, *, norm: float | None, clip_at: float | None) -> None:

@@ -8,7 +8,7 @@ configuration imports nothing that starts processes. Those of the shipped launch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from trainctl.config.registry import Spec, load
@@ -53,7 +53,6 @@ class Launcher(Spec):
         sweep_hint: What is done in place of a sweep, where runs are handed over one by one only.
         reach: Of the section and a number of nodes: what keeps it from starting so many.
         bad_names: Of the section: names in it that are none.
-        idle_without: Keys of its own that do nothing while another is null or 0: that one.
     """
 
     render: str
@@ -72,7 +71,6 @@ class Launcher(Spec):
     sweep_hint: str = ""
     reach: Callable[[Any, int], Iterable[Problem]] | None = None
     bad_names: Callable[[Any], Iterable[Problem]] | None = None
-    idle_without: Mapping[str, str] = field(default_factory=dict)
 
     def is_in_job(self, environment: Mapping[str, str]) -> bool:
         """Whether a process with these variables is in a job of its scheduler."""

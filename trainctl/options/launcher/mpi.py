@@ -35,5 +35,5 @@ SPEC = Launcher(
     build="trainctl.launch.mpi:run_launch",
     render="trainctl.launch.mpi:render",
     check="trainctl.launch.mpi:check",
-    check_config="trainctl.launch.mpi:check_config",
+    check_config="trainctl.launch.refusals.mpi:check_config",
 )

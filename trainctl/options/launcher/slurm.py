@@ -41,7 +41,9 @@ class SlurmConfig(LauncherConfig):
         None, "Container image that agents and ranks run in, by Slurm's plugin pyxis."
     )
     slurm_container_mounts: list[str] = option(
-        [], "Folders in the container, as SOURCE:TARGET; the run's own is always there."
+        [],
+        "Folders in the container, as SOURCE:TARGET; the run's own is always there.",
+        needs=(lambda section: section.slurm_container is not None, "launcher.slurm_container"),
     )
 
 
@@ -51,7 +53,7 @@ SPEC = Launcher(
     build="trainctl.launch.slurm:run_launch",
     render="trainctl.launch.slurm:render",
     check="trainctl.launch.slurm:check",
-    check_config="trainctl.launch.slurm:check_config",
+    check_config="trainctl.launch.refusals.slurm:check_config",
     queue="Slurm",
     job_variable=JOB_VARIABLE,
     tool="sbatch",
@@ -59,5 +61,4 @@ SPEC = Launcher(
     cancel="trainctl.launch.slurm:cancel",
     after_job="trainctl.launch.slurm:after_job",
     submit_sweep="trainctl.launch.slurm:submit_sweep",
-    idle_without={"slurm_container_mounts": "slurm_container"},
 )

@@ -10,6 +10,8 @@ from trainctl.config.schema import LauncherConfig
 from trainctl.config.schema.option import option
 from trainctl.options.launcher import Launcher, Problem
 
+RESTARTS = (lambda section: section.max_restarts > 0, "launcher.max_restarts above 0")
+
 
 @dataclass
 class SshConfig(LauncherConfig):
@@ -46,9 +48,14 @@ class SshConfig(LauncherConfig):
         None,
         "After losing nodes, go on with the others if there are so many; none waits for all.",
         minimum=1,
+        needs=RESTARTS,
     )
     node_wait_seconds: float = option(
-        600.0, "How long to wait for nodes before a restart.", unit="seconds", minimum=0
+        600.0,
+        "How long to wait for nodes before a restart.",
+        unit="seconds",
+        minimum=0,
+        needs=RESTARTS,
     )
 
 
@@ -101,9 +108,8 @@ SPEC = Launcher(
     build="trainctl.launch.ssh:run_launch",
     render="trainctl.launch.ssh:render",
     check="trainctl.launch.ssh:check",
-    check_config="trainctl.launch.ssh:check_config",
+    check_config="trainctl.launch.refusals.ssh:check_config",
     asks_hosts=True,
     reach=_reach,
     bad_names=_bad_names,
-    idle_without={"min_nodes": "max_restarts", "node_wait_seconds": "max_restarts"},
 )

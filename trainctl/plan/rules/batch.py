@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainctl.config.schema import ScheduleKind, ScheduleUnit
+from trainctl.config.schema import ScheduleUnit
 from trainctl.errors import Finding
+from trainctl.options.schedule import (
+    WithDecay,
+    WithFloor,
+    WithInterval,
+    WithMilestones,
+    WithPatience,
+    milestone_steps,
+    spec_of,
+)
 from trainctl.plan.derive import (
     derive_ramp,
     is_counted_in_epochs,
@@ -15,7 +24,7 @@ from trainctl.plan.derive import (
 )
 from trainctl.plan.nearest import divisors, nearest_divisors
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples, warning
-from trainctl.plan.schedule import PERIODIC, decay_length, milestone_steps, warmup_length
+from trainctl.plan.schedule import decay_length, warmup_length
 
 
 def batch_is_possible(draft: Draft) -> Iterator[Finding]:
@@ -189,7 +198,7 @@ def warmup_fits_the_run(draft: Draft) -> Iterator[Finding]:
 def decay_fits_the_run(draft: Draft) -> Iterator[Finding]:
     """The decay of wsd, when its length is given, lies behind the warmup."""
     schedule, total = draft.config.schedule, draft.total_steps
-    if schedule.kind is not ScheduleKind.wsd or not total or draft.batches is None:
+    if not isinstance(schedule, WithDecay) or not total or draft.batches is None:
         return
     warmup, _ = warmup_length(schedule, total, draft.batches)
     decay, _ = decay_length(schedule, total, draft.batches)
@@ -253,17 +262,18 @@ def schedule_is_defined(draft: Draft) -> Iterator[Finding]:
     name, third = "step_every", max(1, total // 3)
     if schedule.unit is ScheduleUnit.tokens:
         name, third = "step_every_tokens", third * unit
-    if schedule.kind in PERIODIC and getattr(schedule, name) is None:
+    if isinstance(schedule, WithInterval) and getattr(schedule, name) is None:
         yield error(
             f"schedule.{name}",
-            f"schedule.kind={schedule.kind.value} needs schedule.{name}"
+            f"schedule.kind={schedule.kind} needs schedule.{name}"
             + (" with schedule.unit=tokens" if schedule.unit is ScheduleUnit.tokens else ""),
             choices([third], f"schedule.{name}"),
         )
-    if schedule.kind is ScheduleKind.exponential and schedule.floor_ratio == 0:
+    why_not_zero = spec_of(schedule).why_not_zero
+    if why_not_zero and isinstance(schedule, WithFloor) and schedule.floor_ratio == 0:
         yield error(
             "schedule.floor_ratio",
-            "schedule.kind=exponential decays to the floor and never reaches 0",
+            f"schedule.kind={schedule.kind} {why_not_zero}",
             "schedule.floor_ratio=0.01",
         )
 
@@ -271,15 +281,14 @@ def schedule_is_defined(draft: Draft) -> Iterator[Finding]:
 def milestones_are_in_the_run(draft: Draft) -> Iterator[Finding]:
     """Each drop comes after the one before it, and within the run."""
     schedule, total = draft.config.schedule, draft.total_steps
-    if schedule.kind is not ScheduleKind.milestones:
+    if not isinstance(schedule, WithMilestones):
         return
     name = "milestones" if schedule.milestones else "milestone_fractions"
     key, listed = f"schedule.{name}", list(getattr(schedule, name))
     most = 1 if name == "milestone_fractions" else None
     if not listed:
-        yield error(
-            key, "schedule.kind=milestones has none to drop at", "schedule.milestones=[800,900]"
-        )
+        message = f"schedule.kind={schedule.kind} has none to drop at"
+        yield error(key, message, "schedule.milestones=[800,900]")
     elif listed != sorted(set(listed)) or listed[0] <= 0 or (most and listed[-1] >= most):
         bounds = "between 0 and 1" if most else "above 0"
         yield error(
@@ -305,27 +314,27 @@ def milestones_are_in_the_run(draft: Draft) -> Iterator[Finding]:
 
 def plateau_is_measured(draft: Draft) -> Iterator[Finding]:
     """What waits for the held-out loss to stall needs one, again and again."""
-    config = draft.config
-    if config.schedule.kind is not ScheduleKind.plateau:
+    config, follows = draft.config, f"schedule.kind={draft.config.schedule.kind} follows"
+    if not isinstance(config.schedule, WithPatience):
         return
     total, training = draft.total_steps or 1000, config.training
     if not config.trains_itself:
         yield error(
             "schedule.kind",
-            "schedule.kind=plateau follows the held-out loss of trainctl's trainer, and a program "
-            "of your own trains here",
+            f"{follows} the held-out loss of trainctl's trainer, and a program of your own trains "
+            "here",
             "another schedule",
         )
     elif not training.evaluation_samples:
         yield error(
             "training.evaluation_samples",
-            "schedule.kind=plateau follows the held-out loss, and nothing is evaluated",
+            f"{follows} the held-out loss, and nothing is evaluated",
             "training.evaluation_samples=64",
         )
     elif training.evaluate_every_steps is None:
         yield error(
             "training.evaluate_every_steps",
-            "schedule.kind=plateau follows the held-out loss, which is measured only at the end",
+            f"{follows} the held-out loss, which is measured only at the end",
             f"training.evaluate_every_steps={max(1, total // 20)}",
         )
 

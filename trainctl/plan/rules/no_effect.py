@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field
-from functools import partial
 from typing import Any
 
 from trainctl.config.codec import to_plain
@@ -20,16 +19,14 @@ from trainctl.config.schema import (
     OffloadDevice,
     OnBadLoss,
     RunConfig,
-    ScheduleKind,
-    ScheduleUnit,
+    ScheduleConfig,
     TokenizerKind,
     walk,
 )
 from trainctl.errors import Finding
-from trainctl.options.launcher import spec_of
+from trainctl.options.schedule import spec_of
 from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.rules.draft import Draft, warning
-from trainctl.plan.schedule import PERIODIC
 
 Condition = Callable[[RunConfig], bool]
 
@@ -39,12 +36,14 @@ def _looks_for_spikes(config: RunConfig) -> bool:
     return stability.spike_factor is not None or stability.norm_spike_factor is not None
 
 
+def _counts_in_unit(schedule: ScheduleConfig) -> bool:
+    return any(getattr(schedule, name) for name in spec_of(schedule).in_unit)
+
+
 def _has_a_limit(config: RunConfig) -> bool:
     stability = config.stability
     return stability.loss_limit is not None or stability.norm_limit is not None
 
-
-_DROPS = (ScheduleKind.step, ScheduleKind.milestones, ScheduleKind.plateau)
 
 NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
     (
@@ -84,17 +83,8 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
     ),
     (
         ("schedule.unit",),
-        lambda c: (
-            bool(c.training.batch_ramp)
-            or c.schedule.step_every_tokens is not None
-            or bool(c.schedule.milestones)
-        ),
+        lambda c: bool(c.training.batch_ramp) or _counts_in_unit(c.schedule),
         "training.batch_ramp, without which tokens are proportional to steps",
-    ),
-    (
-        ("schedule.warmup_tokens",),
-        lambda c: c.schedule.warmup_steps is None,
-        "schedule.warmup_steps=null, which replaces it",
     ),
     (
         ("optimizer.groups", "optimizer.layer_lr_decay", "optimizer.fused"),
@@ -118,70 +108,6 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         ),
         lambda c: c.trains_itself,
         "trainctl's trainer: a program of your own does this itself",
-    ),
-    (
-        ("schedule.warmup_fraction",),
-        lambda c: c.schedule.warmup_steps is None and c.schedule.warmup_tokens is None,
-        "schedule.warmup_steps=null and warmup_tokens=null, which replace it",
-    ),
-    (
-        ("schedule.floor_ratio",),
-        lambda c: c.schedule.kind is not ScheduleKind.constant,
-        "a schedule that decays",
-    ),
-    (
-        ("schedule.decay_steps", "schedule.decay_shape"),
-        lambda c: c.schedule.kind is ScheduleKind.wsd,
-        "schedule=wsd",
-    ),
-    (
-        ("schedule.decay_tokens",),
-        lambda c: c.schedule.kind is ScheduleKind.wsd and c.schedule.decay_steps is None,
-        "schedule=wsd and schedule.decay_steps=null, which replaces it",
-    ),
-    (
-        ("schedule.decay_fraction",),
-        lambda c: (
-            c.schedule.kind is ScheduleKind.wsd
-            and c.schedule.decay_steps is None
-            and c.schedule.decay_tokens is None
-        ),
-        "schedule=wsd, decay_steps=null and decay_tokens=null, which replace it",
-    ),
-    (
-        ("schedule.power",),
-        lambda c: c.schedule.kind is ScheduleKind.polynomial,
-        "schedule=polynomial",
-    ),
-    (
-        ("schedule.step_every",),
-        lambda c: c.schedule.kind in PERIODIC and c.schedule.unit is ScheduleUnit.steps,
-        "schedule=step, cyclic or cosine_restarts, with schedule.unit=steps",
-    ),
-    (
-        ("schedule.step_every_tokens",),
-        lambda c: c.schedule.kind in PERIODIC and c.schedule.unit is ScheduleUnit.tokens,
-        "schedule=step, cyclic or cosine_restarts, with schedule.unit=tokens",
-    ),
-    (
-        ("schedule.step_factor",),
-        lambda c: c.schedule.kind in _DROPS,
-        "schedule=step, milestones or plateau",
-    ),
-    (
-        ("schedule.restart_factor",),
-        lambda c: c.schedule.kind is ScheduleKind.cosine_restarts,
-        "schedule=cosine_restarts",
-    ),
-    (
-        ("schedule.milestones",),
-        lambda c: c.schedule.kind is ScheduleKind.milestones,
-        "schedule=milestones",
-    ),
-    (
-        ("schedule.milestone_fractions",),
-        lambda c: c.schedule.kind is ScheduleKind.milestones and not c.schedule.milestones,
-        "schedule=milestones and schedule.milestones empty, which replaces them",
     ),
     (
         (
@@ -394,11 +320,6 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "optimizer.lr_scaling=linear or sqrt",
     ),
     (
-        ("schedule.plateau_patience", "schedule.plateau_min_delta"),
-        lambda c: c.schedule.kind is ScheduleKind.plateau,
-        "schedule=plateau",
-    ),
-    (
         ("gradients.adaptive_percentile",),
         lambda c: c.gradients.adaptive_clipping is AdaptiveClipping.percentile,
         "gradients.adaptive_clipping=percentile",
@@ -429,33 +350,28 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "launcher.benchmark=true",
     ),
 )
-"""Keys, when they have an effect, and that condition in words."""
+"""Keys, when they have an effect, and that condition in words; of conditions within one section the
+key itself says it (`option(needs=...)`)."""
 
 
 def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
     """A value that nobody reads is said so: it was typed for a reason."""
-    changed = {key: value for key, item, value in walk(draft.config) if value != _default(item)}
-    for keys, has_effect, needs in (*NEEDS, *_of_the_launcher(draft.config)):
-        if has_effect(draft.config):
-            continue
-        for key in keys:
-            if key in changed:
-                value = as_written(to_plain(changed[key]))
-                yield warning(
-                    key, f"{key}={value} has no effect: it needs {needs}", f"leave {key} out"
-                )
-
-
-def _of_the_launcher(config: RunConfig) -> Iterator[tuple[tuple[str, ...], Condition, str]]:
-    """The same of keys that the launcher's kind has of its own."""
-    for key, needed in spec_of(config.launcher).idle_without.items():
-        value = getattr(config.launcher, needed)
-        words = f"launcher.{needed}" + (" above 0" if isinstance(value, int) else "")
-        yield (f"launcher.{key}",), partial(_launcher_has, needed), words
-
-
-def _launcher_has(key: str, config: RunConfig) -> bool:
-    return bool(getattr(config.launcher, key))
+    config = draft.config
+    changed = {key: (item, value) for key, item, value in walk(config) if value != _default(item)}
+    idle = [
+        (key, words)
+        for keys, has_effect, words in NEEDS
+        if not has_effect(config)
+        for key in keys
+        if key in changed
+    ]
+    for key, (item, _) in changed.items():
+        needs = item.metadata.get("needs")
+        if needs is not None and not needs[0](getattr(config, key.partition(".")[0])):
+            idle.append((key, needs[1]))
+    for key, words in idle:
+        value = as_written(to_plain(changed[key][1]))
+        yield warning(key, f"{key}={value} has no effect: it needs {words}", f"leave {key} out")
 
 
 def _default(item: Field[Any]) -> Any:

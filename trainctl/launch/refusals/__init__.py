@@ -1,15 +1,19 @@
-"""What a launcher refuses of a configuration by itself: found by `validate`, before any launch."""
+"""What a launcher refuses of a configuration by itself: found by `validate`, before any launch.
+
+A file for each launcher, apart from the code that starts it: whoever only checks loads none of it.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 
+from trainctl.config.references import references
 from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding
 from trainctl.hardware import Hardware
-from trainctl.launch import program
+from trainctl.launch.words import UNSET
 from trainctl.options.launcher import spec_of
 
 
@@ -26,10 +30,10 @@ def refusals(config: RunConfig, hardware: Hardware) -> list[Finding]:
 
 def _unset_variables(config: RunConfig) -> Iterator[Finding]:
     """Variables that the configuration refers to, and that a start would not find."""
-    for name in program.references(config):
+    for name in references(config):
         if name not in os.environ:
             yield Finding(
-                rule=program.UNSET,
+                rule=UNSET,
                 key=_key_of(config, name),
                 message=f"${{oc.env:{name}}} cannot be resolved: {name} is not set here",
                 hint=f"export {name}",

@@ -1,0 +1,134 @@
+"""What launchers share that see a run to its end: its attempts, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from signal import Signals
+
+from trainctl.launch.agents import Agents, OneProcess
+from trainctl.launch.order import Launch, Start
+from trainctl.launch.outcome import Outcome
+from trainctl.launch.processes import start_agent, start_tied
+from trainctl.launch.rendered import Rendered
+from trainctl.launch.restarts import run_with_restarts
+from trainctl.launch.stop import Stop
+from trainctl.launch.supervise import Attempt, supervise
+from trainctl.plan.types import RunPlan
+from trainctl.runs.directory import run_id
+from trainctl.runs.layout import AttemptPaths
+from trainctl.runs.lock import hold
+from trainctl.runs.processes import RunTag
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An attempt whose files are written, and whose agents are to be started.
+
+    Attributes:
+        order: What it is started from.
+        rendered: What starts it.
+        tag: Of its processes; one on a single node adds that.
+        lock: Descriptor of the run's lock, which agents inherit.
+    """
+
+    order: Start
+    rendered: Rendered
+    tag: RunTag
+    lock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a launch ended.
+
+    Attributes:
+        outcome: Of its last attempt.
+        is_cancelled: Whether a scheduler told both this process and the agents to end.
+    """
+
+    outcome: Outcome
+    is_cancelled: bool
+
+
+def run_attempts(
+    launch: Launch,
+    *,
+    render: Callable[[Start], Rendered],
+    start: Callable[[Begun], Agents],
+    plan_again: Callable[[RunPlan, Stop], RunPlan] | None = None,
+    restarts_itself: bool = True,
+) -> Ended:
+    """Run the attempt, and those that replace it when it fails, to the end. In the main thread.
+
+    Args:
+        launch: The launch.
+        render: What an attempt starts.
+        start: Starts its agents.
+        plan_again: As in `run_with_restarts`.
+        restarts_itself: Whether a failed attempt is replaced here; else only the first is run.
+
+    Raises:
+        TrainctlError: The run is in use (exit code 5).
+    """
+    run, plan, launcher = launch.run, launch.plan, launch.plan.config.launcher
+    with hold(run) as lock:
+        identity = run_id(run)
+
+        def run_one(attempt: AttemptPaths, plan: RunPlan, stop: Stop) -> Outcome:
+            order = launch.start(attempt, plan)
+            rendered = render(order)
+            rendered.write(attempt)
+            tag = RunTag(identity, run.root, attempt.number)
+            return supervise(
+                Attempt(run, attempt, tag, ranks=plan.mesh.world_size),
+                lambda: start(Begun(order, rendered, tag, lock)),
+                launch.on_event,
+                stop,
+                grace_seconds=launcher.grace_seconds,
+            )
+
+        with Stop.of_launch(run, plan) as stop:
+            if restarts_itself:
+                outcome = run_with_restarts(launch, stop, run_one, plan_again)
+            else:
+                outcome = run_one(launch.attempt, plan, stop)
+        return Ended(outcome, stop.is_cancelled)
+
+
+def start_one_agent(begun: Begun) -> OneProcess:
+    """Start the agent of the first node, on this machine."""
+    node = begun.rendered.command.nodes[0]
+    log = begun.order.attempt.agent_log(0)
+    process = start_agent(
+        node.argv,
+        tag=replace(begun.tag, node=0),
+        environment=node.environment,
+        log=log,
+        lock=begun.lock,
+        folder=begun.order.folder,
+    )
+    return OneProcess(process, log, "the agent", node=0)
+
+
+def start_program(
+    begun: Begun, *, name: str, death_signal: Signals, agents: type[OneProcess] = OneProcess
+) -> OneProcess:
+    """Start the one program that starts all agents: srun, mpirun.
+
+    Args:
+        begun: The attempt.
+        name: Of the program and its log.
+        death_signal: What it gets when this process dies.
+        agents: How it is watched.
+    """
+    log = begun.order.attempt.logs / f"{name}.log"
+    process = start_tied(
+        begun.rendered.commands[0],
+        tag=begun.tag,
+        environment=begun.rendered.command.nodes[0].environment,
+        log=log,
+        lock=begun.lock,
+        death_signal=death_signal,
+    )
+    return agents(process, log, name)

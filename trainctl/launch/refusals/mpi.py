@@ -1,0 +1,59 @@
+"""What the MPI launcher refuses of a configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainctl.config.hosts import HOST_NAME_HINT, is_host_name
+from trainctl.config.schema import RunConfig
+from trainctl.errors import Finding
+from trainctl.hardware import Hardware
+from trainctl.launch.words import UNSAFE_WORD
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.mpi import MpiConfig
+
+FEW_HOSTS = "TC163"
+
+
+def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
+    """Whether the hostfile names enough hosts, and nothing else."""
+    launcher, nodes = section_of(config, MpiConfig), hardware.nodes
+    findings: list[Finding] = []
+    if launcher.mpi_hostfile is not None:
+        path = Path(launcher.mpi_hostfile)
+        if not path.is_file():
+            message = f"there is no file {path}"
+            return [Finding(rule=FEW_HOSTS, key="launcher.mpi_hostfile", message=message)]
+        names = _named(path.read_text(encoding="utf-8", errors="replace"))
+        findings += [
+            Finding(
+                rule=UNSAFE_WORD,
+                key="launcher.mpi_hostfile",
+                message=f"{path}: {name!r} is not a host name",
+                hint=HOST_NAME_HINT,
+            )
+            for name in names
+            if not is_host_name(name.strip("[]"))
+        ]
+        if len(names) < nodes:
+            findings.append(
+                Finding(
+                    rule=FEW_HOSTS,
+                    key="launcher.mpi_hostfile",
+                    message=f"{path} names {len(names)} hosts, and the plan is for {nodes}",
+                    hint=f"name {nodes} hosts, or hardware.nodes={len(names)}",
+                )
+            )
+    return findings
+
+
+def hosts_in(text: str) -> list[str]:
+    """The hosts of a hostfile: `HOST slots=N` of Open MPI, `HOST:N` of MPICH."""
+    return [name.rpartition("@")[2] for name in _named(text)]
+
+
+def _named(text: str) -> list[str]:
+    """The same, each with its user if the file has one."""
+    lines = (line.partition("#")[0].split() for line in text.splitlines())
+    names = [words[0] for words in lines if words]
+    return [name.partition(":")[0] if name.count(":") == 1 else name for name in names]

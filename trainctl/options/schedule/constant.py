@@ -1,0 +1,15 @@
+"""The peak to the end: 1."""
+
+from __future__ import annotations
+
+from trainctl.config.schema import ScheduleConfig
+from trainctl.options.schedule import WARMUP, DeepSpeedForm, Schedule, warmup_max_lr
+
+SPEC = Schedule(
+    name="constant",
+    keys=ScheduleConfig,
+    shape=lambda course, step: 1.0,
+    floor=(1.0, "it is the peak"),
+    is_flat=True,
+    deepspeed=DeepSpeedForm(type="WarmupLR", parameters=(WARMUP, warmup_max_lr())),
+)

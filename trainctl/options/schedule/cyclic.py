@@ -1,0 +1,20 @@
+"""A triangle from the floor up to the peak and back, again and again (arXiv:1506.01186)."""
+
+from __future__ import annotations
+
+from trainctl.options.schedule import Course, Schedule, WithInterval, between
+
+
+def shape(course: Course, step: int) -> float:
+    """1 - |2 t - 1| between the floor and the peak, t the share of the period that has passed."""
+    period = course.config.interval
+    return between(course.floor, 1 - abs(2 * (course.way(step) % period / period) - 1))
+
+
+SPEC = Schedule(
+    name="cyclic",
+    keys=WithInterval,
+    shape=shape,
+    floor=(0.1, "from a tenth and back"),
+    in_unit=("step_every_tokens",),
+)

@@ -1,0 +1,19 @@
+"""The same factor over the same way: f^p."""
+
+from __future__ import annotations
+
+from trainctl.options.schedule import Course, Schedule, WithFloor
+
+
+def shape(course: Course, step: int) -> float:
+    """f^p."""
+    return float(course.floor ** course.progress(step))
+
+
+SPEC = Schedule(
+    name="exponential",
+    keys=WithFloor,
+    shape=shape,
+    floor=(0.1, "to a tenth: it never reaches zero"),
+    why_not_zero="decays to the floor and never reaches 0",
+)

@@ -1,0 +1,23 @@
+"""The inverse square root of the update's number (arXiv:1706.03762, eq. 3)."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from trainctl.options.schedule import Course, Schedule, WithFloor
+
+
+def shape(course: Course, step: int) -> float:
+    """max(f, sqrt(W / x(s + 1)))."""
+    start = max(course.position(course.warmup_steps), course.position(1))
+    return max(course.floor, sqrt(start / course.position(step + 1)))
+
+
+SPEC = Schedule(
+    name="inverse_sqrt",
+    keys=WithFloor,
+    shape=shape,
+    floor=(0.0, "no floor, arXiv:1706.03762"),
+    # The warmup ends at 1, and so does the formula at its last update, not in the one after it.
+    rise=lambda course, risen: risen,
+)

@@ -1,0 +1,24 @@
+"""A straight line down to the floor: 1 - (1 - f) p."""
+
+from __future__ import annotations
+
+from trainctl.options.schedule import (
+    TOTAL,
+    WARMUP,
+    DeepSpeedForm,
+    Schedule,
+    WithFloor,
+    straight_down,
+    warmup_max_lr,
+)
+
+SPEC = Schedule(
+    name="linear",
+    keys=WithFloor,
+    shape=straight_down,
+    floor=(0.0, "down to zero, arXiv:2502.15938"),
+    # DeepSpeed's line ends at 0, as this does.
+    deepspeed=DeepSpeedForm(
+        type="WarmupDecayLR", parameters=(WARMUP, TOTAL, warmup_max_lr(default=1e-3))
+    ),
+)

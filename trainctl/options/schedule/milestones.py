@@ -1,0 +1,33 @@
+"""A factor at each of a list of points."""
+
+from __future__ import annotations
+
+from trainctl.options.schedule import (
+    WHOLE_DROPS,
+    Course,
+    Schedule,
+    Turns,
+    WithMilestones,
+    milestone_steps,
+)
+
+
+def drops(course: Course) -> tuple[int, ...]:
+    """Numbers of the updates that it drops at."""
+    return milestone_steps(course.config, course.total_steps, course.batches)
+
+
+def shape(course: Course, step: int) -> float:
+    """max(f, step_factor^n), n of the milestones being at or before update s."""
+    passed = sum(milestone <= step for milestone in drops(course))
+    return float(max(course.floor, course.config.step_factor**passed))
+
+
+SPEC = Schedule(
+    name="milestones",
+    keys=WithMilestones,
+    shape=shape,
+    floor=WHOLE_DROPS,
+    turns=Turns(at=drops, key="drop_steps", why="lower from the update after each"),
+    in_unit=("milestones",),
+)

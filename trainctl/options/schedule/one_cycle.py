@@ -1,0 +1,13 @@
+"""From the floor up to the peak over the warmup, then back (arXiv:1708.07120), both straight."""
+
+from __future__ import annotations
+
+from trainctl.options.schedule import Schedule, WithFloor, between, straight_down
+
+SPEC = Schedule(
+    name="one_cycle",
+    keys=WithFloor,
+    shape=straight_down,
+    floor=(0.01, "from a hundredth and back"),
+    rise=lambda course, risen: between(course.floor, risen),
+)

@@ -1,0 +1,13 @@
+"""A factor whenever the held-out loss has not become lower for a while."""
+
+from __future__ import annotations
+
+from trainctl.options.schedule import WHOLE_DROPS, Course, Schedule, WithPatience
+
+
+def shape(course: Course, step: int) -> float:
+    """max(f, step_factor^n) after n drops, which follow the held-out loss, not the step."""
+    return float(max(course.floor, course.config.step_factor**course.drops))
+
+
+SPEC = Schedule(name="plateau", keys=WithPatience, shape=shape, floor=WHOLE_DROPS)

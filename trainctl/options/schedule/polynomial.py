@@ -1,0 +1,23 @@
+"""A power of what is left of the way, down to the floor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema.option import option
+from trainctl.options.schedule import Course, Schedule, WithFloor, between
+
+
+@dataclass
+class PolynomialConfig(WithFloor):
+    """Its own keys."""
+
+    power: float = option(1.0, "Exponent of `polynomial`.", above=0)
+
+
+def shape(course: Course, step: int) -> float:
+    """f + (1 - f) (1 - p)^power."""
+    return between(course.floor, (1 - course.progress(step)) ** course.config.power)
+
+
+SPEC = Schedule(name="polynomial", keys=PolynomialConfig, shape=shape, floor=(0.1, "to a tenth"))

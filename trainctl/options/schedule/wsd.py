@@ -1,0 +1,49 @@
+"""Warmup, stable, decay (arXiv:2405.18392): the peak until a last phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from math import cos, pi, sqrt
+
+from trainctl.config.schema.option import option
+from trainctl.options.schedule import Course, Schedule, WithDecay, between
+
+
+class DecayShape(Enum):
+    """Shape of the last phase."""
+
+    linear = "linear"
+    cosine = "cosine"
+    one_minus_sqrt = "one_minus_sqrt"
+
+
+@dataclass
+class WsdConfig(WithDecay):
+    """Its own keys."""
+
+    decay_shape: DecayShape = option(DecayShape.one_minus_sqrt, "Decay of `wsd`.")
+
+
+def shape(course: Course, step: int) -> float:
+    """1, then f + (1 - f) g(q) from the last stable update S to the last one.
+
+    With q = (x(s) - x(S)) / (E - x(S)); g is 1 - q, its cosine, or 1 - sqrt(q).
+    """
+    left = _left(course.config.decay_shape, course.progress(step, course.stable_steps - 1))
+    return between(course.floor, left)
+
+
+def _left(shape: DecayShape, progress: float) -> float:
+    match shape:
+        case DecayShape.linear:
+            return 1 - progress
+        case DecayShape.cosine:
+            return (1 + cos(pi * progress)) / 2
+        case DecayShape.one_minus_sqrt:
+            return 1 - sqrt(progress)
+
+
+SPEC = Schedule(
+    name="wsd", keys=WsdConfig, shape=shape, floor=(0.0, "down to zero, arXiv:2405.18392")
+)
