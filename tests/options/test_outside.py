@@ -119,7 +119,7 @@ def test_a_launcher_starts_a_run_and_resumes_it(trainctl, tmp_path: Path) -> Non
     trainctl("resume", "run", "launcher.fleet_size=4", "training.stop_after_steps=null")
     assert (tmp_path / "run" / "fleet.txt").read_text() == "4"
     assert set(steps(tmp_path / "run")) == {1, 2, 3, 4}
-    (row,) = json.loads(trainctl("runs", "list", ".", "--json").stdout)["runs"]
+    (row,) = json.loads(trainctl("runs", "ls", ".", "--json").stdout)["runs"]
     assert row["launcher"] == "fleet"
 
 
