@@ -4,7 +4,8 @@
 
 DeepSpeed compiles an operator when it is first used, into the cache of torch's cpp_extension, for
 up to two minutes and on every core. Done here, that does not fall into a test that measures time.
-An operator that is built already costs a second. The exit code is 1 if one cannot be built.
+An operator that is built already costs a second. The lock of a build that was killed is removed
+first: torch would wait for it without end. The exit code is 1 if one cannot be built.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import os
 import sys
 import time
 
-from trainctl.hardware.builds import tools_path
+from trainctl.hardware.builds import build_folders, tools_path, was_left
+
+_UNSEEN_SECONDS = 10.0
+"""A build that goes on has a process in its folder this long after it began."""
 
 OPERATORS = {
     "CPUAdamBuilder": "AdamW in host memory",
@@ -23,11 +27,18 @@ OPERATORS = {
 }
 """DeepSpeed's builders for a CPU (deepspeed/ops/op_builder/cpu), and what needs each."""
 
+FOLDERS = ("cpu_adam", "cpu_lion", "async_io", "pin_memory", "deepspeed_shm_comm")
+"""Where torch's cpp_extension builds them."""
+
 
 def main() -> int:
     """Build what is not built yet."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["PATH"] = tools_path()
+    for lock in (folder / "lock" for name in FOLDERS for folder in build_folders(name)):
+        if was_left(lock, _UNSEEN_SECONDS):
+            print(f"removed {lock}, which a killed build left", flush=True)
+            lock.unlink(missing_ok=True)
     from deepspeed.accelerator import get_accelerator
 
     failed = 0

@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from trainctl.config.catalog import options
 from trainctl.config.keys import Leaf, leaves
+from trainctl.config.registry import names
 from trainctl.config.schema import GROUPS, RunConfig
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference.md"
@@ -54,9 +55,18 @@ def _table(leaves: list[Leaf]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for leaf in leaves:
         meaning = _cell(leaf.metadata["doc"])
-        if leaf.kinds:
-            meaning += f" Of {', '.join(f'`{kind}`' for kind in leaf.kinds)}."
+        meaning += _kinds(leaf)
         yield f"| `{leaf.key}` | {_cell(_values(leaf))} | `{_literal(leaf.default)}` | {meaning} |"
+
+
+def _kinds(leaf: Leaf) -> str:
+    """Which kinds of its group have the key, where not all do; the shorter way round."""
+    if not leaf.kinds:
+        return ""
+    others = [kind for kind in names(leaf.key.partition(".")[0]) if kind not in leaf.kinds]
+    has_most = len(others) < len(leaf.kinds)
+    listed = ", ".join(f"`{kind}`" for kind in (others if has_most else leaf.kinds))
+    return f" {'Not of' if has_most else 'Of'} {listed}."
 
 
 def _values(leaf: Leaf) -> str:

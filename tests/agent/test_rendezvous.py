@@ -21,7 +21,9 @@ def listening() -> set[int]:
 def test_ranks_of_one_node_meet_where_no_other_user_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(STORE_VARIABLE, raising=False)
+    # Set first, so that what the rendezvous sets is taken back: ranks of others would meet there.
+    monkeypatch.setenv(STORE_VARIABLE, "")
+    monkeypatch.delenv(STORE_VARIABLE)
     before, file = listening(), tmp_path / "a?b#c"
     private = NodeRendezvous("id", 0, 1, None, None, file=file)
     assert listening() == before and not private.use_agent_store

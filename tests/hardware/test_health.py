@@ -10,7 +10,9 @@ import os
 import resource
 import shutil
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +288,14 @@ def test_the_lock_of_a_killed_build_is_found(
     lock.touch()
     wants = config("offload=cpu")
     assert list(builds.no_build_was_left(wants, CPU)) == []  # it may be going on
+    eleven_minutes_ago = time.time() - 660
+    os.utime(lock, (eleven_minutes_ago, eleven_minutes_ago))
+    with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as builder:
+        try:
+            assert list(builds.no_build_was_left(wants, CPU)) == []  # somebody works there
+        finally:
+            builder.kill()
+    assert len(list(builds.no_build_was_left(wants, CPU))) == 1
     os.utime(lock, (0, 0))
     (finding,) = builds.no_build_was_left(wants, CPU)
     assert isinstance(finding, Finding)

@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parent / "package"
 TINY = (
     "recipe=tiny",
     "optimizer=signum",
+    "schedule=root",
     "training.steps=4",
     "training.sequence_length=64",
     "training.global_batch_size=8",
@@ -77,6 +78,18 @@ def test_its_keys_are_checked_and_nobody_elses_are_there(trainctl) -> None:
     assert "there is no key optimizer.beta1 with optimizer.kind=signum" in foreign.stderr
     refused = trainctl(*chosen, "offload=cpu", expect=2)
     assert "nothing updates its state in host memory" in refused.stderr
+
+
+def test_its_curve_is_drawn_and_its_keys_are_checked(trainctl) -> None:
+    chosen = ("recipe=tiny", "schedule=root", "training.steps=101", "schedule.warmup_steps=0")
+    shown = json.loads(trainctl("schedule", "show", *chosen, "--json").stdout)
+    rates = [point["learning_rate"] for point in shown["points"]]
+    assert shown["kind"] == "root" and rates[-1] == 0
+    assert rates[75] == pytest.approx(rates[0] * 0.5)  # the root of a quarter
+    foreign = trainctl("validate", *chosen, "schedule.power=2", expect=2)
+    assert "there is no key schedule.power with schedule.kind=root" in foreign.stderr
+    wrong = trainctl("validate", *chosen, "schedule.degree=0", expect=2)
+    assert "schedule.degree" in wrong.stderr
 
 
 def test_its_state_is_in_the_budget(trainctl) -> None:

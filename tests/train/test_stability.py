@@ -11,8 +11,9 @@ from parity_cases import enlarge
 from poison import NAN, Poisoned, train_poisoned
 from rank_processes import curve, tiny_config, tiny_plan, with_stop
 
+from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import new_section
-from trainctl.config.schema import DataType, OffloadDevice, OnBadLoss
+from trainctl.config.schema import DataType, OffloadDevice, OnBadLoss, RunConfig
 from trainctl.errors import ExitCode
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
@@ -42,9 +43,11 @@ def plan(stage, compute, policy, **settings):
     config.stability.norm_spike_factor = 4.0
     config.stability.spike_after_steps = 2
     config.checkpoint.every_steps = 2
+    changed = to_plain(config)
     for key, value in settings.items():
         section, _, name = key.partition("__")
-        setattr(getattr(config, section), name, value)
+        changed[section][name] = to_plain(value)
+    config = from_plain(RunConfig, changed)
     if config.offload.nvme_path is not None:
         enlarge(config)
     return tiny_plan(config, 2)

@@ -17,19 +17,26 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from trainctl.config.schema import Accelerator, OffloadDevice, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware.facts import Hardware
 from trainctl.hardware.finding import problem
 from trainctl.hardware.packages import packaged_text, torch_build
+from trainctl.hardware.storage import REMOTE, filesystem
 from trainctl.options.optimizer import Maker, spec_of
 
 _COMPILE_SECONDS = 60.0
 
 _LONGEST_BUILD_SECONDS = 3600.0
 """No operator takes so long: a lock that is older was left by a build that was killed."""
+
+_UNSEEN_BUILD_SECONDS = 600.0
+"""A lock that is older, and for which no process of this machine builds, was left as well."""
 
 
 def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
@@ -122,7 +129,7 @@ def no_build_was_left(config: RunConfig, hardware: Hardware) -> Iterator[str | F
     (torch/utils/file_baton.py)."""
     for operator, key in needed_operators(config, hardware).items():
         for lock in (folder / "lock" for folder in build_folders(operator)):
-            if _age(lock) > _LONGEST_BUILD_SECONDS:
+            if was_left(lock):
                 yield problem(
                     "TC137",
                     key,
@@ -130,6 +137,31 @@ def no_build_was_left(config: RunConfig, hardware: Hardware) -> Iterator[str | F
                     "run for ever",
                     f"rm {shlex.quote(str(lock))}",
                 )
+
+
+def was_left(lock: Path, unseen_seconds: float = _UNSEEN_BUILD_SECONDS) -> bool:
+    """Whether the build that made this lock was killed.
+
+    Args:
+        lock: Of an operator's folder; it need not be there.
+        unseen_seconds: From this age on it is enough that nothing builds: ninja, and the compilers
+            that it starts, work in the folder. Another machine's processes are not seen, so that
+            does not count on a network file system.
+    """
+    age = _age(lock)
+    if age > _LONGEST_BUILD_SECONDS or age <= unseen_seconds:
+        return age > _LONGEST_BUILD_SECONDS
+    return filesystem(lock.parent) not in REMOTE and not _is_worked_in(lock.parent)
+
+
+def _is_worked_in(folder: Path) -> bool:
+    """Whether a process that this user may look at has it as its working directory."""
+    here = str(folder.resolve())
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.cwd() == here:
+                return True
+    return False
 
 
 def _age(path: Path) -> float:

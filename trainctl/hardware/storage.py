@@ -19,7 +19,8 @@ from trainctl.hardware.finding import doubt, problem
 PROBE_BYTES = 1 << 20
 
 _MEMORY = frozenset({"tmpfs", "ramfs"})
-_REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "fuse.sshfs"})
+REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "fuse.sshfs"})
+"""Types of file systems that other machines use too."""
 
 
 def nvme_keeps_what_is_written(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
@@ -42,7 +43,7 @@ def nvme_keeps_what_is_written(config: RunConfig, hardware: Hardware) -> Iterato
     kind = filesystem(folder)
     if kind in _MEMORY:
         what = f"is {kind}: states offloaded to it stay in host memory"
-    elif kind in _REMOTE:
+    elif kind in REMOTE:
         what = f"is {kind}, a network file system: training waits for every block"
     elif not is_direct:
         what = f"({kind}) takes no direct I/O, which async_io uses"
