@@ -9,7 +9,7 @@ import pytest
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.compose import compose, examine, recompose
 from trainctl.config.keys import keys_of, leaves
-from trainctl.config.registry import load, names, new_section, unit_groups
+from trainctl.config.registry import changed_section, load, names, new_section, unit_groups
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 
@@ -104,3 +104,12 @@ def test_a_kind_of_a_package_that_is_not_there_is_named():
     with pytest.raises(TrainctlError, match="no kind 'signum'") as raised:
         from_plain(RunConfig, {"optimizer": {"kind": "signum"}})
     assert raised.value.exit_code == 4
+
+
+def test_a_changed_section_is_one_of_the_kind_that_the_values_choose():
+    adamw = new_section("optimizer", "adamw", lr=2.0, beta2=0.9, epsilon=0.1)
+    assert changed_section(adamw, beta2=0.8) == new_section(
+        "optimizer", "adamw", lr=2.0, beta2=0.8, epsilon=0.1
+    )
+    lion = changed_section(adamw, kind="lion", weight_decay=1.0)
+    assert lion == new_section("optimizer", "lion", lr=2.0, beta2=0.9, weight_decay=1.0)

@@ -9,7 +9,7 @@ from typing import Any
 from trainctl.config.check import UNKNOWN_KEY, wrong_value
 from trainctl.config.keys import Leaf, ValueProblem, accept, as_written, keys_of, leaves
 from trainctl.config.layers import Stack
-from trainctl.config.registry import unit_groups
+from trainctl.config.registry import chooser, unit_groups
 from trainctl.config.schema import GROUPS
 from trainctl.config.suggest import did_you_mean, nearest_keys
 from trainctl.errors import Finding, Severity
@@ -31,9 +31,10 @@ def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator
     """
     for group in unit_groups():
         section = stack.plain[group]
-        kind = section["kind"]
+        choice = chooser(group)
+        kind = section[choice]
         own = keys_of(group, kind)
-        for name in [name for name in section if name != "kind"]:
+        for name in [name for name in section if name != choice]:
             key = f"{group}.{name}"
             value = section.pop(name)
             inside = _entries(stack, key)
@@ -42,7 +43,7 @@ def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator
             source = stack.layers[inside[-1] if inside else key][-1].source
             if key not in own:
                 is_left_over = typed.isdisjoint((key, *inside)) and (
-                    recipe is None or f"{group}.kind" in typed or _is_of_before(source, recipe)
+                    recipe is None or f"{group}.{choice}" in typed or _is_of_before(source, recipe)
                 )
                 if is_left_over and value == leaves()[key].default:
                     continue  # it says nothing that could be missed
@@ -82,7 +83,7 @@ def _foreign(key: str, value: Any, kind: str, is_left_over: bool) -> Finding:
             rule=NO_EFFECT,
             key=key,
             message=f"{key}={as_written(value)} has no effect: it is a key of {having}, and "
-            f"{group}.kind is {kind}",
+            f"{group}.{chooser(group)} is {kind}",
             hint=f"leave {key} out",
             severity=Severity.warning,
         )
@@ -90,6 +91,6 @@ def _foreign(key: str, value: Any, kind: str, is_left_over: bool) -> Finding:
     return Finding(
         rule=UNKNOWN_KEY,
         key=key,
-        message=f"there is no key {key} with {group}.kind={kind}",
+        message=f"there is no key {key} with {group}.{chooser(group)}={kind}",
         hint=f"{did_you_mean(close)} {group}={' or '.join(leaves()[key].kinds)} has it".strip(),
     )

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.keys import as_written
+from trainctl.config.registry import changed_section
 from trainctl.config.schema import RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.derive import derive_batch, derive_mesh
@@ -43,15 +43,10 @@ def with_values(config: RunConfig, values: Values) -> RunConfig:
     for key, value in values.items():
         section, name = key.split(".")
         by_section.setdefault(section, {})[name] = value
-    changed = {name: _changed(getattr(config, name), new) for name, new in by_section.items()}
+    changed = {
+        name: changed_section(getattr(config, name), **new) for name, new in by_section.items()
+    }
     return replace(config, **changed)
-
-
-def _changed(section: Any, values: Values) -> Any:
-    """A section with other values; under another kind with what both kinds have."""
-    if getattr(section, "units", "") and values.get("kind", section.kind) != section.kind:
-        section = from_plain(type(section), {**to_plain(section), "kind": values["kind"]})
-    return replace(section, **values)
 
 
 def timed(
