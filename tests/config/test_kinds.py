@@ -9,7 +9,7 @@ import pytest
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.compose import compose, examine, recompose
 from trainctl.config.keys import keys_of, leaves
-from trainctl.config.registry import load, names, new_section, unit_groups
+from trainctl.config.registry import changed_section, load, names, new_section, unit_groups
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 
@@ -66,6 +66,29 @@ def test_a_key_of_a_recipe_that_is_extended_is_left_over(extends, severity, tmp_
     assert composed.config.optimizer.kind == "sgd"
 
 
+def test_what_the_command_line_replaces_is_left_over(tmp_path, monkeypatch):
+    """A recipe for a cluster is tried out here: its own keys say that they do nothing."""
+    (tmp_path / "recipes").mkdir()
+    text = "defaults: [tiny, {override /launcher: slurm}, _self_]\n"
+    (tmp_path / "recipes" / "mine.yaml").write_text(f"{text}launcher: {{slurm_qos: high}}\n")
+    monkeypatch.chdir(tmp_path)
+    for chosen in ([], ["launcher=local"]):
+        assert not compose(["recipe=mine", *chosen]).findings
+    composed = compose(["recipe=mine", "launcher.kind=local"])
+    (finding,) = composed.findings
+    assert (finding.severity.value, finding.key) == ("warning", "launcher.slurm_qos")
+    assert composed.config.launcher.kind == "local"
+
+
+def test_a_mapping_that_is_set_entry_by_entry_stays():
+    typed = ["launcher.environment.NCCL_DEBUG=INFO", "launcher.kubernetes_claims.a=/b"]
+    launcher = compose(["recipe=tiny", "launcher=kubernetes", *typed]).config.launcher
+    assert launcher.environment == {"NCCL_DEBUG": "INFO"}
+    assert launcher.kubernetes_claims == {"a": "/b"}
+    found = [finding.message for finding in examine(["recipe=tiny", *typed]).findings]
+    assert found == ["there is no key launcher.kubernetes_claims with launcher.kind=local"]
+
+
 def test_a_saved_configuration_of_before_has_the_keys_of_all_kinds():
     plain = to_plain(RunConfig())
     plain["optimizer"] |= {"momentum": 0.7, "matrix_lr": 0.1, "beta2": 0.9}
@@ -81,3 +104,12 @@ def test_a_kind_of_a_package_that_is_not_there_is_named():
     with pytest.raises(TrainctlError, match="no kind 'signum'") as raised:
         from_plain(RunConfig, {"optimizer": {"kind": "signum"}})
     assert raised.value.exit_code == 4
+
+
+def test_a_changed_section_is_one_of_the_kind_that_the_values_choose():
+    adamw = new_section("optimizer", "adamw", lr=2.0, beta2=0.9, epsilon=0.1)
+    assert changed_section(adamw, beta2=0.8) == new_section(
+        "optimizer", "adamw", lr=2.0, beta2=0.8, epsilon=0.1
+    )
+    lion = changed_section(adamw, kind="lion", weight_decay=1.0)
+    assert lion == new_section("optimizer", "lion", lr=2.0, beta2=0.9, weight_decay=1.0)

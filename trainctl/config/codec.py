@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from trainctl.config.registry import own_keys, section_class
+from trainctl.config.registry import chooser, kind_of, own_keys, section_class
 
 T = TypeVar("T")
 
@@ -53,13 +53,14 @@ def from_plain(cls: type[T], data: Any, key: str = "") -> T:
 
 def _of_kind(group: str, cls: Any, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The class of the kind that the section has, and its data without the keys of other kinds."""
-    kind = data.get("kind", cls.kind)
+    key = chooser(group)
+    kind = data.get(key, kind_of(cls))
     if not isinstance(kind, str):
-        raise ValueError(f"the kind of {group} must be a name, not {kind!r}")
+        raise ValueError(f"{group}.{key} must be a name, not {kind!r}")
     found = section_class(group, kind)
     foreign = own_keys(group) - set(_hints(found))
     kept = {name: value for name, value in data.items() if name not in foreign}
-    return found, {"kind": kind, **kept}
+    return found, {key: kind, **kept}
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trainctl.config.catalog import options, recipes
 from trainctl.config.keys import COUNT, Leaf, leaves
-from trainctl.config.registry import names
+from trainctl.config.registry import chooser, names
 from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.config.suggest import did_you_mean, nearest
 from trainctl.errors import TrainctlError
@@ -81,9 +81,10 @@ def _section(name: str) -> dict[str, Any]:
 
 def _by_kind(group: str, keys: list[Leaf]) -> list[dict[str, Any]]:
     """For each kind that is named in the same file, that there is no key of the others."""
+    key = chooser(group)
     return [
         {
-            "if": {"properties": {"kind": {"const": kind}}, "required": ["kind"]},
+            "if": {"properties": {key: {"const": kind}}, "required": [key]},
             "then": {
                 "properties": {
                     leaf.key.partition(".")[2]: False

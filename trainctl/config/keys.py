@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trainctl.config.codec import to_plain
 from trainctl.config.quantities import in_unit
-from trainctl.config.registry import names, new_section, unit_groups
+from trainctl.config.registry import chooser, kind_of, names, new_section, unit_groups
 from trainctl.config.schema import RunConfig
 from trainctl.config.suggest import nearest
 
@@ -111,7 +111,7 @@ def leaves_under(plain: Mapping[str, Any]) -> dict[str, Leaf]:
     """The keys of a configuration, given as plain data, under the kinds that its sections have."""
     table = {key: leaf for key, leaf in leaves().items() if not leaf.kinds}
     for group in unit_groups():
-        table |= keys_of(group, plain[group]["kind"])
+        table |= keys_of(group, plain[group][chooser(group)])
     return table
 
 
@@ -224,7 +224,7 @@ def _collect(config: Any, prefix: str, table: dict[str, Leaf]) -> None:
         value = getattr(config, item.name)
         group = getattr(value, "units", "")
         if group:
-            _collect_units(group, value.kind, table)
+            _collect_units(group, kind_of(value), table)
         elif is_dataclass(value):
             _collect(value, f"{prefix}{item.name}.", table)
         else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,9 +31,10 @@ class Spec:
     """What an option of any group says of itself.
 
     Attributes:
-        name: As it is chosen, `GROUP=NAME`; also its `kind`.
+        name: The kind: the value of the section's key that `chooser` gives.
         keys: The dataclass of its section: what all kinds of the group share, and its own keys.
-        build: `module:function` that a rank calls; empty where there is nothing to build.
+        build: `module:function` that makes it, loaded when it is called; empty where there is
+            nothing to build.
         extra: Part of trainctl's package: what has the packages that `build` needs.
     """
 
@@ -103,7 +104,31 @@ def section_class(group: str, kind: str) -> type:
 
 def new_section(group: str, kind: str, **values: Any) -> Any:
     """A section of that kind, with its defaults where nothing else is given."""
-    return section_class(group, kind)(kind=kind, **values)
+    return section_class(group, kind)(**{chooser(group): kind}, **values)
+
+
+def changed_section(section: Any, **values: Any) -> Any:
+    """A section with other values; where they choose another kind, what that has of the rest."""
+    group = getattr(section, "units", "")
+    kind = values.get(chooser(group)) if group else None
+    if kind is None or kind == kind_of(section):
+        return replace(section, **values)
+    own = {item.name for item in fields(section_class(group, kind))}
+    kept = {item.name: getattr(section, item.name) for item in fields(section) if item.name in own}
+    return section_class(group, kind)(**{**kept, **values})
+
+
+@cache
+def chooser(group: str) -> str:
+    """The key of a group's section that names the kind: `kind` in most."""
+    shared = fields(section_class(group, _shipped(group)[0]))
+    return next(item.name for item in shared if item.metadata.get("units") == group)
+
+
+def kind_of(section: Any) -> str:
+    """The kind that a section of units has."""
+    kind: str = getattr(section, chooser(section.units))
+    return kind
 
 
 @cache
@@ -112,20 +137,25 @@ def own_keys(group: str) -> frozenset[str]:
     return frozenset(item.name for spec in specs(group) for item in fields(spec.keys))
 
 
-def function_of(group: str, kind: str) -> Any:
-    """What a kind's `build` names, imported: on a rank.
+def function_of(group: str, kind: str, entry: str = "build") -> Any:
+    """What one of a kind's entries names, imported.
+
+    Args:
+        group: The group.
+        kind: Its kind.
+        entry: The attribute of its spec, a `module:function`.
 
     Raises:
         TrainctlError: A package that it needs is missing (exit code 4).
     """
     spec = load(group, kind)
-    module, _, name = spec.build.partition(":")
+    module, _, name = getattr(spec, entry).partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as missing:
         what = f"pip install 'trainctl[{spec.extra}]'" if spec.extra else "install it"
         raise TrainctlError(
-            f"{group}.kind={kind} needs a package that is missing ({missing})",
+            f"{group}.{chooser(group)}={kind} needs a package that is missing ({missing})",
             hint=f"{what}, or choose another {group}",
             exit_code=ExitCode.environment,
         ) from None

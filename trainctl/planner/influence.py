@@ -13,6 +13,7 @@ from typing import Any, get_args
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.derived import Derived
 from trainctl.config.keys import Leaf, ValueProblem, accept, leaves
+from trainctl.config.registry import kind_of
 from trainctl.config.schema import RunConfig
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.resolve import resolve
@@ -33,7 +34,7 @@ def _moved(key: str, plan: RunPlan) -> set[str]:
     """Names of the derived values that another value of the key would change."""
     before = {item.key: item.value for item in plan.derived}
     kinds = leaves()[key].kinds
-    if kinds and getattr(plan.config, key.partition(".")[0]).kind not in kinds:
+    if kinds and kind_of(getattr(plan.config, key.partition(".")[0])) not in kinds:
         return set()
     for value in _other_values(leaves()[key], _value(plan.config, key)):
         plain = deepcopy(to_plain(plan.config))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainctl.config.keys import as_written
+from trainctl.config.registry import changed_section
 from trainctl.config.schema import RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.derive import derive_batch, derive_mesh
@@ -42,7 +43,9 @@ def with_values(config: RunConfig, values: Values) -> RunConfig:
     for key, value in values.items():
         section, name = key.split(".")
         by_section.setdefault(section, {})[name] = value
-    changed = {name: replace(getattr(config, name), **new) for name, new in by_section.items()}
+    changed = {
+        name: changed_section(getattr(config, name), **new) for name, new in by_section.items()
+    }
     return replace(config, **changed)
 
 

@@ -7,7 +7,7 @@ from dataclasses import field
 from functools import partial
 from typing import Any
 
-from trainctl.config.registry import new_section
+from trainctl.config.registry import kind_of, new_section
 
 
 def option(
@@ -63,4 +63,4 @@ def _default(cls: type) -> Any:
     group = getattr(cls, "units", "")
     if not group:
         return cls()
-    return new_section(group, cls.kind)  # type: ignore[attr-defined]
+    return new_section(group, kind_of(cls))
