@@ -12,11 +12,11 @@ from trainctl.config.schema import (
     CheckpointingMode,
     CompileKind,
     CrossEntropyKind,
-    LauncherKind,
     OffloadDevice,
     RunConfig,
 )
 from trainctl.hardware import Hardware
+from trainctl.options.launcher import launcher_for
 from trainctl.plan.nearest import divisors
 from trainctl.plan.types import Batch
 from trainctl.planner.variants import Values
@@ -165,8 +165,7 @@ def _devices(config: RunConfig, hardware: Hardware, doublings: int) -> Change:
         values["hardware.devices_per_node"] = devices
     if nodes != hardware.nodes:
         values["hardware.nodes"] = nodes
-        if config.launcher.kind is LauncherKind.local:
-            values["launcher.kind"] = LauncherKind.slurm
+        values |= launcher_for(config.launcher, nodes)
     return _change("devices", doublings, values)
 
 
