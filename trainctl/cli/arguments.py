@@ -92,7 +92,7 @@ WhichWeights = Annotated[
 ]
 
 
-class Device(StrEnum):
+class OfflineDevice(StrEnum):
     """Where a model runs outside training."""
 
     auto = "auto"
@@ -101,7 +101,8 @@ class Device(StrEnum):
 
 
 OnDevice = Annotated[
-    Device, typer.Option("--device", help="auto: an accelerator with room for it, else the CPU.")
+    OfflineDevice,
+    typer.Option("--device", help="auto: an accelerator with room for it, else the CPU."),
 ]
 
 

@@ -15,7 +15,7 @@ from trainctl.config.schema import DataConfig, DataKind, OnBadText, RunConfig
 from trainctl.config.text.documents import NoTextKey, Reader
 from trainctl.config.text.files import (
     HEAD_BYTES,
-    Found,
+    FoundFiles,
     TextFiles,
     endings_of,
     find,
@@ -72,7 +72,7 @@ def check_text(config: RunConfig) -> list[Finding]:
     return findings
 
 
-def _of_patterns(key: str, found: list[tuple[str, Found]]) -> Iterator[Finding]:
+def _of_patterns(key: str, found: list[tuple[str, FoundFiles]]) -> Iterator[Finding]:
     for pattern, each in found:
         if not each.files:
             rule = FOLDER if each.is_folder else MISSING
