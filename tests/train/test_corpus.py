@@ -187,6 +187,18 @@ def test_a_damaged_cache_is_made_again(texts, file, damage):
         assert "damaged" in told[0] and file in told[0]
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc tells the advice")
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_kernel_does_not_read_ahead_of_samples_here_and_there(texts, in_order):
+    corpus, _ = built(texts)
+    tokens = corpus.tokens(corpus.train, in_order=in_order)
+    assert not tokens.flags.writeable
+    file = str(Path(corpus.folder) / "train.bin")
+    _, _, found = Path("/proc/self/smaps").read_text().partition(file)
+    flags = next(line for line in found.splitlines() if line.startswith("VmFlags:")).split()
+    assert ("rr" in flags) is not in_order  # "random read advise", Documentation/filesystems/proc
+
+
 def test_a_truncated_file_is_an_error_where_it_is_mapped(texts):
     corpus, _ = built(texts)
     os.truncate(Path(corpus.folder) / "train.bin", 100)

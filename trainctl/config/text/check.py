@@ -13,7 +13,7 @@ from pathlib import Path
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths, RunConfig
 from trainctl.config.text.files import (
-    Found,
+    FoundFiles,
     TextFiles,
     endings_of,
     find,
@@ -35,7 +35,7 @@ _FILES_OPENED = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class FileProblem:
     """What is wrong with one file.
 
     Attributes:
@@ -53,7 +53,7 @@ class Problem:
     key: str = ""
 
 
-Look = Callable[[Path, DataConfig], Problem | None]
+Look = Callable[[Path, DataConfig], FileProblem | None]
 """What is wrong with a file, from its beginning; OSError where it cannot be read."""
 
 
@@ -77,7 +77,7 @@ def check_text(config: RunConfig) -> list[Finding]:
 
 
 def _of_patterns(
-    key: str, found: list[tuple[str, Found]], endings: Sequence[str]
+    key: str, found: list[tuple[str, FoundFiles]], endings: Sequence[str]
 ) -> Iterator[Finding]:
     for pattern, each in found:
         if not each.files:
@@ -97,7 +97,7 @@ def _of_patterns(
 
 def _of_files(key: str, files: list[Path], data: DataConfig, look: Look) -> Iterator[Finding]:
     """One finding for each kind of problem."""
-    kinds: dict[tuple[str, str], list[Problem]] = {}
+    kinds: dict[tuple[str, str], list[FileProblem]] = {}
     for file in files[:_FILES_OPENED]:
         problem = _problem(file, data, look)
         if problem is not None:
@@ -109,12 +109,12 @@ def _of_files(key: str, files: list[Path], data: DataConfig, look: Look) -> Iter
         yield Finding(rule=rule, key=first.key or key, message=message, hint=first.hint)
 
 
-def _problem(file: Path, data: DataConfig, look: Look) -> Problem | None:
+def _problem(file: Path, data: DataConfig, look: Look) -> FileProblem | None:
     try:
         return look(file, data)
     except OSError as error:
         why = error.strerror or "not read"
-        return Problem(MISSING, why, f"cannot read {file}: {why}", "")
+        return FileProblem(MISSING, why, f"cannot read {file}: {why}", "")
 
 
 def _of_sides(config: RunConfig, data: DataFromPaths, files: TextFiles) -> Iterator[Finding]:

@@ -60,7 +60,7 @@ class TextFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundFiles:
     """What a path or glob of `data.paths` means.
 
     Attributes:
@@ -74,7 +74,7 @@ class Found:
     is_folder: bool = False
 
 
-def find(pattern: str, endings: Sequence[str]) -> Found:
+def find(pattern: str, endings: Sequence[str]) -> FoundFiles:
     """The files of a path, a folder or a glob; perhaps none.
 
     A folder gives its files with these endings, and those of the folders in it, but for hidden
@@ -84,14 +84,14 @@ def find(pattern: str, endings: Sequence[str]) -> Found:
     if path.is_dir():
         return _in_folder(path, endings)
     matches = [path] if path.is_file() else _glob(path)
-    return Found(sorted({match.resolve() for match in matches if match.is_file()}), Counter())
+    return FoundFiles(sorted({match.resolve() for match in matches if match.is_file()}), Counter())
 
 
 def _glob(path: Path) -> list[Path]:
     return [Path(match) for match in glob.iglob(str(path), recursive=True)]  # noqa: PTH207
 
 
-def _in_folder(folder: Path, endings: Sequence[str]) -> Found:
+def _in_folder(folder: Path, endings: Sequence[str]) -> FoundFiles:
     files: set[Path] = set()
     left_out: Counter[str] = Counter()
     for where, folders, names in os.walk(folder):
@@ -104,7 +104,7 @@ def _in_folder(folder: Path, endings: Sequence[str]) -> Found:
                 files.add(file.resolve())
             else:
                 left_out[file.suffix or "no ending"] += 1
-    return Found(sorted(files), left_out, is_folder=True)
+    return FoundFiles(sorted(files), left_out, is_folder=True)
 
 
 def split_files(config: DataConfig) -> TextFiles:
@@ -151,7 +151,7 @@ def _all(patterns: list[str], key: str, endings: Sequence[str]) -> list[Path]:
     return sorted(files)
 
 
-def nothing_in(pattern: str, found: Found, endings: Sequence[str]) -> str:
+def nothing_in(pattern: str, found: FoundFiles, endings: Sequence[str]) -> str:
     """What is wrong with a path or glob that gives no file."""
     if not found.is_folder:
         return f"no file matches {pattern!r}"
@@ -159,7 +159,7 @@ def nothing_in(pattern: str, found: Found, endings: Sequence[str]) -> str:
     return f"no file in {pattern} ends in {', '.join(endings)}: {what}"
 
 
-def hint_for(found: Found) -> str:
+def hint_for(found: FoundFiles) -> str:
     """What to write in place of a path or glob that gives no file."""
     if found.is_folder and found.left_out:
         endings = [ending for ending, _ in found.left_out.most_common() if ending.startswith(".")]
@@ -167,7 +167,7 @@ def hint_for(found: Found) -> str:
     return "globs are relative to the folder of the launch; ** crosses folders"
 
 
-def endings_of(found: Found) -> str:
+def endings_of(found: FoundFiles) -> str:
     """What a folder has besides its texts, such as ``12 .gz, 1 .json``; the commonest first."""
     return ", ".join(f"{count:,} {ending}" for ending, count in found.left_out.most_common(5))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainctl.config.schema import DataConfig, DataFromRecords, OnBadText
 from trainctl.config.suggest import nearest
-from trainctl.config.text.check import BAD_TEXT, BINARY, TEXT_KEY, Problem
+from trainctl.config.text.check import BAD_TEXT, BINARY, TEXT_KEY, FileProblem
 from trainctl.config.text.documents import REPLACEMENT, Document, Reader
 from trainctl.config.text.files import HEAD_BYTES, no_text
 from trainctl.errors import TrainctlError
@@ -58,7 +58,7 @@ def places(file: Path) -> list[int | None]:
         return [number for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def problem(file: Path, config: DataConfig) -> Problem | None:
+def problem(file: Path, config: DataConfig) -> FileProblem | None:
     """What is wrong with the beginning of a file."""
     with file.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
@@ -66,13 +66,13 @@ def problem(file: Path, config: DataConfig) -> Problem | None:
     if found is not None:
         kind, hint = found
         message = f"{file} is {kind}, not text"
-        return Problem(BINARY, kind, message, hint.replace("FILE", str(file)))
+        return FileProblem(BINARY, kind, message, hint.replace("FILE", str(file)))
     look = _in_lines if file.suffix == ".jsonl" else _in_text
     bad = look(file, head, config)
     if bad is None:
         return None
     rule, key = (TEXT_KEY, "text_key") if isinstance(bad, NoTextKey) else (BAD_TEXT, "on_bad_text")
-    return Problem(rule, bad.hint, bad.message, bad.hint, f"data.{key}")
+    return FileProblem(rule, bad.hint, bad.message, bad.hint, f"data.{key}")
 
 
 def _whole(reader: Reader, file: Path) -> Iterator[Document]:

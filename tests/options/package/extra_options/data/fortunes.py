@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainctl.config.schema import DataConfig, DataFromPaths
 from trainctl.config.schema.option import option
-from trainctl.config.text.check import Problem
+from trainctl.config.text.check import FileProblem
 from trainctl.config.text.documents import Document, Reader
 from trainctl.options.data import DataSource
 
@@ -20,11 +20,11 @@ class FortunesConfig(DataFromPaths):
     separator: str = option("%", "Line between two texts.")
 
 
-def problem(file: Path, section: DataConfig) -> Problem | None:
+def problem(file: Path, section: DataConfig) -> FileProblem | None:
     """An empty file has no text."""
     if file.stat().st_size:
         return None
-    return Problem("FORTUNES1", "empty", f"{file} is empty", "leave it out of data.paths")
+    return FileProblem("FORTUNES1", "empty", f"{file} is empty", "leave it out of data.paths")
 
 
 def read(reader: Reader, file: Path) -> Iterator[Document]:
