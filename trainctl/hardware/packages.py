@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 from trainctl.config.registry import load
@@ -16,6 +15,7 @@ from trainctl.errors import Finding
 from trainctl.hardware.detect import driver_cuda_version
 from trainctl.hardware.facts import Hardware
 from trainctl.hardware.finding import problem
+from trainctl.options.logger import missing
 
 ASKED = ("trainctl", "deepspeed", "transformers", "accelerate")
 """Packages whose requirements are compared with what is installed; the last one is optional."""
@@ -65,20 +65,10 @@ def _compared() -> Iterator[str | Finding]:
 
 def loggers_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """What the loggers of `logging.to` import is there, on the machine that sends to them."""
-    lacking = False
-    for spec in (load("logger", name) for name in config.logging.to):
-        missing = [module for module in spec.modules if find_spec(module) is None]
-        if missing:
-            lacking = True
-            what = f"trainctl[{spec.extra}]" if spec.extra else " ".join(missing)
-            yield problem(
-                "TC124",
-                "logging.to",
-                f"the logger {spec.name} needs {', '.join(missing)}, which is not installed here",
-                f"pip install '{what}', or leave it out of logging.to",
-            )
-    if config.logging.to and not lacking:
+    found = [missing(load("logger", name)) for name in config.logging.to]
+    if found and not any(found):
         yield ", ".join(config.logging.to)
+    yield from filter(None, found)
 
 
 def torch_matches_the_device(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:

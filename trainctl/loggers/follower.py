@@ -11,10 +11,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from trainctl.config.registry import function_of
+from trainctl.config.registry import function_of, load
+from trainctl.errors import TrainctlError
 from trainctl.loggers.cursor import Cursor, read_cursor
 from trainctl.loggers.points import point_of
-from trainctl.options.logger import Followed, Point, Sink
+from trainctl.options.logger import Followed, Point, Sink, missing
 from trainctl.runs.access import ensure_folder
 from trainctl.runs.attempts import config_of
 from trainctl.runs.directory import run_id
@@ -84,7 +85,9 @@ class Follower:
                 sink.close()
 
     def _build(self, state: Mapping[str, Any] | None) -> Sink:
-        run = self._run
+        run, lacking = self._run, missing(load("logger", self._name))
+        if lacking is not None:
+            raise TrainctlError(lacking.message, hint=lacking.hint)
         folder = run.root / self._name
         ensure_folder(folder)
         followed = Followed(

@@ -19,10 +19,7 @@ from trainctl.config.schema.hardware import (
 )
 from trainctl.config.schema.launcher import (
     CpuBinding,
-    KubernetesApi,
     LauncherConfig,
-    LauncherKind,
-    MpiFlavor,
 )
 from trainctl.config.schema.layout import (
     ActivationCheckpointingConfig,
@@ -59,11 +56,12 @@ from trainctl.config.schema.option import option, section
 from trainctl.config.schema.run import (
     CheckpointConfig,
     DataConfig,
-    DataKind,
+    DataFromPaths,
+    DataFromRecords,
     LoggingConfig,
     OnBadText,
     TokenizerConfig,
-    TokenizerKind,
+    TokenizerFromPath,
     TrainingConfig,
 )
 
@@ -79,20 +77,18 @@ __all__ = [
     "CpuBinding",
     "CrossEntropyKind",
     "DataConfig",
-    "DataKind",
+    "DataFromPaths",
+    "DataFromRecords",
     "DataType",
     "GradientsConfig",
     "GroupOverride",
     "HardwareConfig",
     "KernelsConfig",
-    "KubernetesApi",
     "LauncherConfig",
-    "LauncherKind",
     "LoggingConfig",
     "LrScaling",
     "ModelConfig",
     "ModelFamily",
-    "MpiFlavor",
     "OffloadConfig",
     "OffloadDevice",
     "OnBadLoss",
@@ -106,7 +102,7 @@ __all__ = [
     "ScheduleUnit",
     "StabilityConfig",
     "TokenizerConfig",
-    "TokenizerKind",
+    "TokenizerFromPath",
     "TrainingConfig",
     "WeightsKind",
     "ZeroStageConfig",

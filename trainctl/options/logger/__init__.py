@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainctl.config.registry import Spec
 from trainctl.config.schema import RunConfig
+from trainctl.errors import ExitCode, Finding
 
 
 @dataclass
@@ -95,3 +97,18 @@ class Logger(Spec):
 
     keys: type = LoggerConfig
     modules: tuple[str, ...] = ()
+
+
+def missing(spec: Logger) -> Finding | None:
+    """What it imports and is not installed here; looks for packages and imports none."""
+    lacking = [module for module in spec.modules if find_spec(module) is None]
+    if not lacking:
+        return None
+    what = f"trainctl[{spec.extra}]" if spec.extra else " ".join(lacking)
+    return Finding(
+        rule="TC124",
+        key="logging.to",
+        message=f"the logger {spec.name} needs {', '.join(lacking)}, which is not installed here",
+        hint=f"pip install '{what}', or leave it out of logging.to",
+        exit_code=ExitCode.environment,
+    )
