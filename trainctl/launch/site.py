@@ -12,6 +12,8 @@ from trainctl.errors import Finding
 from trainctl.launch.preflight import problems
 from trainctl.launch.probe import PACKAGES, code_digest
 from trainctl.launch.survey import Report, survey
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.provenance import file_digest, package_versions
 
@@ -36,7 +38,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class SiteLook:
     """What asking the hosts has brought.
 
     Attributes:
@@ -57,7 +59,8 @@ def hosts_of(plan: RunPlan) -> tuple[Host, ...]:
         TrainctlError: The hostfile is missing or wrong, or there are too few hosts (exit code 2).
     """
     hardware = plan.hardware
-    return chosen_hosts(plan.config.launcher, hardware.nodes, hardware.devices_per_node)
+    launcher = section_of(plan.config, SshConfig)
+    return chosen_hosts(launcher, hardware.nodes, hardware.devices_per_node)
 
 
 def look(
@@ -66,7 +69,7 @@ def look(
     folder: Path,
     checkpoint_bytes: int | None,
     code_folder: Path | None = None,
-) -> Look:
+) -> SiteLook:
     """Ask the hosts, all at once.
 
     Args:
@@ -86,7 +89,7 @@ def look(
     here = {package: installed.get(package, "") for package in PACKAGES}
     findings = problems(plan, reports, here, code_digest(), own, checkpoint_bytes)
     is_wrong = any(finding.is_error for finding in findings)
-    return Look(
+    return SiteLook(
         site=None if is_wrong else _site(reports),
         findings=findings,
         there=tuple(report.host for report in reports if report.facts is not None),
@@ -95,7 +98,7 @@ def look(
 
 def unasked(plan: RunPlan) -> Site:
     """What is known of the hosts before any was asked."""
-    launcher, hosts = plan.config.launcher, hosts_of(plan)
+    launcher, hosts = section_of(plan.config, SshConfig), hosts_of(plan)
     return Site(
         hosts=hosts,
         interfaces=tuple(launcher.interfaces.get(host.name, launcher.interface) for host in hosts),

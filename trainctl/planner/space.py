@@ -14,12 +14,12 @@ from trainctl.config.schema import (
     CheckpointingMode,
     CompileKind,
     CrossEntropyKind,
-    LauncherKind,
     OffloadDevice,
     RunConfig,
 )
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
+from trainctl.options.launcher import launcher_for
 from trainctl.plan import shapes
 from trainctl.plan.nearest import divisors
 from trainctl.plan.stages import blocks_of_stages
@@ -65,7 +65,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class LeftOut:
+class LeftOutLayouts:
     """Layouts that are legal, and of which nothing was timed.
 
     Attributes:
@@ -100,7 +100,7 @@ class Space:
         self.base = with_values(config, {**length_of(config), **self._launcher()})
         self.sequences = self._global_batch()
         self.exactly = config.training.global_batch_size is not None
-        self.left_out = LeftOut()
+        self.left_out = LeftOutLayouts()
 
     def is_fixed(self, key: str) -> bool:
         return key in self.fixed or key.partition(".")[0] in self.fixed
@@ -152,11 +152,10 @@ class Space:
         return [[dict(zip(keys, pair, strict=True)) for pair in pairs] for pairs in rounds]
 
     def _launcher(self) -> Values:
-        """Several machines are not started by the local launcher."""
-        alone = self.hardware.nodes == 1 or self.is_fixed("launcher.kind")
-        if alone or self.config.launcher.kind is not LauncherKind.local:
+        """Several machines are not started by every launcher."""
+        if self.is_fixed("launcher.kind"):
             return {}
-        return {"launcher.kind": LauncherKind.slurm}
+        return launcher_for(self.config.launcher, self.hardware.nodes)
 
     def _global_batch(self) -> float:
         """Wanted sequences of a step."""

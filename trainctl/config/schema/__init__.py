@@ -19,10 +19,7 @@ from trainctl.config.schema.hardware import (
 )
 from trainctl.config.schema.launcher import (
     CpuBinding,
-    KubernetesApi,
     LauncherConfig,
-    LauncherKind,
-    MpiFlavor,
 )
 from trainctl.config.schema.layout import (
     ActivationCheckpointingConfig,
@@ -58,11 +55,12 @@ from trainctl.config.schema.option import option, section
 from trainctl.config.schema.run import (
     CheckpointConfig,
     DataConfig,
-    DataKind,
+    DataFromPaths,
+    DataFromRecords,
     LoggingConfig,
     OnBadText,
     TokenizerConfig,
-    TokenizerKind,
+    TokenizerFromPath,
     TrainingConfig,
 )
 
@@ -78,19 +76,17 @@ __all__ = [
     "CpuBinding",
     "CrossEntropyKind",
     "DataConfig",
-    "DataKind",
+    "DataFromPaths",
+    "DataFromRecords",
     "DataType",
     "GradientsConfig",
     "GroupOverride",
     "HardwareConfig",
     "KernelsConfig",
-    "KubernetesApi",
     "LauncherConfig",
-    "LauncherKind",
     "LoggingConfig",
     "LrScaling",
     "ModelConfig",
-    "MpiFlavor",
     "OffloadConfig",
     "OffloadDevice",
     "OnBadLoss",
@@ -104,7 +100,7 @@ __all__ = [
     "ScheduleUnit",
     "StabilityConfig",
     "TokenizerConfig",
-    "TokenizerKind",
+    "TokenizerFromPath",
     "TrainingConfig",
     "WeightsKind",
     "ZeroStageConfig",

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.config.hosts import HOST_NAME_HINT, is_host_name, is_interface_name
 from trainctl.config.schema import (
-    DataKind,
-    LauncherKind,
-    TokenizerKind,
+    DataFromPaths,
+    TokenizerFromPath,
     WeightsKind,
 )
 from trainctl.errors import Finding
+from trainctl.options import data as sources
+from trainctl.options import launcher as launchers
 from trainctl.options import model as families
+from trainctl.options import tokenizer as tokenizers
 from trainctl.options.optimizer import spec_of
 from trainctl.plan import average
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples, warning
-
-BYTE_VOCABULARY = 257
-"""256 bytes and the end of document."""
 
 METRICS = ("loss", average.METRIC)
 """What an evaluation measures."""
@@ -106,36 +104,38 @@ def heads_share_the_width(draft: Draft) -> Iterator[Finding]:
 
 
 def vocabulary_holds_the_tokenizer(draft: Draft) -> Iterator[Finding]:
-    """Every id of the byte tokenizer has a row in the embedding; 0 is not known yet."""
-    rows = draft.config.model.vocab_size
-    if draft.config.tokenizer.kind is TokenizerKind.byte and 0 < rows < BYTE_VOCABULARY:
+    """Every id of a tokenizer without a file has a row in the embedding; 0 is not known yet."""
+    rows, tokenizer = draft.config.model.vocab_size, draft.config.tokenizer
+    spec = tokenizers.spec_of(tokenizer)
+    ids = spec.facts(tokenizer).vocab_size if spec.file is None else 0
+    if 0 < rows < ids:
         yield error(
             "model.vocab_size",
-            f"model.vocab_size={rows} is smaller than the byte tokenizer's {BYTE_VOCABULARY} ids",
-            f"model.vocab_size={BYTE_VOCABULARY} or more",
+            f"model.vocab_size={rows} is smaller than the {spec.name} tokenizer's {ids} ids",
+            f"model.vocab_size={ids} or more",
         )
 
 
 def tokenizer_has_its_file(draft: Draft) -> Iterator[Finding]:
     """A file or directory that the tokenizer is read from."""
     tokenizer = draft.config.tokenizer
-    if tokenizer.kind is not TokenizerKind.byte and tokenizer.path is None:
-        what = "tokenizer.json" if tokenizer.kind is TokenizerKind.file else "directory"
+    if isinstance(tokenizer, TokenizerFromPath) and tokenizer.path is None:
         yield error(
             "tokenizer.path",
-            f"tokenizer.kind={tokenizer.kind.value} needs tokenizer.path",
-            f"tokenizer.path=/path/to/{what}",
+            f"tokenizer.kind={tokenizer.kind} needs tokenizer.path",
+            f"tokenizer.path=/path/to/{tokenizers.spec_of(tokenizer).path_is}",
         )
 
 
 def data_has_its_files(draft: Draft) -> Iterator[Finding]:
     """Files to read, and files to hold out."""
     data = draft.config.data
-    if data.kind is DataKind.files and not data.paths:
+    if isinstance(data, DataFromPaths) and not data.paths:
+        *_, ending = sources.spec_of(data).endings
         yield error(
             "data.paths",
-            "data.kind=files needs data.paths",
-            'data.paths=["/path/to/*.txt"]',
+            f"data.kind={data.kind} needs data.paths",
+            f'data.paths=["/path/to/*{ending}"]',
         )
 
 
@@ -197,59 +197,24 @@ def something_is_saved(draft: Draft) -> Iterator[Finding]:
 
 def launcher_reaches_the_nodes(draft: Draft) -> Iterator[Finding]:
     """Every planned node has something that starts it."""
-    launcher, nodes = draft.config.launcher, draft.hardware.nodes
-    if launcher.kind is LauncherKind.local and nodes > 1:
+    section, nodes = draft.config.launcher, draft.hardware.nodes
+    spec = launchers.spec_of(section)
+    if not spec.several_nodes and nodes > 1:
         yield error(
             "launcher.kind",
-            f"launcher.kind=local starts one node, and the plan is for {nodes}",
+            f"launcher.kind={spec.name} starts one node, and the plan is for {nodes}",
             "launcher=slurm or launcher=ssh, or hardware of one node",
         )
-    if launcher.kind is not LauncherKind.ssh:
-        return
-    if launcher.hosts and launcher.hostfile is not None:
-        yield error(
-            "launcher.hosts",
-            "launcher.hosts and launcher.hostfile are both set",
-            "leave one of them out",
-        )
-    elif not launcher.hosts and launcher.hostfile is None:
-        yield error(
-            "launcher.hosts",
-            f"launcher.kind=ssh needs the host name of each node (nodes: {nodes})",
-            "launcher.hosts=[node1,node2], or launcher.hostfile=/path/to/hostfile",
-        )
-    elif (
-        launcher.hosts
-        and launcher.include is None
-        and launcher.exclude is None
-        and len(launcher.hosts) != nodes
-    ):
-        yield error(
-            "launcher.hosts",
-            f"launcher.hosts names {len(launcher.hosts)} hosts, and the plan is for {nodes}",
-            f"name {nodes} hosts, or hardware.nodes={len(launcher.hosts)}",
-        )
-    if launcher.min_nodes is not None and launcher.min_nodes > nodes:
-        yield error(
-            "launcher.min_nodes",
-            f"launcher.min_nodes={launcher.min_nodes}, and the plan is for {nodes}",
-            f"launcher.min_nodes={nodes} or less",
-        )
+    if spec.reach is not None:
+        yield from (error(*problem) for problem in spec.reach(section, nodes))
 
 
-def hosts_are_names(draft: Draft) -> Iterator[Finding]:
-    """What is given to ssh as a host is a host, and nothing that ssh or a shell reads otherwise."""
-    launcher = draft.config.launcher
-    named = [("launcher.hosts", name) for name in launcher.hosts]
-    named += [("launcher.interfaces", name) for name in launcher.interfaces]
-    for key, name in named:
-        if not is_host_name(name):
-            yield error(key, f"{name!r} is not a host name", HOST_NAME_HINT)
-    interfaces = [("launcher.interface", launcher.interface)] if launcher.interface else []
-    interfaces += [("launcher.interfaces", name) for name in launcher.interfaces.values()]
-    for key, name in interfaces:
-        if not is_interface_name(name):
-            yield error(key, f"{name!r} is not the name of a network interface", "as in eth0")
+def names_of_the_launcher_are_names(draft: Draft) -> Iterator[Finding]:
+    """What a launcher gives to another program as a name is nothing that it reads otherwise."""
+    section = draft.config.launcher
+    spec = launchers.spec_of(section)
+    if spec.bad_names is not None:
+        yield from (error(*problem) for problem in spec.bad_names(section))
 
 
 def log_level_is_known(draft: Draft) -> Iterator[Finding]:
