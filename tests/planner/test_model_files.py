@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from trainctl.config.schema import ModelConfig, ModelFamily, RunConfig, TokenizerConfig
-from trainctl.config.schema import TokenizerKind as Kind
+from trainctl.config.registry import new_section
+from trainctl.config.schema import ModelConfig, RunConfig, TokenizerFromPath
 from trainctl.config.tensor_table import to_table
 from trainctl.plan.disk_names import parts_of
 from trainctl.plan.shapes import all_tensors
@@ -126,7 +126,7 @@ def test_published_experts_are_found_under_their_own_names(
         for pattern, shape in ((gate, (3, 4)), (up, (3, 4)), (down, (4, 3))):
             stored[f"model.layers.0.{pattern.format(e=expert)}.weight"] = shape
     save(tmp_path / "model.safetensors", stored, "BF16")
-    model = {"family": ModelFamily.hf, "path": "x", "tensors": to_table(fused.items())}
+    model = {"family": "hf", "path": "x", "tensors": to_table(fused.items())}
     assert check_model_files(config(tmp_path, **model)) == []
     parts = parts_of("model.layers.0.mlp.experts.gate_up_proj", (2, 6, 4), stored)
     words = [part.name.rsplit(".", 3)[1:3] for part in parts]
@@ -136,10 +136,11 @@ def test_published_experts_are_found_under_their_own_names(
     assert parts_of("model.layers.0.mlp.experts.gate_up_proj", (3, 6, 4), stored) == ()
 
 
-def tokenizer(folder: Path, *tokens: str) -> TokenizerConfig:
+def tokenizer(folder: Path, *tokens: str) -> TokenizerFromPath:
     vocabulary = {token: number for number, token in enumerate(tokens)}
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-    return TokenizerConfig(kind=Kind.hf, path=str(folder))
+    found: TokenizerFromPath = new_section("tokenizer", "hf", path=str(folder))
+    return found
 
 
 def test_a_tokenizer_is_held_against_the_vocabulary(tmp_path: Path) -> None:

@@ -17,12 +17,10 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trainctl.config.registry import new_section
 from trainctl.config.schema import (
     AttentionKind,
     DataType,
-    ModelFamily,
-    TokenizerConfig,
-    TokenizerKind,
 )
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.checkpoints import newest_checkpoint
@@ -87,9 +85,9 @@ def test_the_export_of_every_zero_stage_computes_what_the_engine_did(tmp_path):
 
 
 def test_every_family_tied_and_untied_in_fp32_and_bf16(tmp_path):
-    gpt2 = {"family": ModelFamily.gpt2, "num_key_value_heads": None}
-    qwen3 = {"family": ModelFamily.qwen3, "head_dim": 32}
-    mistral = {"family": ModelFamily.mistral, "sliding_window": 64}
+    gpt2 = {"family": "gpt2", "num_key_value_heads": None}
+    qwen3 = {"family": "qwen3", "head_dim": 32}
+    mistral = {"family": "mistral", "sliding_window": 64}
     plans = [
         plan(0, **gpt2, tie_word_embeddings=True),
         plan(1, **gpt2, tie_word_embeddings=False),
@@ -229,9 +227,9 @@ def test_the_tokenizer_goes_along(tmp_path, small):
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     backend.save(str(folder / "tokenizer.json"))
-    for kind, path in ((TokenizerKind.file, folder / "tokenizer.json"), (TokenizerKind.hf, folder)):
-        config.tokenizer = TokenizerConfig(kind=kind, path=str(path))
-        out = tmp_path / f"out-{kind.value}"
+    for kind, path in (("file", folder / "tokenizer.json"), ("hf", folder)):
+        config.tokenizer = new_section("tokenizer", kind, path=str(path))
+        out = tmp_path / f"out-{kind}"
         exported = export(config, checkpoint, out, dtype=torch.float32)
         assert exported.notes == []
         ours, theirs = load_tokenizer(config.tokenizer), AutoTokenizer.from_pretrained(out)
@@ -239,6 +237,6 @@ def test_the_tokenizer_goes_along(tmp_path, small):
         assert theirs(text, add_special_tokens=False).input_ids == ours.encode(text).tolist()
         settings = json.loads((out / "config.json").read_text())
         assert settings["eos_token_id"] == ours.end_of_document == backend.token_to_id("</s>")
-    config.tokenizer = TokenizerConfig()
+    config.tokenizer = new_section("tokenizer", "byte")
     (note,) = export(config, checkpoint, tmp_path / "bytes", dtype=torch.float32).notes
     assert "byte tokenizer has none" in note

@@ -130,7 +130,7 @@ WhichWeights = Annotated[
 ]
 
 
-class Device(StrEnum):
+class OfflineDevice(StrEnum):
     """Where a model runs outside training."""
 
     auto = "auto"
@@ -139,7 +139,8 @@ class Device(StrEnum):
 
 
 OnDevice = Annotated[
-    Device, typer.Option("--device", help="auto: an accelerator with room for it, else the CPU.")
+    OfflineDevice,
+    typer.Option("--device", help="auto: an accelerator with room for it, else the CPU."),
 ]
 
 
@@ -170,3 +171,6 @@ def split_target(arguments: list[str] | None) -> tuple[str | None, list[str]]:
     if first and "=" not in first and not first.startswith("~"):
         return first, rest
     return None, list(arguments or [])
+
+
+NamedRuns = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")]

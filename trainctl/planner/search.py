@@ -47,7 +47,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundPlan:
     """A plan that is legal and surely fits.
 
     Attributes:
@@ -104,7 +104,7 @@ class Search:
         findings: What is wrong with the fastest variant, where nothing was found.
     """
 
-    found: tuple[Found, ...]
+    found: tuple[FoundPlan, ...]
     timed: int
     budgeted: int
     findings: tuple[Finding, ...] = ()
@@ -114,7 +114,7 @@ class Search:
 class _State:
     """What the search has learned on its way."""
 
-    found: dict[tuple[Any, ...], Found] = field(default_factory=dict)
+    found: dict[tuple[Any, ...], FoundPlan] = field(default_factory=dict)
     order: dict[tuple[Any, ...], tuple[int, int, float]] = field(default_factory=dict)
     rejected: dict[tuple[Any, ...], list[tuple[Candidate, str]]] = field(default_factory=dict)
     too_large: dict[tuple[Any, ...], list[Candidate]] = field(default_factory=dict)
@@ -225,7 +225,7 @@ def _is_hopeless(candidate: Candidate, state: _State) -> bool:
     return False
 
 
-def _found(candidate: Candidate, result: Assessment, state: _State, config: RunConfig) -> Found:
+def _found(candidate: Candidate, result: Assessment, state: _State, config: RunConfig) -> FoundPlan:
     assert result.plan is not None and result.budget is not None
     rejected = None
     for other, reason in state.rejected.get(candidate.layout, ()):
@@ -235,7 +235,7 @@ def _found(candidate: Candidate, result: Assessment, state: _State, config: RunC
             own = candidate.values
             values = {k: v for k, v in other.values.items() if own.get(k, v) != v}
             rejected = Rejected(values=values, seconds=seconds, reason=reason)
-    return Found(
+    return FoundPlan(
         values=_differences(candidate.values, config),
         plan=result.plan,
         budget=result.budget,

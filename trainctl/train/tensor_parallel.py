@@ -21,7 +21,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from trainctl.engines.mesh import Axis
-from trainctl.engines.shards import Piece, Pieces, Shard
+from trainctl.engines.shards import ParameterPiece, Pieces, Shard
+from trainctl.options.model import Region
 from trainctl.train.collectives import (
     Copy,
     GatherSequence,
@@ -32,7 +33,7 @@ from trainctl.train.collectives import (
     gather,
     sum_over,
 )
-from trainctl.train.families import Region, blocks_of, family_of
+from trainctl.train.families import blocks_of, family_of
 
 
 def shard_model(
@@ -51,7 +52,7 @@ def shard_model(
     """
     family = family_of(model)
     decoder = getattr(model, family.decoder)
-    shards: dict[nn.Parameter, tuple[nn.Parameter, Piece]] = {}
+    shards: dict[nn.Parameter, tuple[nn.Parameter, ParameterPiece]] = {}
 
     def cut(module: nn.Module, name: str, dim: int, fused: int = 1) -> None:
         whole = getattr(module, name)

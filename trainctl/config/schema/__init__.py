@@ -38,7 +38,6 @@ from trainctl.config.schema.layout import (
 from trainctl.config.schema.model import (
     AttentionKind,
     ModelConfig,
-    ModelFamily,
     WeightsKind,
 )
 from trainctl.config.schema.optimization import (
@@ -56,11 +55,12 @@ from trainctl.config.schema.option import option, section
 from trainctl.config.schema.run import (
     CheckpointConfig,
     DataConfig,
-    DataKind,
+    DataFromPaths,
+    DataFromRecords,
     LoggingConfig,
     OnBadText,
     TokenizerConfig,
-    TokenizerKind,
+    TokenizerFromPath,
     TrainingConfig,
 )
 
@@ -76,7 +76,8 @@ __all__ = [
     "CpuBinding",
     "CrossEntropyKind",
     "DataConfig",
-    "DataKind",
+    "DataFromPaths",
+    "DataFromRecords",
     "DataType",
     "GradientsConfig",
     "GroupOverride",
@@ -86,7 +87,6 @@ __all__ = [
     "LoggingConfig",
     "LrScaling",
     "ModelConfig",
-    "ModelFamily",
     "OffloadConfig",
     "OffloadDevice",
     "OnBadLoss",
@@ -100,7 +100,7 @@ __all__ = [
     "ScheduleUnit",
     "StabilityConfig",
     "TokenizerConfig",
-    "TokenizerKind",
+    "TokenizerFromPath",
     "TrainingConfig",
     "WeightsKind",
     "ZeroStageConfig",
