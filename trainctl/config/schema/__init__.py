@@ -26,7 +26,6 @@ from trainctl.config.schema.launcher import (
 )
 from trainctl.config.schema.layout import (
     ActivationCheckpointingConfig,
-    CheckpointingMode,
     CompileKind,
     CrossEntropyKind,
     DataType,
@@ -74,7 +73,6 @@ __all__ = [
     "AdaptiveClipping",
     "AttentionKind",
     "CheckpointConfig",
-    "CheckpointingMode",
     "CompileKind",
     "CpuBinding",
     "CrossEntropyKind",

@@ -10,7 +10,6 @@ from trainctl.config.codec import to_plain
 from trainctl.config.keys import as_written
 from trainctl.config.schema import (
     AdaptiveClipping,
-    CheckpointingMode,
     CrossEntropyKind,
     DataKind,
     DataType,
@@ -218,11 +217,6 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         ("parallelism.pipeline_partition",),
         lambda c: c.parallelism.pipeline > 1,
         "pipeline stages",
-    ),
-    (
-        ("activation_checkpointing.every_kth_block",),
-        lambda c: c.activation_checkpointing.mode is not CheckpointingMode.none,
-        "activation_checkpointing=full or selective",
     ),
     (
         ("kernels.chunk_tokens",),
