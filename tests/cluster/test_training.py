@@ -20,7 +20,6 @@ from hosts import Cluster, inner
 from supervised import REPOSITORY, make_plan
 
 from trainctl.config.codec import to_plain
-from trainctl.config.schema import LauncherKind
 from trainctl.runs.atomic import write_json
 from trainctl.runs.directory import create_run
 from trainctl.runs.layout import RunPaths
@@ -176,7 +175,7 @@ class Launch:
         plan = make_plan(
             4,
             **{
-                "kind": LauncherKind.ssh,
+                "kind": "ssh",
                 "hosts": ["n1", "n2"],
                 "port": None,
                 "ssh_config": str(cluster.settings),

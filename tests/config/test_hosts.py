@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trainctl.config.hosts import Host, chosen_hosts, is_host_name, is_interface_name
-from trainctl.config.schema import LauncherConfig
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.launcher.ssh import SshConfig
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ node4
 
 def chosen(path: Path, nodes: int = 4, devices: int = 4, **settings: Any) -> list[Host]:
     path.write_text(HOSTFILE)
-    return list(chosen_hosts(LauncherConfig(hostfile=str(path), **settings), nodes, devices))
+    return list(chosen_hosts(SshConfig(hostfile=str(path), **settings), nodes, devices))
 
 
 def test_a_hostfile_as_deepspeed_has_it(tmp_path: Path) -> None:
@@ -98,14 +98,14 @@ def test_a_wrong_hostfile_names_its_line(tmp_path: Path, text: str, message: str
     path = tmp_path / "hosts"
     path.write_text(text)
     with pytest.raises(TrainctlError) as caught:
-        chosen_hosts(LauncherConfig(hostfile=str(path)), 1, 1)
+        chosen_hosts(SshConfig(hostfile=str(path)), 1, 1)
     assert message in caught.value.message
     assert caught.value.exit_code is ExitCode.bad_input
 
 
 def test_a_missing_hostfile_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TrainctlError, match="cannot be read: No such file"):
-        chosen_hosts(LauncherConfig(hostfile=str(tmp_path / "none")), 1, 1)
+        chosen_hosts(SshConfig(hostfile=str(tmp_path / "none")), 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,29 @@ def test_a_key_of_a_recipe_that_is_extended_is_left_over(extends, severity, tmp_
     assert composed.config.optimizer.kind == "sgd"
 
 
+def test_what_the_command_line_replaces_is_left_over(tmp_path, monkeypatch):
+    """A recipe for a cluster is tried out here: its own keys say that they do nothing."""
+    (tmp_path / "recipes").mkdir()
+    text = "defaults: [tiny, {override /launcher: slurm}, _self_]\n"
+    (tmp_path / "recipes" / "mine.yaml").write_text(f"{text}launcher: {{slurm_qos: high}}\n")
+    monkeypatch.chdir(tmp_path)
+    for chosen in ([], ["launcher=local"]):
+        assert not compose(["recipe=mine", *chosen]).findings
+    composed = compose(["recipe=mine", "launcher.kind=local"])
+    (finding,) = composed.findings
+    assert (finding.severity.value, finding.key) == ("warning", "launcher.slurm_qos")
+    assert composed.config.launcher.kind == "local"
+
+
+def test_a_mapping_that_is_set_entry_by_entry_stays():
+    typed = ["launcher.environment.NCCL_DEBUG=INFO", "launcher.kubernetes_claims.a=/b"]
+    launcher = compose(["recipe=tiny", "launcher=kubernetes", *typed]).config.launcher
+    assert launcher.environment == {"NCCL_DEBUG": "INFO"}
+    assert launcher.kubernetes_claims == {"a": "/b"}
+    found = [finding.message for finding in examine(["recipe=tiny", *typed]).findings]
+    assert found == ["there is no key launcher.kubernetes_claims with launcher.kind=local"]
+
+
 def test_a_saved_configuration_of_before_has_the_keys_of_all_kinds():
     plain = to_plain(RunConfig())
     plain["optimizer"] |= {"momentum": 0.7, "matrix_lr": 0.1, "beta2": 0.9}

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import to_plain
-from trainctl.config.schema import Accelerator, LauncherConfig, RunConfig
+from trainctl.config.registry import new_section
+from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.types import Batch, Mesh, RunPlan
 from trainctl.runs.atomic import write_json
@@ -25,11 +26,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CLEAN_SECONDS = 5.0
 
 
-def make_plan(ranks: int = 2, **launcher: Any) -> RunPlan:
+def make_plan(ranks: int = 2, kind: str = "local", **launcher: Any) -> RunPlan:
     """A plan of which only the launcher's part matters; no save is asked for, few would follow."""
     launcher.setdefault("interrupt_grace_seconds", 0.0)
     return RunPlan(
-        config=RunConfig(launcher=LauncherConfig(**launcher)),
+        config=RunConfig(launcher=new_section("launcher", kind, **launcher)),
         hardware=Hardware(
             name=f"{ranks}xcpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=ranks
         ),

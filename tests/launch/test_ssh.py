@@ -19,8 +19,6 @@ from trainctl.config.compose import examine
 from trainctl.config.hosts import Host
 from trainctl.config.schema import (
     Accelerator,
-    LauncherConfig,
-    LauncherKind,
     OffloadConfig,
     OffloadDevice,
 )
@@ -35,6 +33,7 @@ from trainctl.launch.site import Site, look
 from trainctl.launch.ssh import render
 from trainctl.launch.survey import Report, survey
 from trainctl.launch.variables import not_forwarded
+from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
 from trainctl.planner.assess import assess
 from trainctl.runs.layout import RunPaths
@@ -55,7 +54,7 @@ def make_site(**changes: Any) -> Site:
 
 
 def two_nodes(**launcher: Any) -> RunPlan:
-    plan = make_plan(4, kind=LauncherKind.ssh, hosts=["n1", "me@n2"], **launcher)
+    plan = make_plan(4, kind="ssh", hosts=["n1", "me@n2"], **launcher)
     return replace(plan, hardware=replace(plan.hardware, nodes=2, devices_per_node=2))
 
 
@@ -133,7 +132,7 @@ def test_values_reach_a_node_by_its_stdin_as_they_are(tmp_path: Path) -> None:
 
 
 def test_ssh_never_asks_and_keeps_its_own_connection() -> None:
-    argv = ssh(Host("n1"), LauncherConfig(node_timeout_seconds=30), "some.module", "a b")
+    argv = ssh(Host("n1"), SshConfig(node_timeout_seconds=30), "some.module", "a b")
     for option in ("BatchMode=yes", "ControlPath=none", "ServerAliveInterval=10"):
         assert option in argv
     assert argv[-1].endswith("-P -m some.module 'a b'")

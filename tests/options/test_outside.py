@@ -112,6 +112,30 @@ def test_it_trains_and_goes_on_from_its_checkpoint(trainctl, tmp_path: Path) -> 
     assert "optimizer" in refused.stderr
 
 
+def test_a_launcher_has_keys_and_checks_of_its_own(trainctl) -> None:
+    chosen = ("validate", "recipe=tiny", "launcher=fleet")
+    foreign = trainctl(*chosen, "launcher.hosts=[a]", expect=2)
+    assert "there is no key launcher.hosts with launcher.kind=fleet" in foreign.stderr
+    nodes = ("hardware=2x2xcpu", "training.gradient_accumulation_steps=null")
+    small = trainctl(*chosen, *nodes, expect=2)
+    assert "error[TC077]: launcher.fleet_size: launcher.fleet_size=1, and" in small.stderr
+    trainctl(*chosen, *nodes, "launcher.fleet_size=2")
+    assert "name is taken" in trainctl(*chosen, "launcher.fleet_name=taken", expect=2).stderr
+
+
+def test_a_launcher_starts_a_run_and_resumes_it(trainctl, tmp_path: Path) -> None:
+    own = (*TINY, "launcher=fleet", "launcher.fleet_size=3", "--run-dir", "run")
+    shown = json.loads(trainctl("launch", *own, "--dry-run", "--json").stdout)
+    assert "trainctl.agent" in shown["commands"][0]
+    trainctl("launch", *own, "training.stop_after_steps=2")
+    assert (tmp_path / "run" / "fleet.txt").read_text() == "3"
+    trainctl("resume", "run", "launcher.fleet_size=4", "training.stop_after_steps=null")
+    assert (tmp_path / "run" / "fleet.txt").read_text() == "4"
+    assert set(steps(tmp_path / "run")) == {1, 2, 3, 4}
+    (row,) = json.loads(trainctl("runs", "ls", ".", "--json").stdout)["runs"]
+    assert row["launcher"] == "fleet"
+
+
 def steps(run: Path) -> dict[int, float]:
     """The loss of each step."""
     records = map(json.loads, (run / "events.jsonl").read_text().splitlines())

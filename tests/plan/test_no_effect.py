@@ -132,6 +132,14 @@ def test_the_table_names_keys_of_the_schema_once():
         ({"logging__profile_ranks": [1]}, {"logging__profile_steps": [2, 3]}),
         ({"gradients__noise": 0.1, "script": "own.py"}, {"script": None}),
         ({"stability__spike_factor": 2.0, "script": "own.py"}, {"script": None}),
+        (
+            {"launcher__min_nodes": 1, "launcher__kind": "ssh", "launcher__hosts": ["a"]},
+            {"launcher__max_restarts": 1},
+        ),
+        (
+            {"launcher__slurm_container_mounts": ["/a:/b"], "launcher__kind": "slurm"},
+            {"launcher__slurm_container": "image"},
+        ),
     ],
 )
 def test_a_setting_is_reported_exactly_while_it_does_nothing(idle, effective):

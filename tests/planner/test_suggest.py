@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from dataclasses import replace
 from math import log
 
@@ -14,7 +13,6 @@ from trainctl.config.schema import (
     Accelerator,
     CheckpointingMode,
     CrossEntropyKind,
-    LauncherKind,
     OffloadDevice,
     RunConfig,
 )
@@ -26,14 +24,14 @@ from trainctl.planner.suggest import (
     what_fits,
     what_slack_buys,
 )
-from trainctl.planner.variants import timed
+from trainctl.planner.variants import timed, with_values
 
 ENUMS = {
     "kernels.cross_entropy": CrossEntropyKind,
     "activation_checkpointing.mode": CheckpointingMode,
     "offload.optimizer": OffloadDevice,
     "offload.parameters": OffloadDevice,
-    "launcher.kind": LauncherKind,
+    "launcher.kind": str,
 }
 
 
@@ -41,12 +39,11 @@ def apply(
     suggestion: Suggestion, config: RunConfig, hardware: Hardware
 ) -> tuple[RunConfig, Hardware]:
     """What the user gets who pastes the overrides."""
-    config = deepcopy(config)
     for override in suggestion.overrides:
         key, value = override.split("=")
         section, name = key.split(".")
         typed = ENUMS[key](value) if key in ENUMS else json.loads(value)
-        setattr(getattr(config, section), name, typed)
+        config = with_values(config, {key: typed})
         if section == "hardware":
             hardware = replace(hardware, **{name: typed})
     return config, hardware

@@ -109,7 +109,7 @@ def config_of(values: Mapping[str, Any]) -> RunConfig:
     plain = to_plain(RunConfig())
     for key, value in values.items():
         section, name = key.split(".")
-        assert name in plain[section], key
+        assert key in leaves(), key
         plain[section][name] = value
     return from_plain(RunConfig, plain)
 

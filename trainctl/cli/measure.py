@@ -68,7 +68,7 @@ def measure(
         TrainctlError: The configuration cannot be launched here; the launch has said why.
     """
     # All errors of the configuration before anything starts; without what was measured before.
-    planned = plan(compose([*overrides, *SHORT], config_dir), with_files=True, calibrated=False)
+    planned = plan(compose(_short(overrides), config_dir), with_files=True, calibrated=False)
     if planned.errors_but_fit or (planned.errors and not force):
         raise TrainctlError.from_findings(planned.findings)
     made = planned.assessment.plan
@@ -91,12 +91,26 @@ def measure(
     say(f"kept in {path} for estimates on this machine")
 
 
+def _short(overrides: Sequence[str]) -> list[str]:
+    """The overrides of the short run; what is typed for another launcher has no place in it."""
+    from trainctl.config.keys import leaves
+
+    foreign = {
+        key
+        for key, leaf in leaves().items()
+        if key.startswith("launcher.") and leaf.kinds and "local" not in leaf.kinds
+    }
+    typed = (word.lstrip("+~").partition("=")[0].split(".") for word in overrides)
+    pairs = zip(overrides, typed, strict=True)
+    return [*(word for word, path in pairs if ".".join(path[:2]) not in foreign), *SHORT]
+
+
 def _train(overrides: Sequence[str], config_dir: Path | None, *, force: bool) -> Event:
     """The record of the memory of a short run; nothing of the run is left."""
     ends_with_us = partial(die_with_parent, os.getpid(), death_signal=signal.SIGTERM)
     with tempfile.TemporaryDirectory(prefix="trainctl-measure-") as folder:
         run = Path(folder) / "run"
-        words = [*overrides, *SHORT, "--run-dir", str(run), "--json"]
+        words = [*_short(overrides), "--run-dir", str(run), "--json"]
         words += ["--config-dir", str(config_dir)] if config_dir is not None else []
         words += ["--force"] if force else []
         command = [sys.executable, "-m", "trainctl", "launch", *words]

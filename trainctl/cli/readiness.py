@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainctl.cli.planning import Planned, name_sources
-from trainctl.config.schema import LauncherKind
 from trainctl.errors import Finding
-from trainctl.launch.choose import has_scheduler, launcher
+from trainctl.launch.choose import check, has_scheduler
 from trainctl.launch.schedulers import missing_tool
+from trainctl.options.launcher import spec_of
 from trainctl.plan.types import RunPlan
 
 
@@ -17,8 +17,8 @@ def machine_findings(planned: Planned, made: RunPlan, folder: Path) -> list[Find
 
     With `launcher=ssh` the hosts are asked.
     """
-    found = launcher(made.config).check(made, folder, checkpoint_bytes(planned))
-    return name_sources(planned.composed, [*missing_tool(made.config.launcher.kind), *found])
+    found = check(made, folder, checkpoint_bytes(planned))
+    return name_sources(planned.composed, [*missing_tool(made.config), *found])
 
 
 def checkpoint_bytes(planned: Planned) -> int | None:
@@ -40,12 +40,11 @@ def can_launch(planned: Planned, folder: Path) -> tuple[bool | None, str]:
         return False, planned.errors[0].message
     if made.not_yet:
         return False, made.not_yet[0]
-    if made.config.launcher.kind is LauncherKind.ssh:
+    if spec_of(made.config.launcher).asks_hosts:
         return None, "its hosts are asked when it is launched"
     found = [each for each in machine_findings(planned, made, folder) if each.is_error]
     if found:
         return False, found[0].message
     if has_scheduler(made.config):
-        kind = made.config.launcher.kind.value
-        return None, f"{kind} decides: it can be handed over from here"
+        return None, f"{made.config.launcher.kind} decides: it can be handed over from here"
     return budget.fits, "" if budget.fits else "too close to tell whether a device holds it"

@@ -22,7 +22,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.config.user_code import not_applied
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.background import start_in_background
-from trainctl.launch.choose import has_scheduler, launcher
+from trainctl.launch.choose import has_scheduler, render, run_launch
 from trainctl.launch.local import require_space
 from trainctl.launch.order import Launch, Start, cores
 from trainctl.launch.outcome import Outcome
@@ -137,7 +137,7 @@ def run_attempt(
         else:
             shown = Follower(run)
         with shown as on_event:
-            outcome = launcher(made.config).run_launch(
+            outcome = run_launch(
                 Launch(
                     run=run,
                     attempt=attempt,
@@ -204,7 +204,7 @@ def show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool)
     """The commands of a dry run; with `as_json` the plan and budget too, as one document."""
     attempt = run.attempt(last_attempt(run) + 1)
     start = Start(plan=made, run=run, attempt=attempt, environment=os.environ, cores=cores())
-    rendered = launcher(made.config).render(start)
+    rendered = render(start)
     if not as_json:
         show_commands(rendered.commands)
         for name, text in rendered.files.items():

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from trainctl.config.compose import Composed
-    from trainctl.config.schema import LauncherKind
     from trainctl.config.sweep import SweepPoint
     from trainctl.plan.types import RunPlan
     from trainctl.runs.layout import AttemptPaths, RunPaths
@@ -78,7 +77,7 @@ def sweep(
         return
     points = expand_sweep(arguments or [])
     plans = [_plan(point, config_dir, force=force) for point in points]
-    kind = _kind(plans)
+    _check_queue(plans)
     if dry_run:
         for index, point in enumerate(points):
             put(f"{index}: {' '.join(point.overrides)}")
@@ -86,25 +85,24 @@ def sweep(
     go_on_without_reader()
     folder, started = _make(sweep_dir, arguments or [], points, plans, config_dir)
     put(f"sweep: {folder}")
-    _begin(folder, kind, plans[0], started, parallel, as_json=as_json)
+    _begin(folder, plans[0], started, parallel, as_json=as_json)
 
 
 def _begin(
     folder: Path,
-    kind: LauncherKind,
     plan: RunPlan,
     started: Started,
     parallel: int | None,
     *,
     as_json: bool,
 ) -> None:
-    """Run attempts that were made, here or in Slurm."""
+    """Run attempts that were made, here or by a scheduler."""
     from trainctl.cli.console import say
-    from trainctl.config.schema import LauncherKind
+    from trainctl.options.launcher import spec_of
     from trainctl.runs.layout import RunPaths
     from trainctl.runs.lock import hold
 
-    if kind is LauncherKind.slurm:
+    if spec_of(plan.config.launcher).submit_sweep:
         _submit(folder, plan, started, parallel)
         return
     with hold(RunPaths(folder)):  # so that nobody goes on with a sweep that is going on
@@ -139,9 +137,9 @@ def _go_on(
             say("nothing to do: trainctl resume FOLDER/INDEX goes on with a run that is left alone")
             return
         go_on_without_reader()
-        kind = _kind(plans)
+        _check_queue(plans)
         started = [_attempt_again(item, plan) for item, plan in zip(waiting, plans, strict=True)]
-        _begin(folder, kind, plans[0], started, parallel, as_json=as_json)
+        _begin(folder, plans[0], started, parallel, as_json=as_json)
 
 
 def _plan_again(item: Left, record: Sweep, *, force: bool) -> RunPlan:
@@ -217,7 +215,7 @@ def _checked(
         TrainctlError: It is refused.
     """
     from trainctl.cli.planning import plan
-    from trainctl.launch.choose import launcher
+    from trainctl.launch.choose import check
 
     try:
         planned = plan(composing(), with_files=True, folder=folder, tokenize=True)
@@ -227,7 +225,7 @@ def _checked(
             raise TrainctlError.from_findings(planned.findings)
         if made.not_yet:
             raise TrainctlError(made.not_yet[0])
-        found = launcher(made.config).check(made, Path.cwd(), None)
+        found = check(made, Path.cwd(), None)
         if any(finding.is_error for finding in found):
             raise TrainctlError.from_findings(found)
     except TrainctlError as error:
@@ -241,31 +239,32 @@ def _checked(
     return made
 
 
-def _kind(plans: Sequence[RunPlan]) -> LauncherKind:
-    """The launcher of all runs.
+def _check_queue(plans: Sequence[RunPlan]) -> None:
+    """Refuse runs that nothing starts one after another.
 
     Raises:
-        TrainctlError: They differ in it or, in Slurm, in what they ask for; or it has no queue.
+        TrainctlError: They differ in their launcher or, in an array, in what they ask for; or their
+            launcher hands over single runs only.
     """
-    from trainctl.config.schema import LauncherKind
+    from trainctl.options.launcher import spec_of
 
     first = plans[0]
-    kind = first.config.launcher.kind
-    if kind is LauncherKind.kubernetes:
+    spec = spec_of(first.config.launcher)
+    if spec.queue and not spec.submit_sweep:
         raise TrainctlError(
-            "a sweep has no queue on kubernetes",
-            hint="launch the runs one by one, and let Kueue queue them (launcher.kubernetes_queue)",
+            f"a sweep has no queue on {spec.name}",
+            hint=spec.sweep_hint or "launch the runs one by one",
         )
     for plan in plans:
-        if plan.config.launcher.kind is not kind:
+        if plan.config.launcher.kind != spec.name:
             raise TrainctlError("the runs of a sweep need one launcher")
         same = plan.config.launcher == first.config.launcher and plan.hardware == first.hardware
-        if kind is LauncherKind.slurm and not same:
+        if spec.submit_sweep and not same:
             raise TrainctlError(
-                "the tasks of a Slurm array ask for the same nodes, and this sweep varies them",
+                f"the tasks of a {spec.queue} array ask for the same nodes, and this sweep varies "
+                "them",
                 hint="make a sweep for each value of launcher and hardware keys",
             )
-    return kind
 
 
 def _make(
@@ -289,13 +288,10 @@ def _make(
 
 def _submit(folder: Path, plan: RunPlan, started: Started, parallel: int | None) -> None:
     from trainctl.cli.console import say
-    from trainctl.launch import slurm, slurm_script
-    from trainctl.runs.atomic import write_text
+    from trainctl.config.registry import function_of
 
-    tasks = [int(run.root.name) for run, _ in started]
-    script = slurm_script.array_script(plan, folder, tasks=tasks, parallel=parallel)
-    write_text(folder / slurm_script.SCRIPT, script)
-    job = slurm.submit_array(folder, started)
+    submit = function_of("launcher", plan.config.launcher.kind, "submit_sweep")
+    job = submit(folder, plan, started, parallel)
     say(f"array {job} of {len(started)} runs is submitted; `trainctl sweep {folder}` shows them")
 
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from trainctl.config.schema import LauncherConfig
 from trainctl.errors import TrainctlError
 
 HOST_NAME_HINT = (
@@ -40,6 +40,22 @@ class Host:
         return self.name.rpartition("@")[2]
 
 
+class HostChoice(Protocol):
+    """The keys of a launcher that choose hosts.
+
+    Attributes:
+        hosts: Names.
+        hostfile: A file of them instead.
+        include: Those to use, and devices of each; None is all.
+        exclude: Those to leave out, or devices of them.
+    """
+
+    hosts: list[str]
+    hostfile: str | None
+    include: str | None
+    exclude: str | None
+
+
 def is_host_name(text: str) -> bool:
     """Whether it can only be a host: ssh takes what begins with a dash for an option."""
     return bool(_HOST.fullmatch(text) or _IPV6.fullmatch(text))
@@ -50,7 +66,7 @@ def is_interface_name(text: str) -> bool:
     return bool(_INTERFACE.fullmatch(text))
 
 
-def chosen_hosts(launcher: LauncherConfig, nodes: int, devices_per_node: int) -> tuple[Host, ...]:
+def chosen_hosts(launcher: HostChoice, nodes: int, devices_per_node: int) -> tuple[Host, ...]:
     """The hosts that a plan's nodes run on, in order.
 
     Args:
@@ -172,5 +188,5 @@ def _require_name(name: str, where: str) -> None:
         raise TrainctlError(f"{where}: {name!r} is not a host name", hint=HOST_NAME_HINT)
 
 
-def _of(launcher: LauncherConfig) -> str:
+def _of(launcher: HostChoice) -> str:
     return launcher.hostfile if launcher.hostfile is not None else "launcher.hosts"

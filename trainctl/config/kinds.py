@@ -21,7 +21,8 @@ def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator
     """Leave each section with the keys of its kind; those that nothing set have its defaults.
 
     A key of another kind is an unknown one, unless it came with what is now replaced: from a recipe
-    that this one extends, or from the run that is resumed.
+    that this one extends, from the run that is resumed, or from a file whose kind the command line
+    replaces.
 
     Args:
         stack: What was set, references resolved.
@@ -36,16 +37,29 @@ def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator
         for name in [name for name in section if name != choice]:
             key = f"{group}.{name}"
             value = section.pop(name)
-            if not stack.is_set(key):
+            inside = _entries(stack, key)
+            if not inside and not stack.is_set(key):
                 continue
-            source = stack.layers[key][-1].source
+            source = stack.layers[inside[-1] if inside else key][-1].source
             if key not in own:
-                is_left_over = key not in typed and _is_of_before(source, recipe)
+                is_typed = not typed.isdisjoint((key, *inside))
+                if not is_typed and value == leaves()[key].default:
+                    continue  # a file's, which says nothing that could be missed
+                is_left_over = not is_typed and (
+                    recipe is None or f"{group}.{choice}" in typed or _is_of_before(source, recipe)
+                )
                 yield _foreign(key, value, kind, is_left_over).set_by(source)
             elif leaves()[key].kinds:
                 yield from _accepted(section, own[key], value, source)
             else:
                 section[name] = value
+
+
+def _entries(stack: Stack, key: str) -> list[str]:
+    """Keys in a mapping, which are set one by one."""
+    if not leaves()[key].is_mapping:
+        return []
+    return [each for each in stack.layers if each.startswith(f"{key}.")]
 
 
 def _accepted(section: dict[str, Any], leaf: Leaf, value: Any, source: str) -> Iterator[Finding]:
@@ -59,7 +73,7 @@ def _accepted(section: dict[str, Any], leaf: Leaf, value: Any, source: str) -> I
 def _is_of_before(source: str, recipe: str | None) -> bool:
     """Whether a file set it that another one stands on: a recipe, but not the chosen one."""
     file = PurePath(source.rpartition(":")[0])
-    return recipe is None or (file.stem != recipe and file.parent.name not in GROUPS)
+    return file.stem != recipe and file.parent.name not in GROUPS
 
 
 def _foreign(key: str, value: Any, kind: str, is_left_over: bool) -> Finding:

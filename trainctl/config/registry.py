@@ -33,7 +33,8 @@ class Spec:
     Attributes:
         name: The kind: the value of the section's key that `chooser` gives.
         keys: The dataclass of its section: what all kinds of the group share, and its own keys.
-        build: `module:function` that a rank calls; empty where there is nothing to build.
+        build: `module:function` that makes it, loaded when it is called; empty where there is
+            nothing to build.
         extra: Part of trainctl's package: what has the packages that `build` needs.
     """
 
@@ -136,14 +137,19 @@ def own_keys(group: str) -> frozenset[str]:
     return frozenset(item.name for spec in specs(group) for item in fields(spec.keys))
 
 
-def function_of(group: str, kind: str) -> Any:
-    """What a kind's `build` names, imported: on a rank.
+def function_of(group: str, kind: str, entry: str = "build") -> Any:
+    """What one of a kind's entries names, imported.
+
+    Args:
+        group: The group.
+        kind: Its kind.
+        entry: The attribute of its spec, a `module:function`.
 
     Raises:
         TrainctlError: A package that it needs is missing (exit code 4).
     """
     spec = load(group, kind)
-    module, _, name = spec.build.partition(":")
+    module, _, name = getattr(spec, entry).partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as missing:

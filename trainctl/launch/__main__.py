@@ -7,17 +7,14 @@ again: what it finds in the run directory tells it to make the next attempt.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from trainctl.config.schema import LauncherKind
-from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch import slurm
-from trainctl.launch.choose import launcher
+from trainctl.errors import TrainctlError
+from trainctl.launch.choose import after_job, run_launch
 from trainctl.launch.order import Launch
 from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import newest_checkpoint
@@ -46,13 +43,7 @@ def main() -> int:
         run = open_run(given.run_dir)
         with _held(run, given.lock):
             code, plan = _launch(run, given.attempt)
-        config, is_own = plan.config.launcher, not plan.config.trains_itself
-        is_job = config.kind is LauncherKind.slurm and slurm.JOB_VARIABLE in os.environ
-        if is_job and config.slurm_requeue:
-            # What a program of the user's exits with does not say why it ended.
-            is_interrupted = slurm.is_preempted() if is_own else code == ExitCode.requeue
-            if is_interrupted:
-                slurm.requeue(run)
+        after_job(run, plan, code)
     except TrainctlError as error:
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:
@@ -70,7 +61,7 @@ def _launch(run: RunPaths, number: int | None) -> tuple[int, RunPlan]:
         return 0, plan
     try:
         launch = Launch(run=run, attempt=attempt, plan=plan, on_event=lambda _: None)
-        outcome = launcher(plan.config).run_launch(launch)
+        outcome = run_launch(launch)
     except TrainctlError as error:
         _settle(run, State.failed, int(error.exit_code), error.message)
         raise

@@ -1,40 +1,53 @@
-"""Which launcher starts a run."""
+"""The launcher that a configuration asks for; only the functions that are called are loaded."""
 
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any
 
-from trainctl.config.schema import LauncherKind, RunConfig
+from trainctl.config.registry import function_of
+from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.rendered import Rendered
+from trainctl.options.launcher import spec_of
 from trainctl.plan.types import RunPlan
+from trainctl.runs.layout import RunPaths
 
 
-class Launcher(Protocol):
-    """What each launcher's module offers; `trainctl.launch.local` says more of each."""
-
-    def check(self, plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
-        """What is wrong with the machines, before a run is made in or below the folder."""
-
-    def render(self, start: Start) -> Rendered:
-        """What would be started. Pure."""
-
-    def run_launch(self, launch: Launch) -> Outcome:
-        """Start it and see it to its end."""
+def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
+    """What is wrong with the machines, before a run is made in or below the folder."""
+    if not spec_of(plan.config.launcher).check:
+        return []
+    found: list[Finding] = _entry(plan, "check")(plan, folder, checkpoint_bytes)
+    return found
 
 
-def launcher(config: RunConfig) -> Launcher:
-    """The launcher that a configuration asks for: the module of its name. Only that is loaded."""
-    return cast(Launcher, import_module(f"trainctl.launch.{config.launcher.kind.value}"))
+def render(start: Start) -> Rendered:
+    """What would be started for an attempt. Pure."""
+    rendered: Rendered = _entry(start.plan, "render")(start)
+    return rendered
+
+
+def run_launch(launch: Launch) -> Outcome:
+    """Start it and see it to its end, or hand it to a scheduler; `launch.local` says more."""
+    outcome: Outcome = _entry(launch.plan, "build")(launch)
+    return outcome
+
+
+def after_job(run: RunPaths, plan: RunPlan, exit_code: int) -> None:
+    """What a launcher does after a launch inside a job of its scheduler."""
+    spec = spec_of(plan.config.launcher)
+    if spec.after_job and spec.is_in_job(os.environ):
+        _entry(plan, "after_job")(run, plan, exit_code)
 
 
 def has_scheduler(config: RunConfig) -> bool:
     """Whether a start only hands the run to a scheduler, and returns."""
-    kind = config.launcher.kind
-    in_job = kind is LauncherKind.slurm and "SLURM_JOB_ID" in os.environ
-    return kind in (LauncherKind.slurm, LauncherKind.kubernetes) and not in_job
+    return spec_of(config.launcher).hands_over(os.environ)
+
+
+def _entry(plan: RunPlan, name: str) -> Any:
+    return function_of("launcher", plan.config.launcher.kind, name)

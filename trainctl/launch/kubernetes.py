@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainctl.config.references import references
-from trainctl.config.schema import Accelerator, KubernetesApi
+from trainctl.config.schema import Accelerator
 from trainctl.config.secrets import REDACTED
 from trainctl.errors import Finding, TrainctlError
 from trainctl.launch import program
@@ -31,6 +31,8 @@ from trainctl.launch.refusals.kubernetes import check_config
 from trainctl.launch.rendered import Rendered
 from trainctl.launch.schedulers import run_tool
 from trainctl.launch.variables import rank_variables
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.kubernetes import KubernetesApi, KubernetesConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.job import Job, write_job
@@ -55,7 +57,7 @@ _RESOURCES = {Accelerator.cuda: "nvidia.com/gpu", Accelerator.rocm: "amd.com/gpu
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
     """What the manifest lacks: an image, a volume for the run; and names that are none."""
-    launcher = plan.config.launcher
+    launcher = _section(plan)
     findings = check_config(plan.config, plan.hardware)
     path = PurePosixPath(folder.absolute())
     if not any(path.is_relative_to(mount) for mount in launcher.kubernetes_claims.values()):
@@ -77,11 +79,12 @@ def render(start: Start) -> Rendered:
     unknown = dict.fromkeys(references(plan.config), REDACTED)
     start = replace(start, environment={**start.environment, **unknown})
     kinds = {KubernetesApi.jobset: _job_set, KubernetesApi.trainjob: _train_job}
-    manifest = kinds[plan.config.launcher.kubernetes_api](plan, run, attempt, job_name(run))
+    manifest = kinds[_section(plan).kubernetes_api](plan, run, attempt, job_name(run))
+    kubectl = _kubectl(_section(plan).kubernetes_namespace)
     text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
     return Rendered(
         command=pod_command(start),
-        commands=((*_kubectl(plan), "create", "--filename", str(attempt.root / MANIFEST)),),
+        commands=((*kubectl, "create", "--filename", str(attempt.root / MANIFEST)),),
         files={MANIFEST: text},
     )
 
@@ -89,7 +92,7 @@ def render(start: Start) -> Rendered:
 def pod_command(start: Start) -> AttemptCommand:
     """What the pods of an attempt start; the agents read it from the run directory."""
     plan, run, attempt = start.plan, start.run, start.attempt
-    launcher, nodes = plan.config.launcher, plan.hardware.nodes
+    launcher, nodes = _section(plan), plan.hardware.nodes
     python = launcher.kubernetes_python
     name = job_name(run)
     number = ("--attempt", str(attempt.number))
@@ -125,13 +128,16 @@ def pod_host(name: str, node: int) -> str:
     return f"{name}-node-0-{node}.{name}"
 
 
-def _kubectl(plan: RunPlan) -> tuple[str, ...]:
-    namespace = plan.config.launcher.kubernetes_namespace
+def _section(plan: RunPlan) -> KubernetesConfig:
+    return section_of(plan.config, KubernetesConfig)
+
+
+def _kubectl(namespace: str | None) -> tuple[str, ...]:
     return ("kubectl", *(("--namespace", namespace) if namespace is not None else ()))
 
 
 def _metadata(plan: RunPlan, name: str) -> dict[str, Any]:
-    launcher = plan.config.launcher
+    launcher = _section(plan)
     metadata: dict[str, Any] = {"name": name, "labels": {"app.kubernetes.io/part-of": "trainctl"}}
     if launcher.kubernetes_namespace is not None:
         metadata["namespace"] = launcher.kubernetes_namespace
@@ -141,7 +147,7 @@ def _metadata(plan: RunPlan, name: str) -> dict[str, Any]:
 
 
 def _pod_argv(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> list[str]:
-    python = plan.config.launcher.kubernetes_python
+    python = _section(plan).kubernetes_python
     number = str(attempt.number)
     # Kubernetes puts the value of a variable for $(NAME), and a dollar for two.
     folder = str(run.root).replace("$(", "$$(")
@@ -158,7 +164,7 @@ def _variables(plan: RunPlan) -> list[dict[str, Any]]:
         *(
             {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
             for name in references(plan.config)
-            if (secret := plan.config.launcher.kubernetes_secret) is not None
+            if (secret := _section(plan).kubernetes_secret) is not None
         ),
     ]
 
@@ -172,7 +178,7 @@ def _resources(plan: RunPlan) -> dict[str, Any]:
 
 def _volumes(plan: RunPlan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The volumes of a pod, and where its container mounts them."""
-    launcher = plan.config.launcher
+    launcher = _section(plan)
     volumes: list[dict[str, Any]] = []
     mounts: list[dict[str, Any]] = []
     for number, (claim, path) in enumerate(launcher.kubernetes_claims.items()):
@@ -188,7 +194,7 @@ def _volumes(plan: RunPlan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 def _pod_fields(plan: RunPlan) -> dict[str, Any]:
     """What a pod's specification has in both kinds of manifest."""
-    launcher = plan.config.launcher
+    launcher = _section(plan)
     seconds = launcher.stop_grace_seconds + launcher.grace_seconds + _GRACE_MARGIN_SECONDS
     fields: dict[str, Any] = {"terminationGracePeriodSeconds": round(seconds)}
     if launcher.kubernetes_service_account is not None:
@@ -199,7 +205,7 @@ def _pod_fields(plan: RunPlan) -> dict[str, Any]:
 
 
 def _job_set(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -> dict[str, Any]:
-    launcher, nodes = plan.config.launcher, plan.hardware.nodes
+    launcher, nodes = _section(plan), plan.hardware.nodes
     volumes, mounts = _volumes(plan)
     container = {
         "name": "node",
@@ -251,7 +257,7 @@ def _train_job(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -
         "spec": {
             "runtimeRef": {"name": "torch-distributed"},
             "trainer": {
-                "image": plan.config.launcher.kubernetes_image,
+                "image": _section(plan).kubernetes_image,
                 "command": _pod_argv(plan, run, attempt),
                 "numNodes": plan.hardware.nodes,
                 "env": _variables(plan),
@@ -290,9 +296,19 @@ def run_launch(launch: Launch) -> Outcome:
             code = int(error.exit_code)
             write_status(run, status.changed(State.failed, exit_code=code, message=error.message))
             raise
-        space = plan.config.launcher.kubernetes_namespace
-        kind = plan.config.launcher.kubernetes_api.value
+        space = _section(plan).kubernetes_namespace
+        kind = _section(plan).kubernetes_api.value
         identity = f"{space or ''}/{kind}/{job_name(run)}"
         host = socket.gethostname()
         write_job(attempt, Job(kind="kubernetes", id=identity, submitted=now, host=host))
     return Outcome(exit_code=0, state=State.queued, message=f"{kind} {job_name(run)} is submitted")
+
+
+def cancel(job: Job) -> None:
+    """Delete a job and its pods, if they are still there.
+
+    Raises:
+        TrainctlError: kubectl is missing or fails (exit code 4).
+    """
+    namespace, kind, name = job.id.split("/")
+    run_tool((*_kubectl(namespace or None), "delete", "--ignore-not-found", kind, name))

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from trainctl.config.schema import MpiFlavor
 from trainctl.errors import ExitCode, Finding
 from trainctl.launch import program
 from trainctl.launch.attempts import run_attempts, start_program
@@ -21,6 +20,8 @@ from trainctl.launch.outcome import Outcome
 from trainctl.launch.refusals.mpi import check_config, hosts_in
 from trainctl.launch.rendered import Rendered
 from trainctl.launch.variables import rank_variables
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.mpi import MpiConfig, MpiFlavor
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
 
@@ -29,7 +30,7 @@ NO_PROGRAM = "TC162"
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
     """Whether mpirun is here, and its hostfile names enough hosts."""
-    launcher = plan.config.launcher
+    launcher = section_of(plan.config, MpiConfig)
     findings = []
     if shutil.which(launcher.mpi_program) is None:
         findings.append(
@@ -71,7 +72,7 @@ def render(start: Start, *, hosts: Sequence[str] = ()) -> Rendered:
 
 def _mpirun(plan: RunPlan, variables: Mapping[str, str]) -> list[str]:
     """The part before the agent's command. Values of variables are not in it, only their names."""
-    launcher, nodes = plan.config.launcher, str(plan.hardware.nodes)
+    launcher, nodes = section_of(plan.config, MpiConfig), str(plan.hardware.nodes)
     hostfile = launcher.mpi_hostfile
     if launcher.mpi_flavor is MpiFlavor.mpich:
         argv = [launcher.mpi_program, "-n", nodes, "-ppn", "1", "-prepend-rank"]
@@ -96,7 +97,7 @@ def run_launch(launch: Launch) -> Outcome:
     """
     if launch.checkpoint_bytes is not None:
         require_space(launch.run.root, launch.checkpoint_bytes)
-    hostfile = launch.plan.config.launcher.mpi_hostfile
+    hostfile = section_of(launch.plan.config, MpiConfig).mpi_hostfile
     hosts = hosts_in(Path(hostfile).read_text(encoding="utf-8")) if hostfile is not None else []
     start = partial(start_program, name="mpirun", death_signal=signal.SIGTERM)
     return run_attempts(launch, render=partial(render, hosts=hosts), start=start).outcome

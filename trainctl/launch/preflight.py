@@ -11,6 +11,8 @@ from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, Finding, Severity
 from trainctl.hardware.resolve import falls_short
 from trainctl.launch.survey import Report
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
 
 CLOCK_SECONDS = 5.0
@@ -80,7 +82,7 @@ def _no_answer(report: Report, plan: RunPlan) -> Finding:
     host, lines = report.host.name, report.said.splitlines()
     said = lines[-1].strip() if lines else ""
     if report.return_code is None:
-        seconds = plan.config.launcher.preflight_seconds
+        seconds = section_of(plan.config, SshConfig).preflight_seconds
         return _problem(
             "TC180",
             _HOSTS,
@@ -196,7 +198,8 @@ def _builds(report: Report) -> Iterator[Finding]:
 
 def _network(report: Report, plan: RunPlan) -> Iterator[Finding]:
     assert report.facts is not None
-    host, facts, launcher = report.host.name, report.facts, plan.config.launcher
+    host, facts = report.host.name, report.facts
+    launcher = section_of(plan.config, SshConfig)
     if facts["address"] is None:
         named = launcher.interfaces.get(host, launcher.interface)
         what = f"has no interface {named} with an address" if named else "has no outer interface"

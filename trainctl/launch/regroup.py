@@ -12,6 +12,8 @@ from trainctl.launch.order import Launch
 from trainctl.launch.shrink import shrink
 from trainctl.launch.site import Look, Site, look
 from trainctl.launch.stop import Stop
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
 
 LOOK_SECONDS = 2.0
@@ -52,7 +54,7 @@ class Regroup:
             TrainctlError: Too few nodes came back in `launcher.node_wait_seconds`, or the launch
                 was asked to end.
         """
-        deadline = time.monotonic() + self._whole.config.launcher.node_wait_seconds
+        deadline = time.monotonic() + section_of(self._whole.config, SshConfig).node_wait_seconds
         told: list[str] | None = None
         while True:
             seen = self._look(self._whole, self._hosts)
@@ -72,7 +74,7 @@ class Regroup:
 
     def _on_fewer(self, there: Sequence[Host]) -> RunPlan | None:
         """A plan on as many of the hosts as it is legal and fits on."""
-        least = self._whole.config.launcher.min_nodes
+        least = section_of(self._whole.config, SshConfig).min_nodes
         if least is None:
             return None
         for nodes in range(min(len(there), self._whole.hardware.nodes - 1), least - 1, -1):

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from trainctl.config.hosts import Host
-from trainctl.config.schema import LauncherConfig
+from trainctl.options.launcher.ssh import SshConfig
 
 CONNECT_SECONDS = 10
 _OPEN_FILES = 65_536
 
 
-def ssh(host: Host, launcher: LauncherConfig, module: str, *arguments: str) -> tuple[str, ...]:
+def ssh(host: Host, launcher: SshConfig, module: str, *arguments: str) -> tuple[str, ...]:
     """The command line that runs a module of trainctl on a host.
 
     It never asks anything, uses no connection that another process made, and notices within

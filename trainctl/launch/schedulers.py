@@ -7,8 +7,10 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 
-from trainctl.config.schema import LauncherKind
+from trainctl.config.registry import function_of
+from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.options.launcher import spec_of
 from trainctl.runs.job import Job
 
 _SECONDS = 60
@@ -20,24 +22,14 @@ def cancel(job: Job) -> None:
     Raises:
         TrainctlError: The scheduler's command is missing or fails (exit code 4).
     """
-    if job.kind == "slurm":
-        try:
-            run_tool(("scancel", "--", job.id))
-        except TrainctlError as error:
-            # Slurm forgets a job some minutes after its end (MinJobAge).
-            if "Invalid job id" not in error.message:
-                raise
-    else:
-        namespace, kind, name = job.id.split("/")
-        inside = ("--namespace", namespace) if namespace else ()
-        run_tool(("kubectl", *inside, "delete", "--ignore-not-found", kind, name))
+    function_of("launcher", job.kind, "cancel")(job)
 
 
-def missing_tool(kind: LauncherKind) -> Iterator[Finding]:
+def missing_tool(config: RunConfig) -> Iterator[Finding]:
     """The program without which a launcher can hand over nothing, where it is not here."""
-    slurm = "srun" if "SLURM_JOB_ID" in os.environ else "sbatch"
-    tool = {LauncherKind.slurm: slurm, LauncherKind.kubernetes: "kubectl"}.get(kind)
-    if tool is not None and shutil.which(tool) is None:
+    spec = spec_of(config.launcher)
+    tool = spec.tool_in_job if spec.is_in_job(os.environ) else spec.tool
+    if tool and shutil.which(tool) is None:
         yield Finding(
             rule="TC197",
             key="launcher.kind",

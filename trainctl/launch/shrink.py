@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trainctl.config.hosts import Host
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
 from trainctl.planner.assess import assess
 
@@ -21,6 +23,7 @@ def shrink(plan: RunPlan, hosts: Sequence[Host]) -> RunPlan | None:
         hosts: Those that are left.
     """
     config, batch, nodes = plan.config, plan.batch, len(hosts)
+    launcher = section_of(config, SshConfig)
     hardware = replace(
         plan.hardware,
         nodes=nodes,
@@ -40,12 +43,12 @@ def shrink(plan: RunPlan, hosts: Sequence[Host]) -> RunPlan | None:
                 ),
                 parallelism=replace(config.parallelism, data=None),
                 launcher=replace(
-                    config.launcher,
+                    launcher,
                     hosts=[host.name for host in hosts],
                     hostfile=None,
                     include=None,
                     exclude=None,
-                    min_nodes=min(config.launcher.min_nodes or nodes, nodes),
+                    min_nodes=min(launcher.min_nodes or nodes, nodes),
                 ),
             ),
             hardware,

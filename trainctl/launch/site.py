@@ -12,6 +12,8 @@ from trainctl.errors import Finding
 from trainctl.launch.preflight import problems
 from trainctl.launch.probe import PACKAGES, code_digest
 from trainctl.launch.survey import Report, survey
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.provenance import file_digest, package_versions
 
@@ -57,7 +59,8 @@ def hosts_of(plan: RunPlan) -> tuple[Host, ...]:
         TrainctlError: The hostfile is missing or wrong, or there are too few hosts (exit code 2).
     """
     hardware = plan.hardware
-    return chosen_hosts(plan.config.launcher, hardware.nodes, hardware.devices_per_node)
+    launcher = section_of(plan.config, SshConfig)
+    return chosen_hosts(launcher, hardware.nodes, hardware.devices_per_node)
 
 
 def look(
@@ -95,7 +98,7 @@ def look(
 
 def unasked(plan: RunPlan) -> Site:
     """What is known of the hosts before any was asked."""
-    launcher, hosts = plan.config.launcher, hosts_of(plan)
+    launcher, hosts = section_of(plan.config, SshConfig), hosts_of(plan)
     return Site(
         hosts=hosts,
         interfaces=tuple(launcher.interfaces.get(host.name, launcher.interface) for host in hosts),

@@ -32,18 +32,19 @@ from trainctl.launch.outcome import Outcome
 from trainctl.launch.refusals.slurm import check_config
 from trainctl.launch.rendered import Rendered
 from trainctl.launch.schedulers import run_tool
-from trainctl.launch.slurm_script import SCRIPT, job_script
+from trainctl.launch.slurm_script import SCRIPT, array_script, job_script
 from trainctl.launch.variables import rank_variables
 from trainctl.launch.words import check_path
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.slurm import JOB_VARIABLE, SlurmConfig
 from trainctl.plan.types import RunPlan
+from trainctl.runs.atomic import write_text
 from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.job import Job, write_job
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
 from trainctl.runs.status import State, Status, read_status, write_status
-
-JOB_VARIABLE = "SLURM_JOB_ID"
 
 _PORTS = range(20_000, 30_000)
 """Of the rendezvous where `launcher.port` is null: below the ports that a kernel hands out."""
@@ -96,12 +97,25 @@ def render(start: Start, *, address: str | None = None) -> Rendered:
     )
 
 
-def submit_array(folder: Path, attempts: Sequence[tuple[RunPaths, AttemptPaths]]) -> str:
-    """Submit the array of a sweep, whose script is in its folder; the array's job id.
+def submit_sweep(
+    folder: Path,
+    plan: RunPlan,
+    attempts: Sequence[tuple[RunPaths, AttemptPaths]],
+    parallel: int | None,
+) -> str:
+    """Submit a sweep as an array, whose script is written to its folder; the array's job id.
+
+    Args:
+        folder: Of the sweep.
+        plan: What every task asks for.
+        attempts: Its runs, named by their numbers, and the attempt of each.
+        parallel: How many of them run at a time; None leaves it to the cluster.
 
     Raises:
         TrainctlError: Slurm refuses it (exit code 4).
     """
+    tasks = [int(run.root.name) for run, _ in attempts]
+    write_text(folder / SCRIPT, array_script(plan, folder, tasks=tasks, parallel=parallel))
     now = time.time()
     for run, attempt in attempts:
         _write_queued(run, attempt, now)
@@ -121,7 +135,7 @@ def submit_array(folder: Path, attempts: Sequence[tuple[RunPaths, AttemptPaths]]
 def _srun(
     plan: RunPlan, run: RunPaths, attempt: AttemptPaths, agent: tuple[str, ...]
 ) -> tuple[str, ...]:
-    launcher, nodes = plan.config.launcher, plan.hardware.nodes
+    launcher, nodes = section_of(plan.config, SlurmConfig), plan.hardware.nodes
     container: list[str] = []
     if launcher.slurm_container is not None:
         mounts = ",".join((f"{run.root}:{run.root}", *launcher.slurm_container_mounts))
@@ -212,6 +226,34 @@ class Step(OneProcess):
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGHUP)
+
+
+def after_job(run: RunPaths, plan: RunPlan, exit_code: int) -> None:
+    """Put this job into its queue again if it was interrupted, and may be.
+
+    Raises:
+        TrainctlError: Slurm refuses (exit code 4).
+    """
+    if not section_of(plan.config, SlurmConfig).slurm_requeue:
+        return
+    # What a program of the user's exits with does not say why it ended.
+    is_own = not plan.config.trains_itself
+    if is_preempted() if is_own else exit_code == ExitCode.requeue:
+        requeue(run)
+
+
+def cancel(job: Job) -> None:
+    """Take a job from its queue, or end it; one that Slurm does not know any more is gone.
+
+    Raises:
+        TrainctlError: `scancel` is missing or fails (exit code 4).
+    """
+    try:
+        run_tool(("scancel", "--", job.id))
+    except TrainctlError as error:
+        # Slurm forgets a job some minutes after its end (MinJobAge).
+        if "Invalid job id" not in error.message:
+            raise
 
 
 def requeue(run: RunPaths) -> None:

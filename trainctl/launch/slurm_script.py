@@ -11,6 +11,8 @@ from pathlib import Path
 
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.slurm import SlurmConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import AttemptPaths, RunPaths
 
@@ -72,7 +74,7 @@ def _directives(plan: RunPlan, name: str, log: Path, *, array: str = "") -> Iter
         log: Output of the job; in an array `ARRAY_TASK` in it stands for the task's number.
         array: Indices of an array's tasks, such as `0-3%2`.
     """
-    launcher, hardware = plan.config.launcher, plan.hardware
+    launcher, hardware = section_of(plan.config, SlurmConfig), plan.hardware
     options: list[tuple[str, object]] = [
         ("job-name", "trainctl-" + re.sub(r"[^A-Za-z0-9._-]+", "-", name)),
         ("nodes", hardware.nodes),
@@ -112,7 +114,7 @@ def _directives(plan: RunPlan, name: str, log: Path, *, array: str = "") -> Iter
 def _modules(plan: RunPlan) -> Iterator[str]:
     """Lines that load the modules. After them the launcher takes the shell's place: Slurm signals
     the process that it started."""
-    for module in plan.config.launcher.slurm_modules:
+    for module in section_of(plan.config, SlurmConfig).slurm_modules:
         yield f"module load {shlex.quote(module)} || exit {int(ExitCode.environment)}"
 
 

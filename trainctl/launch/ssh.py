@@ -18,6 +18,8 @@ from trainctl.launch.rendered import Rendered
 from trainctl.launch.site import Site, hosts_of, look, unasked
 from trainctl.launch.team import Team, sweep_hosts
 from trainctl.launch.variables import not_forwarded, rank_variables
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.directory import last_attempt, run_id
@@ -47,7 +49,7 @@ def render(start: Start, *, site: Site | None = None) -> Rendered:
         site: The hosts as they answered; None shows what is known without asking.
     """
     plan, run, attempt = start.plan, start.run, start.attempt
-    launcher = plan.config.launcher
+    launcher = section_of(plan.config, SshConfig)
     site = site or unasked(plan)
     python = launcher.python or sys.executable
     paths = (str(run.root), "--attempt", str(attempt.number))
@@ -81,7 +83,8 @@ def run_launch(launch: Launch) -> Outcome:
         TrainctlError: The run is in use (5), the hostfile is wrong (2), or the hosts are not what
             the plan needs (4).
     """
-    run, plan, launcher = launch.run, launch.plan, launch.plan.config.launcher
+    run, plan = launch.run, launch.plan
+    launcher = section_of(plan.config, SshConfig)
     hosts, folder = hosts_of(plan), program.folder(plan.config, run)
     seen = look(plan, hosts, run.root, launch.checkpoint_bytes, folder)
     if seen.site is None:
@@ -113,7 +116,8 @@ def run_launch(launch: Launch) -> Outcome:
 
 def _environment(start: Start, site: Site, node: int) -> dict[str, str]:
     """Variables of a node's agent and ranks."""
-    plan, host, launcher = start.plan, site.hosts[node], start.plan.config.launcher
+    plan, host = start.plan, site.hosts[node]
+    launcher = section_of(plan.config, SshConfig)
     known = replace(start, cores=site.cores[node] or start.cores)
     variables: dict[str, str] = {}
     interface = site.interfaces[node]

@@ -18,9 +18,10 @@ from typing import IO, Any, Self
 
 from trainctl.config.codec import to_plain
 from trainctl.config.hosts import Host
-from trainctl.config.schema import LauncherConfig
 from trainctl.config.secrets import resolve_variables
 from trainctl.launch.remote import allow_many_files, ssh
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.provenance import select
 
@@ -64,7 +65,7 @@ def survey(
         files: Of the user's code, whose checksums are wanted.
     """
     allow_many_files()
-    launcher = plan.config.launcher
+    launcher = section_of(plan.config, SshConfig)
     deadline = time.monotonic() + launcher.preflight_seconds
     token = secrets.token_hex(4)
     marks = [f"{_MARK}{token}-{node}" for node in range(len(hosts))]
@@ -109,7 +110,7 @@ def _fact_questions(
     marks: Sequence[str],
     files: Sequence[str],
 ) -> dict[int, dict[str, Any]]:
-    launcher = plan.config.launcher
+    launcher = section_of(plan.config, SshConfig)
     environment = select(os.environ, launcher.forward_environment)
     environment |= resolve_variables(launcher.environment, os.environ)
     return {
@@ -137,7 +138,7 @@ def _can_be_asked(facts: dict[str, Any]) -> bool:
 class _Probes:
     """A probe on each host; none is left when it is exited."""
 
-    def __init__(self, hosts: Sequence[Host], launcher: LauncherConfig) -> None:
+    def __init__(self, hosts: Sequence[Host], launcher: SshConfig) -> None:
         self._silent: set[int] = set()
         self._errors: list[IO[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.hosts import Host
-from trainctl.config.schema import LauncherConfig
 from trainctl.errors import ExitCode
 from trainctl.launch.processes import Process, start_tied
 from trainctl.launch.remote import ssh
+from trainctl.options.launcher.ssh import SshConfig
 from trainctl.runs.causes import Cause
 from trainctl.runs.command import NodeCommand
 from trainctl.runs.failures import log_tail
@@ -53,7 +53,7 @@ class Team:
         attempt: AttemptPaths,
         tag: RunTag,
         hosts: Sequence[Host],
-        launcher: LauncherConfig,
+        launcher: SshConfig,
     ) -> None:
         self._run = run
         self._attempt = attempt
@@ -195,7 +195,7 @@ class Team:
         return code
 
 
-def sweep_hosts(hosts: Sequence[Host], launcher: LauncherConfig, tag: RunTag) -> dict[str, bool]:
+def sweep_hosts(hosts: Sequence[Host], launcher: SshConfig, tag: RunTag) -> dict[str, bool]:
     """End the processes of a run on hosts, in parallel; those of other runs are left alone.
 
     Returns:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainctl.errors import Finding
 
-UNSAFE_WORD, UNSAFE_PATH = "TC160", "TC161"
+UNSAFE_WORD, UNSAFE_PATH, UNSET = "TC160", "TC161", "TC168"
 
 _WORD = re.compile(r"[A-Za-z0-9_.,:;+@%/=&|*()\[\]?!~^-]+")
 """Names of partitions, accounts, features, dependencies, resources, images: no space, no quote,

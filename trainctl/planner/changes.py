@@ -11,12 +11,12 @@ from trainctl.config.schema import (
     Accelerator,
     CompileKind,
     CrossEntropyKind,
-    LauncherKind,
     OffloadDevice,
     RunConfig,
 )
 from trainctl.hardware import Hardware
 from trainctl.options.activation_checkpointing import by_what_they_keep, spec_of
+from trainctl.options.launcher import launcher_for
 from trainctl.plan.nearest import divisors
 from trainctl.plan.types import Batch
 from trainctl.planner.variants import Values
@@ -162,8 +162,7 @@ def _devices(config: RunConfig, hardware: Hardware, doublings: int) -> Change:
         values["hardware.devices_per_node"] = devices
     if nodes != hardware.nodes:
         values["hardware.nodes"] = nodes
-        if config.launcher.kind is LauncherKind.local:
-            values["launcher.kind"] = LauncherKind.slurm
+        values |= launcher_for(config.launcher, nodes)
     return _change("devices", doublings, values)
 
 

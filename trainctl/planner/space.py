@@ -13,13 +13,13 @@ from trainctl.config.schema import (
     Accelerator,
     CompileKind,
     CrossEntropyKind,
-    LauncherKind,
     OffloadDevice,
     RunConfig,
 )
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.options.activation_checkpointing import by_what_they_keep, recomputed
+from trainctl.options.launcher import launcher_for
 from trainctl.plan import shapes
 from trainctl.plan.nearest import divisors
 from trainctl.plan.stages import blocks_of_stages
@@ -152,11 +152,10 @@ class Space:
         return [[dict(zip(keys, pair, strict=True)) for pair in pairs] for pairs in rounds]
 
     def _launcher(self) -> Values:
-        """Several machines are not started by the local launcher."""
-        alone = self.hardware.nodes == 1 or self.is_fixed("launcher.kind")
-        if alone or self.config.launcher.kind is not LauncherKind.local:
+        """Several machines are not started by every launcher."""
+        if self.is_fixed("launcher.kind"):
             return {}
-        return {"launcher.kind": LauncherKind.slurm}
+        return launcher_for(self.config.launcher, self.hardware.nodes)
 
     def _global_batch(self) -> float:
         """Wanted sequences of a step."""

@@ -19,10 +19,7 @@ from trainctl.config.schema.hardware import (
 )
 from trainctl.config.schema.launcher import (
     CpuBinding,
-    KubernetesApi,
     LauncherConfig,
-    LauncherKind,
-    MpiFlavor,
 )
 from trainctl.config.schema.layout import (
     ActivationCheckpointingConfig,
@@ -83,14 +80,11 @@ __all__ = [
     "GroupOverride",
     "HardwareConfig",
     "KernelsConfig",
-    "KubernetesApi",
     "LauncherConfig",
-    "LauncherKind",
     "LoggingConfig",
     "LrScaling",
     "ModelConfig",
     "ModelFamily",
-    "MpiFlavor",
     "OffloadConfig",
     "OffloadDevice",
     "OnBadLoss",

@@ -7,37 +7,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib import import_module
 
 from trainctl.config.references import references
-from trainctl.config.schema import LauncherKind, RunConfig
+from trainctl.config.registry import function_of
+from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding
 from trainctl.hardware import Hardware
-
-UNSET = "TC168"
+from trainctl.launch.words import UNSET
+from trainctl.options.launcher import spec_of
 
 
 def refusals(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """What keeps the configuration's launcher from starting it, wherever it is started from."""
-    found = import_module(f"trainctl.launch.refusals.{config.launcher.kind.value}")
-    own: list[Finding] = found.check_config(config, hardware)
-    return [*own, *_unset_variables(config)]
+    spec = spec_of(config.launcher)
+    found: list[Finding] = []
+    if spec.check_config:
+        found += function_of("launcher", spec.name, "check_config")(config, hardware)
+    if spec.resolves_here:
+        found += _unset_variables(config)
+    return found
 
 
 def _unset_variables(config: RunConfig) -> Iterator[Finding]:
     """Variables that the configuration refers to, and that a start would not find."""
-    launcher = config.launcher
-    in_pods = launcher.kind is LauncherKind.kubernetes
     for name in references(config):
-        if in_pods and launcher.kubernetes_secret is None:
-            yield Finding(
-                rule=UNSET,
-                key="launcher.kubernetes_secret",
-                message=f"nothing gives the pods {name}, which ${{oc.env:{name}}} stands for",
-                hint=f"kubectl create secret generic NAME --from-literal={name}=..., and "
-                "launcher.kubernetes_secret=NAME",
-            )
-        elif not in_pods and name not in os.environ:
+        if name not in os.environ:
             yield Finding(
                 rule=UNSET,
                 key=_key_of(config, name),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 
+from trainctl.config.references import references
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
-from trainctl.launch.words import check_words
+from trainctl.launch.words import UNSET, check_words
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.kubernetes import KubernetesConfig
 
 NO_IMAGE, BAD_NAME = "TC164", "TC166"
 
@@ -16,7 +19,7 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """The same, as far as the configuration tells: all but where the run is."""
-    launcher = config.launcher
+    launcher = section_of(config, KubernetesConfig)
     findings = []
     if launcher.kubernetes_image is None:
         findings.append(
@@ -45,4 +48,15 @@ def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
                 )
             )
     findings += check_words([("launcher.kubernetes_image", launcher.kubernetes_image)])
+    if launcher.kubernetes_secret is None:
+        findings += [
+            Finding(
+                rule=UNSET,
+                key="launcher.kubernetes_secret",
+                message=f"nothing gives the pods {name}, which ${{oc.env:{name}}} stands for",
+                hint=f"kubectl create secret generic NAME --from-literal={name}=..., and "
+                "launcher.kubernetes_secret=NAME",
+            )
+            for name in references(config)
+        ]
     return findings

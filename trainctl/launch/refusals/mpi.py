@@ -9,13 +9,15 @@ from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
 from trainctl.launch.words import UNSAFE_WORD
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.mpi import MpiConfig
 
 FEW_HOSTS = "TC163"
 
 
 def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """Whether the hostfile names enough hosts, and nothing else."""
-    launcher, nodes = config.launcher, hardware.nodes
+    launcher, nodes = section_of(config, MpiConfig), hardware.nodes
     findings: list[Finding] = []
     if launcher.mpi_hostfile is not None:
         path = Path(launcher.mpi_hostfile)

@@ -6,13 +6,15 @@ from trainctl.config.hosts import chosen_hosts
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import Hardware
+from trainctl.options.launcher import section_of
+from trainctl.options.launcher.ssh import SshConfig
 
 WRONG_HOSTS = "TC169"
 
 
 def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """What is wrong with the hosts by their names, and with the file that has them."""
-    launcher = config.launcher
+    launcher = section_of(config, SshConfig)
     findings = [
         Finding(
             rule=WRONG_HOSTS,

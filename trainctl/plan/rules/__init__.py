@@ -102,7 +102,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC086", kernels.loss_sees_the_hidden_states),
     ("TC087", kernels.compiler_sees_whole_blocks),
     ("TC088", kernels.deepcompile_runs_here),
-    ("TC089", run.hosts_are_names),
+    ("TC089", run.names_of_the_launcher_are_names),
     ("TC090", escape.pass_through_keys_exist),
     ("TC091", escape.pass_through_has_no_auto),
     ("TC092", escape.pass_through_agrees),

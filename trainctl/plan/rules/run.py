@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.config.hosts import HOST_NAME_HINT, is_host_name, is_interface_name
 from trainctl.config.schema import (
     DataKind,
-    LauncherKind,
     ModelFamily,
     TokenizerKind,
     WeightsKind,
 )
 from trainctl.errors import Finding
+from trainctl.options import launcher as launchers
 from trainctl.options.optimizer import spec_of
 from trainctl.plan import average
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples, warning
@@ -197,59 +196,24 @@ def something_is_saved(draft: Draft) -> Iterator[Finding]:
 
 def launcher_reaches_the_nodes(draft: Draft) -> Iterator[Finding]:
     """Every planned node has something that starts it."""
-    launcher, nodes = draft.config.launcher, draft.hardware.nodes
-    if launcher.kind is LauncherKind.local and nodes > 1:
+    section, nodes = draft.config.launcher, draft.hardware.nodes
+    spec = launchers.spec_of(section)
+    if not spec.several_nodes and nodes > 1:
         yield error(
             "launcher.kind",
-            f"launcher.kind=local starts one node, and the plan is for {nodes}",
+            f"launcher.kind={spec.name} starts one node, and the plan is for {nodes}",
             "launcher=slurm or launcher=ssh, or hardware of one node",
         )
-    if launcher.kind is not LauncherKind.ssh:
-        return
-    if launcher.hosts and launcher.hostfile is not None:
-        yield error(
-            "launcher.hosts",
-            "launcher.hosts and launcher.hostfile are both set",
-            "leave one of them out",
-        )
-    elif not launcher.hosts and launcher.hostfile is None:
-        yield error(
-            "launcher.hosts",
-            f"launcher.kind=ssh needs the host name of each node (nodes: {nodes})",
-            "launcher.hosts=[node1,node2], or launcher.hostfile=/path/to/hostfile",
-        )
-    elif (
-        launcher.hosts
-        and launcher.include is None
-        and launcher.exclude is None
-        and len(launcher.hosts) != nodes
-    ):
-        yield error(
-            "launcher.hosts",
-            f"launcher.hosts names {len(launcher.hosts)} hosts, and the plan is for {nodes}",
-            f"name {nodes} hosts, or hardware.nodes={len(launcher.hosts)}",
-        )
-    if launcher.min_nodes is not None and launcher.min_nodes > nodes:
-        yield error(
-            "launcher.min_nodes",
-            f"launcher.min_nodes={launcher.min_nodes}, and the plan is for {nodes}",
-            f"launcher.min_nodes={nodes} or less",
-        )
+    if spec.reach is not None:
+        yield from (error(*problem) for problem in spec.reach(section, nodes))
 
 
-def hosts_are_names(draft: Draft) -> Iterator[Finding]:
-    """What is given to ssh as a host is a host, and nothing that ssh or a shell reads otherwise."""
-    launcher = draft.config.launcher
-    named = [("launcher.hosts", name) for name in launcher.hosts]
-    named += [("launcher.interfaces", name) for name in launcher.interfaces]
-    for key, name in named:
-        if not is_host_name(name):
-            yield error(key, f"{name!r} is not a host name", HOST_NAME_HINT)
-    interfaces = [("launcher.interface", launcher.interface)] if launcher.interface else []
-    interfaces += [("launcher.interfaces", name) for name in launcher.interfaces.values()]
-    for key, name in interfaces:
-        if not is_interface_name(name):
-            yield error(key, f"{name!r} is not the name of a network interface", "as in eth0")
+def names_of_the_launcher_are_names(draft: Draft) -> Iterator[Finding]:
+    """What a launcher gives to another program as a name is nothing that it reads otherwise."""
+    section = draft.config.launcher
+    spec = launchers.spec_of(section)
+    if spec.bad_names is not None:
+        yield from (error(*problem) for problem in spec.bad_names(section))
 
 
 def log_level_is_known(draft: Draft) -> Iterator[Finding]:

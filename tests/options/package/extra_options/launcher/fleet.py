@@ -1,0 +1,54 @@
+"""A launcher that only this package has: a fleet of machines, of which the tests have this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trainctl.config.schema import LauncherConfig
+from trainctl.config.schema.option import option
+from trainctl.errors import Finding
+from trainctl.options.launcher import Launcher, Problem
+
+
+@dataclass
+class FleetConfig(LauncherConfig):
+    """Its own keys."""
+
+    fleet_size: int = option(1, "Machines of the fleet.", minimum=1, maximum=64)
+    fleet_name: str | None = option(None, "Name of the fleet.")
+
+
+def _reach(section: FleetConfig, nodes: int) -> Iterator[Problem]:
+    if section.fleet_size < nodes:
+        yield Problem(
+            "launcher.fleet_size",
+            f"launcher.fleet_size={section.fleet_size}, and the plan is for {nodes} nodes",
+            f"launcher.fleet_size={nodes}",
+        )
+
+
+def check_config(config: Any, hardware: Any) -> list[Finding]:
+    """Refuse a fleet whose name is taken."""
+    if config.launcher.fleet_name != "taken":
+        return []
+    return [Finding(rule="FLEET1", key="launcher.fleet_name", message="the name is taken")]
+
+
+def run_launch(launch: Any) -> Any:
+    """Start an agent on this machine, and leave word of it."""
+    from trainctl.launch import local
+
+    (launch.run.root / "fleet.txt").write_text(str(launch.plan.config.launcher.fleet_size))
+    return local.run_launch(launch)
+
+
+SPEC = Launcher(
+    name="fleet",
+    keys=FleetConfig,
+    build="extra_options.launcher.fleet:run_launch",
+    render="trainctl.launch.local:render",
+    check_config="extra_options.launcher.fleet:check_config",
+    reach=_reach,
+)

@@ -1,0 +1,15 @@
+"""This machine: one agent, and its ranks."""
+
+from __future__ import annotations
+
+from trainctl.config.schema import LauncherConfig
+from trainctl.options.launcher import Launcher
+
+SPEC = Launcher(
+    name="local",
+    keys=LauncherConfig,
+    build="trainctl.launch.local:run_launch",
+    render="trainctl.launch.local:render",
+    check="trainctl.launch.local:check",
+    several_nodes=False,
+)

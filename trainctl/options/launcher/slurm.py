@@ -1,0 +1,64 @@
+"""Slurm: a job that starts an agent on each node; inside an allocation, at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema import LauncherConfig
+from trainctl.config.schema.option import option
+from trainctl.options.launcher import Launcher
+
+JOB_VARIABLE = "SLURM_JOB_ID"
+
+
+@dataclass
+class SlurmConfig(LauncherConfig):
+    """Its own keys."""
+
+    slurm_partition: str | None = option(None, "Partitions of the job; none is the cluster's own.")
+    slurm_account: str | None = option(None, "Account that the job is charged to.")
+    slurm_qos: str | None = option(None, "Quality of service.")
+    slurm_constraint: str | None = option(None, "Features that the nodes must have.")
+    slurm_time_minutes: int | None = option(
+        None,
+        "Time limit of the job; stop_grace_seconds before it the run saves and is requeued.",
+        unit="minutes",
+        minimum=1,
+    )
+    slurm_cpus_per_node: int | None = option(
+        None, "Processors of each node; none asks for whole nodes.", minimum=1
+    )
+    slurm_gres: str | None = option(
+        None, "Generic resources of each node; none asks for the planned GPUs."
+    )
+    slurm_dependency: str | None = option(
+        None, "What the job waits for, such as afterok:4711, in Slurm's own words."
+    )
+    slurm_requeue: bool = option(True, "Start again after a preemption or at the time limit.")
+    slurm_modules: list[str] = option([], "Environment modules that are loaded first.")
+    slurm_options: list[str] = option([], "Further options of sbatch, such as --exclude=node7.")
+    slurm_container: str | None = option(
+        None, "Container image that agents and ranks run in, by Slurm's plugin pyxis."
+    )
+    slurm_container_mounts: list[str] = option(
+        [],
+        "Folders in the container, as SOURCE:TARGET; the run's own is always there.",
+        needs=(lambda section: section.slurm_container is not None, "launcher.slurm_container"),
+    )
+
+
+SPEC = Launcher(
+    name="slurm",
+    keys=SlurmConfig,
+    build="trainctl.launch.slurm:run_launch",
+    render="trainctl.launch.slurm:render",
+    check="trainctl.launch.slurm:check",
+    check_config="trainctl.launch.refusals.slurm:check_config",
+    queue="Slurm",
+    job_variable=JOB_VARIABLE,
+    tool="sbatch",
+    tool_in_job="srun",
+    cancel="trainctl.launch.slurm:cancel",
+    after_job="trainctl.launch.slurm:after_job",
+    submit_sweep="trainctl.launch.slurm:submit_sweep",
+)

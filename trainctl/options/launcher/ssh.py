@@ -1,0 +1,115 @@
+"""Several machines over ssh: an agent on each host, started and watched from this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainctl.config.hosts import HOST_NAME_HINT, is_host_name, is_interface_name
+from trainctl.config.schema import LauncherConfig
+from trainctl.config.schema.option import option
+from trainctl.options.launcher import Launcher, Problem
+
+RESTARTS = (lambda section: section.max_restarts > 0, "launcher.max_restarts above 0")
+
+
+@dataclass
+class SshConfig(LauncherConfig):
+    """Its own keys."""
+
+    hosts: list[str] = option([], "Host names, for ssh.")
+    hostfile: str | None = option(None, "File of `host slots=n` lines, for ssh.")
+    include: str | None = option(
+        None, "Hosts, and devices of each, to use, as in `node1@node2:0,2`; for ssh."
+    )
+    exclude: str | None = option(
+        None, "Hosts, or devices of them, to leave out, as in `node1@node2:0,2`; for ssh."
+    )
+    interface: str | None = option(
+        None, "Network interface of every host; none takes the one that reaches the others."
+    )
+    interfaces: dict[str, str] = option({}, "Interface of a host that has another, by its name.")
+    python: str | None = option(
+        None, "Python of every host, for ssh; none is the path of this one."
+    )
+    ssh_config: str | None = option(
+        None, "File of ssh's own settings (`ssh -F`): ports, users, keys; none is the user's."
+    )
+    preflight_seconds: float = option(
+        60.0, "Time for all hosts to answer before the start, for ssh.", unit="seconds", above=0
+    )
+    node_timeout_seconds: float = option(
+        60.0,
+        "A node that is not heard for so long is lost; one that does not hear its launcher ends.",
+        unit="seconds",
+        minimum=3,
+    )
+    min_nodes: int | None = option(
+        None,
+        "After losing nodes, go on with the others if there are so many; none waits for all.",
+        minimum=1,
+        needs=RESTARTS,
+    )
+    node_wait_seconds: float = option(
+        600.0,
+        "How long to wait for nodes before a restart.",
+        unit="seconds",
+        minimum=0,
+        needs=RESTARTS,
+    )
+
+
+def _reach(section: SshConfig, nodes: int) -> Iterator[Problem]:
+    """A host for each node, named in one place."""
+    is_chosen = section.include is not None or section.exclude is not None
+    if section.hosts and section.hostfile is not None:
+        yield Problem(
+            "launcher.hosts",
+            "launcher.hosts and launcher.hostfile are both set",
+            "leave one of them out",
+        )
+    elif not section.hosts and section.hostfile is None:
+        yield Problem(
+            "launcher.hosts",
+            f"launcher.kind=ssh needs the host name of each node (nodes: {nodes})",
+            "launcher.hosts=[node1,node2], or launcher.hostfile=/path/to/hostfile",
+        )
+    elif section.hosts and not is_chosen and len(section.hosts) != nodes:
+        yield Problem(
+            "launcher.hosts",
+            f"launcher.hosts names {len(section.hosts)} hosts, and the plan is for {nodes}",
+            f"name {nodes} hosts, or hardware.nodes={len(section.hosts)}",
+        )
+    if section.min_nodes is not None and section.min_nodes > nodes:
+        yield Problem(
+            "launcher.min_nodes",
+            f"launcher.min_nodes={section.min_nodes}, and the plan is for {nodes}",
+            f"launcher.min_nodes={nodes} or less",
+        )
+
+
+def _bad_names(section: SshConfig) -> Iterator[Problem]:
+    """What is given to ssh as a host is a host, and nothing that ssh or a shell reads otherwise."""
+    named = [("launcher.hosts", name) for name in section.hosts]
+    named += [("launcher.interfaces", name) for name in section.interfaces]
+    for key, name in named:
+        if not is_host_name(name):
+            yield Problem(key, f"{name!r} is not a host name", HOST_NAME_HINT)
+    interfaces = [("launcher.interface", section.interface)] if section.interface else []
+    interfaces += [("launcher.interfaces", name) for name in section.interfaces.values()]
+    for key, name in interfaces:
+        if not is_interface_name(name):
+            yield Problem(key, f"{name!r} is not the name of a network interface", "as in eth0")
+
+
+SPEC = Launcher(
+    name="ssh",
+    keys=SshConfig,
+    build="trainctl.launch.ssh:run_launch",
+    render="trainctl.launch.ssh:render",
+    check="trainctl.launch.ssh:check",
+    check_config="trainctl.launch.refusals.ssh:check_config",
+    asks_hosts=True,
+    reach=_reach,
+    bad_names=_bad_names,
+)
