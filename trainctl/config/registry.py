@@ -26,6 +26,10 @@ SHIPPED = Path(__file__).parents[1] / "options"
 ENTRY_POINTS = "trainctl.options"
 
 
+WITHOUT_A_SECTION = ("engine",)
+"""Groups that no section is of: the plan names the option."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """What an option of any group says of itself.
@@ -46,8 +50,9 @@ class Spec:
 
 @cache
 def unit_groups() -> tuple[str, ...]:
-    """The groups whose options are units."""
-    return tuple(sorted(path.parent.name for path in SHIPPED.glob("*/__init__.py")))
+    """The groups whose options are units, and the kinds of a section."""
+    found = {path.parent.name for path in SHIPPED.glob("*/__init__.py")}
+    return tuple(sorted(found.difference(WITHOUT_A_SECTION)))
 
 
 @cache
@@ -154,8 +159,11 @@ def function_of(group: str, kind: str, entry: str = "build") -> Any:
         return getattr(importlib.import_module(module), name)
     except ImportError as missing:
         what = f"pip install 'trainctl[{spec.extra}]'" if spec.extra else "install it"
+        named = (
+            f"{group} {kind}" if group in WITHOUT_A_SECTION else f"{group}.{chooser(group)}={kind}"
+        )
         raise TrainctlError(
-            f"{group}.{chooser(group)}={kind} needs a package that is missing ({missing})",
+            f"{named} needs a package that is missing ({missing})",
             hint=f"{what}, or choose another {group}",
             exit_code=ExitCode.environment,
         ) from None
