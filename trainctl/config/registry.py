@@ -159,11 +159,9 @@ def function_of(group: str, kind: str, entry: str = "build") -> Any:
         return getattr(importlib.import_module(module), name)
     except ImportError as missing:
         what = f"pip install 'trainctl[{spec.extra}]'" if spec.extra else "install it"
-        named = (
-            f"{group} {kind}" if group in WITHOUT_A_SECTION else f"{group}.{chooser(group)}={kind}"
-        )
+        key = group if group in WITHOUT_A_SECTION else f"{group}.{chooser(group)}"
         raise TrainctlError(
-            f"{named} needs a package that is missing ({missing})",
+            f"{key}={kind} needs a package that is missing ({missing})",
             hint=f"{what}, or choose another {group}",
             exit_code=ExitCode.environment,
         ) from None
