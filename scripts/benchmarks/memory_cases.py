@@ -43,7 +43,7 @@ from trainctl.memory import constants
 from trainctl.memory.activations import stage_activations, tokens_per_rank
 from trainctl.memory.components import Components
 from trainctl.memory.constants import Fragmentation, LogitBytes, Range
-from trainctl.memory.engine import Engine, read_engine
+from trainctl.memory.engine import EngineMemory, read_engine
 from trainctl.memory.loss import loss_tokens
 from trainctl.memory.phases import phases, resident
 from trainctl.memory.runtime import fragmentation_of, reserved_bytes, runtime_of
@@ -74,7 +74,7 @@ class Case:
 
     row: Row
     plan: Sketch
-    engine: Engine
+    engine: EngineMemory
     trainer: Trainer | megatron.Job | None
     held: tuple[Stage, ...]
     logit_bytes: LogitBytes
@@ -229,7 +229,7 @@ def _other_trainer(
     }, base
 
 
-def _moments_of(engine: Engine, stage: Stage) -> float:
+def _moments_of(engine: EngineMemory, stage: Stage) -> float:
     """Elements' worth of Adam's two moments in fp32 that the row's update rule keeps."""
     if engine.optimizer.kind == "adafactor":
         engine = replace(engine, factors=True)  # on whole tensors, it factors them
@@ -302,7 +302,7 @@ def case_of(row: Row) -> Case:
     )
 
 
-def _engine_of(row: Row, plan: Sketch) -> Engine:
+def _engine_of(row: Row, plan: Sketch) -> EngineMemory:
     """DeepSpeed's engine, with what the row's program does otherwise than trainctl's trainer."""
     engine = read_engine(plan)
     if without_init(row):

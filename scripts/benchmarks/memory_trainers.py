@@ -33,7 +33,7 @@ from trainctl.config.schema import (
 from trainctl.memory import constants
 from trainctl.memory.activations import BlockActivations, block_activations, compute_bytes
 from trainctl.memory.constants import BYTES, LogitBytes
-from trainctl.memory.engine import Engine
+from trainctl.memory.engine import EngineMemory
 from trainctl.plan.types import Sketch
 
 
@@ -138,13 +138,13 @@ def trainer_of(row: Row) -> Trainer | megatron.Job | None:
     return TRAINERS[f"{kind} bf16" if pure else f"{kind} autocast"]
 
 
-def update_temporaries(row: Row, engine: Engine) -> int:
+def update_temporaries(row: Row, engine: EngineMemory) -> int:
     """Copies of the second moment that one update makes: its root, where torch's Adam updates all
     tensors together (`_multi_tensor_adam`, torch/optim/adam.py)."""
     return int(engine.optimizer.kind == "adamw" and uses_foreach(row))
 
 
-def logit_bytes_of(row: Row, engine: Engine) -> LogitBytes:
+def logit_bytes_of(row: Row, engine: EngineMemory) -> LogitBytes:
     loss, framework = row.words("loss"), row.words("framework")
     if "bf16 logits" in loss and not is_autocast(row):
         # Log-softmax in bf16; the program's variable keeps the logits through the backward pass.
@@ -160,7 +160,7 @@ def logit_bytes_of(row: Row, engine: Engine) -> LogitBytes:
     return constants.LOGIT_BYTES[engine.weight_bytes]
 
 
-def block_of(row: Row, plan: Sketch, engine: Engine) -> BlockActivations | None:
+def block_of(row: Row, plan: Sketch, engine: EngineMemory) -> BlockActivations | None:
     """Activations of a block of the row's own code; None is transformers'."""
     if "tiledmlp" in row.words("loss", "caveat").replace(" ", ""):
         return _tiled(plan, engine)
@@ -187,7 +187,7 @@ def block_of(row: Row, plan: Sketch, engine: Engine) -> BlockActivations | None:
     )
 
 
-def _tiled(plan: Sketch, engine: Engine) -> BlockActivations:
+def _tiled(plan: Sketch, engine: EngineMemory) -> BlockActivations:
     """A transformers block whose feed-forward layer goes through it in as many pieces as its hidden
     states are wide (ArcticTraining, TiledMLP): of its inner width nothing is kept."""
     model, element = plan.config.model, compute_bytes(plan)

@@ -23,7 +23,7 @@ from trainctl.hardware import resolve_hardware
 from trainctl.plan.resolve import resolve
 from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
 from trainctl.runs.directory import create_run, new_attempt, read_plan
-from trainctl.runs.job import Job, write_job
+from trainctl.runs.job import SchedulerJob, write_job
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, is_requested
@@ -113,7 +113,9 @@ def test_ls_tells_states_apart(
     paths: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     queued = make_run(tmp_path / "runs" / "q", State.queued)
-    write_job(queued.attempt(1), Job(kind="slurm", id="4711_3", submitted=1.0, host="login"))
+    write_job(
+        queued.attempt(1), SchedulerJob(kind="slurm", id="4711_3", submitted=1.0, host="login")
+    )
     make_run(tmp_path / "runs" / "n", None)
     make_run(tmp_path / "runs" / "f", State.finished)
     with held(paths):
@@ -284,7 +286,7 @@ def test_stop_takes_a_queued_job_from_its_queue(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     queued = make_run(tmp_path / "runs" / "q", State.queued)
-    write_job(queued.attempt(1), Job(kind="slurm", id="4711", submitted=1.0, host="login"))
+    write_job(queued.attempt(1), SchedulerJob(kind="slurm", id="4711", submitted=1.0, host="login"))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert run(["runs", "stop", str(queued.root)]) == ExitCode.environment
     assert "scancel is not installed" in capsys.readouterr().err
@@ -308,7 +310,7 @@ def test_rm_refuses_what_is_used_and_what_is_worth_something(
     paths: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     queued = make_run(tmp_path / "runs" / "q", State.queued)
-    write_job(queued.attempt(1), Job(kind="slurm", id="4711", submitted=1.0, host="login"))
+    write_job(queued.attempt(1), SchedulerJob(kind="slurm", id="4711", submitted=1.0, host="login"))
     with held(paths):
         assert run(["runs", "rm", str(paths.root)]) == ExitCode.run_state
     assert "stop it first" in capsys.readouterr().err

@@ -140,6 +140,7 @@ def test_values_take_the_type_of_their_key() -> None:
             "training.steps=null",
             "training.tokens=1_000",
             "zero_stage.overlap_comm=yes",
+            "data=files",
             "data.paths=[/a b/*.txt,c]",
         ]
     ).config

@@ -1,16 +1,20 @@
 """Missing files are found before anything starts, each with the key that names it."""
 
 from trainctl.config.files import missing_files
-from trainctl.config.schema import DataKind, RunConfig, TokenizerKind
+from trainctl.config.registry import new_section
+from trainctl.config.schema import RunConfig
 
 
 def test_each_missing_file_is_named_and_what_is_there_is_not(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     config = RunConfig()
-    config.data.kind = DataKind.files
-    config.data.paths = [str(tmp_path / "*.txt"), str(tmp_path / "none" / "**" / "*.jsonl")]
-    config.data.held_out_paths = [str(tmp_path / "b.txt")]
-    config.tokenizer.kind, config.tokenizer.path = TokenizerKind.file, str(tmp_path / "t.json")
+    config.data = new_section(
+        "data",
+        "files",
+        paths=[str(tmp_path / "*.txt"), str(tmp_path / "none" / "**" / "*.jsonl")],
+        held_out_paths=[str(tmp_path / "b.txt")],
+    )
+    config.tokenizer = new_section("tokenizer", "file", path=str(tmp_path / "t.json"))
     config.model.initial_weights = str(tmp_path)
     found = missing_files(config)
     assert [finding.key for finding in found] == [
@@ -21,8 +25,10 @@ def test_each_missing_file_is_named_and_what_is_there_is_not(tmp_path):
     assert "none" in found[0].message and "*.txt" not in found[0].message
 
 
-def test_files_that_are_not_used_are_not_looked_for():
+def test_files_that_are_not_used_are_not_looked_for(tmp_path):
+    (tmp_path / "train.py").touch()
     config = RunConfig()
-    config.data.paths = ["nowhere"]
-    config.tokenizer.path = "nowhere"
+    config.script = str(tmp_path / "train.py")
+    config.data = new_section("data", "files", paths=["nowhere"])
+    config.tokenizer = new_section("tokenizer", "hf", path="nowhere")
     assert missing_files(config) == []

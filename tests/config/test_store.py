@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainctl.config.diff import Change, diff
+from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
 from trainctl.config.store import dump_config, load_config
 from trainctl.errors import ExitCode, TrainctlError
@@ -23,7 +24,7 @@ def test_what_is_written_is_read_back_exactly(
     config = RunConfig()
     config.model.name = config.training.sample_prompt = text
     config.optimizer.lr = number
-    config.data.paths = names
+    config.data = new_section("data", "files", paths=names)
     config.deepspeed = {"a": {"b": [number, text, None, True]}, "c": "1e-5"}
     path = tmp_path_factory.mktemp("run") / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
@@ -48,7 +49,7 @@ def test_a_file_of_an_older_version_keeps_the_defaults(tmp_path: Path) -> None:
         b"unknown: 1",
         b"training: {seed: x}",
         b"training: 3",
-        b"data: {paths: 3}",
+        b"data: {kind: files, paths: 3}",
         b"launcher: {environment: [1]}",
         b"model: {family: nope}",
         b"x: !!python/object:os.system {}",

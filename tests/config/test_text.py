@@ -9,7 +9,8 @@ import zipfile
 import pytest
 
 from trainctl.config.files import missing_files
-from trainctl.config.schema import DataConfig, DataKind, OnBadText, RunConfig
+from trainctl.config.registry import new_section
+from trainctl.config.schema import OnBadText, RunConfig
 from trainctl.config.text.documents import Reader, sides
 from trainctl.config.text.files import find, split_files
 from trainctl.errors import Severity, TrainctlError
@@ -27,7 +28,7 @@ LINES = {
 
 
 def read(file, policy):
-    reader = Reader(DataConfig(on_bad_text=OnBadText(policy)))
+    reader = Reader(new_section("data", "files", on_bad_text=OnBadText(policy)))
     return [(each.text, each.line) for each in reader.documents([file])], reader.bad
 
 
@@ -80,7 +81,7 @@ def test_line_ends_and_a_byte_order_mark_are_no_text(tmp_path):
 
 def config_of(*paths, **fields):
     config = RunConfig()
-    config.data = DataConfig(kind=DataKind.files, paths=[str(path) for path in paths], **fields)
+    config.data = new_section("data", "files", paths=[str(path) for path in paths], **fields)
     config.training.sequence_length = 64
     return config
 
@@ -151,7 +152,7 @@ def test_a_folder_gives_its_texts_and_says_what_it_leaves_out(tmp_path):
     for name in ("b.txt", "deep/er/a.md", "deep/c.jsonl", ".git/x.txt", "deep/.y.txt", "z.py", "q"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps({"text": TEXT}))
-    found = find(str(folder))
+    found = find(str(folder), (".jsonl", ".md", ".txt"))
     names = [str(file.relative_to(folder)) for file in found.files]
     assert names == ["b.txt", "deep/c.jsonl", "deep/er/a.md"]
     assert split_files(config_of(folder, held_out_fraction=0).data).train == found.files

@@ -13,6 +13,7 @@ import yaml
 
 from trainctl.cli.main import run as command
 from trainctl.config.compose import compose
+from trainctl.config.registry import FOLDER_VARIABLE
 from trainctl.hardware import resolve_hardware
 from trainctl.launch import kubernetes
 from trainctl.launch.order import Start
@@ -69,6 +70,19 @@ def test_a_manifest_is_golden_and_valid(api: str) -> None:
         spoil(spoiled)
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(spoiled, schema)
+
+
+def test_pods_and_agents_are_told_where_the_users_options_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, "/data/own/options")
+    plan = make_plan()
+    (node,) = manifest(plan)["spec"]["replicatedJobs"]
+    (pod,) = node["template"]["spec"]["template"]["spec"]["containers"]
+    assert {"name": FOLDER_VARIABLE, "value": "/data/own/options"} in pod["env"]
+    start = Start(plan=plan, run=RUN, attempt=RUN.attempt(1), environment={}, cores=8)
+    for each in kubernetes.pod_command(start).nodes:
+        assert each.environment[FOLDER_VARIABLE] == "/data/own/options"
 
 
 @pytest.mark.parametrize("api", ["jobset", "trainjob"])

@@ -112,6 +112,57 @@ def test_it_trains_and_goes_on_from_its_checkpoint(trainctl, tmp_path: Path) -> 
     assert "optimizer" in refused.stderr
 
 
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder of fortunes, 20 in each of four files."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for file in "abcd":
+        each = [f"{file} {number}:\n" + f"{file}{number} " * 100 for number in range(20)]
+        (folder / f"{file}.fortunes").write_text("\n%\n".join(each))
+    return folder
+
+
+def test_a_data_source_has_keys_and_checks_of_its_own(trainctl, texts: Path) -> None:
+    wrong = trainctl("validate", "recipe=tiny", "data=fortune", expect=2)
+    assert "did you mean data=fortunes?" in wrong.stderr
+    schema = json.loads(trainctl("config", "schema", "data").stdout)
+    assert schema["properties"]["separator"]["default"] == "%"
+    chosen = ("validate", "recipe=tiny", "data=fortunes")
+    unnamed = trainctl(*chosen, expect=2)
+    assert "data.kind=fortunes needs data.paths" in unnamed.stderr
+    assert "/path/to/*.fortunes" in unnamed.stderr
+    chosen = (*chosen, "data.paths=[texts]")
+    foreign = trainctl(*chosen, "data.text_key=body", expect=2)
+    assert "there is no key data.text_key with data.kind=fortunes" in foreign.stderr
+    (texts / "more.md").touch()
+    left_out = trainctl(*chosen, "training.sequence_length=64")
+    assert "4 of its files are read, and left out are 1 .md" in left_out.stderr
+    (texts / "e.fortunes").touch()
+    empty = trainctl(*chosen, expect=2)
+    assert (
+        "error[FORTUNES1]: data.paths: " in empty.stderr and "e.fortunes is empty" in empty.stderr
+    )
+
+
+def test_a_data_source_is_trained_on_and_found_again(trainctl, texts: Path, tmp_path: Path) -> None:
+    own = (*TINY, "data=fortunes", "data.paths=[texts]")
+    budget = json.loads(trainctl("estimate-memory", *own, "--json").stdout)
+    assert budget["components"]["optimizer_states"] > 0
+    trainctl("launch", *own, "training.stop_after_steps=2", "--run-dir", "run")
+    corpus = json.loads((tmp_path / "run" / "corpus.json").read_text())
+    assert (corpus["train"]["documents"], corpus["held_out"]["documents"]) == (60, 20)
+    trainctl("resume", "run", "training.stop_after_steps=null")
+    trainctl("launch", *own, "--run-dir", "whole")
+    assert steps(tmp_path / "run") == steps(tmp_path / "whole")
+    shown = json.loads(trainctl("data", "show", "run", "--samples", "0", "--json").stdout)
+    (passage, *_) = shown["samples"][0]["passages"]
+    text = Path(passage["file"]).read_text().split("\n")[passage["line"] - 1]
+    assert text.endswith(":") and Path(passage["file"]).parent == texts
+    changed = trainctl("resume", "run", "data.separator=--", "training.steps=6", expect=5)
+    assert "the corpus is not the one that this run started with" in changed.stderr
+
+
 def test_a_launcher_has_keys_and_checks_of_its_own(trainctl) -> None:
     chosen = ("validate", "recipe=tiny", "launcher=fleet")
     foreign = trainctl(*chosen, "launcher.hosts=[a]", expect=2)

@@ -9,6 +9,8 @@ from trainctl.config.schema import RunConfig
 from trainctl.plan.resolve import resolve
 from trainctl.plan.rules.no_effect import NEEDS
 
+FILES = {"data__kind": "files", "data__paths": ["a"]}
+
 
 def warned_keys(**changes):
     findings = resolve(config_with(**changes), gpus()).findings
@@ -91,8 +93,10 @@ def test_the_table_names_keys_of_the_schema_once():
             },
             {"schedule__milestones": []},
         ),
-        ({"tokenizer__path": "/t"}, {"tokenizer__kind": "file"}),
-        ({"data__text_key": "body"}, {"data__kind": "files", "data__paths": ["a"]}),
+        (
+            {"data__held_out_fraction": 0.1, "data__held_out_paths": ["b"], **FILES},
+            {"data__held_out_paths": []},
+        ),
         ({"training__ema_every_steps": 5}, {"training__ema_decay": 0.99}),
         ({"training__sample_prompt": "x"}, {"training__sample_tokens": 5}),
         (

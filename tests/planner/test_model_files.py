@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from trainctl.config.schema import ModelConfig, ModelFamily, RunConfig, TokenizerConfig
-from trainctl.config.schema import TokenizerKind as Kind
+from trainctl.config.registry import new_section
+from trainctl.config.schema import ModelConfig, ModelFamily, RunConfig, TokenizerFromPath
 from trainctl.config.tensor_table import to_table
 from trainctl.plan.disk_names import parts_of
 from trainctl.plan.shapes import all_tensors
@@ -136,10 +136,11 @@ def test_published_experts_are_found_under_their_own_names(
     assert parts_of("model.layers.0.mlp.experts.gate_up_proj", (3, 6, 4), stored) == ()
 
 
-def tokenizer(folder: Path, *tokens: str) -> TokenizerConfig:
+def tokenizer(folder: Path, *tokens: str) -> TokenizerFromPath:
     vocabulary = {token: number for number, token in enumerate(tokens)}
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-    return TokenizerConfig(kind=Kind.hf, path=str(folder))
+    found: TokenizerFromPath = new_section("tokenizer", "hf", path=str(folder))
+    return found
 
 
 def test_a_tokenizer_is_held_against_the_vocabulary(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.memory.budget import device_budget
 from trainctl.planner.assess import Assessment, assess
-from trainctl.planner.search import MOST_BUDGETS, Found, search
+from trainctl.planner.search import MOST_BUDGETS, FoundPlan, search
 from trainctl.planner.space import MOST_ROUNDED, RESOLUTION, Space
 from trainctl.planner.variants import timed, with_values
 
@@ -64,7 +64,7 @@ CASES = {
 }
 
 
-def seconds_per_token(found: Found) -> float:
+def seconds_per_token(found: FoundPlan) -> float:
     return 1 / found.tokens_per_second
 
 

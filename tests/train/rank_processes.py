@@ -10,10 +10,9 @@ from typing import Any
 from fork_server import ForkServer
 
 from trainctl.config.codec import to_plain
+from trainctl.config.registry import new_section
 from trainctl.config.schema import (
     Accelerator,
-    DataConfig,
-    DataKind,
     ModelConfig,
     OffloadDevice,
     RunConfig,
@@ -72,7 +71,7 @@ def tiny_config(**training: Any) -> RunConfig:
         num_key_value_heads=2,
         tie_word_embeddings=True,
     )
-    config.data = DataConfig(kind=DataKind.stdlib, max_bytes=1_500_000)
+    config.data = new_section("data", "stdlib", max_bytes=1_500_000)
     config.zero_stage.param_persistence_threshold = 1000
     config.zero_stage.sub_group_size = 60_000
     config.zero_stage.reduce_bucket_size = 500_000

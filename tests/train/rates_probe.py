@@ -8,7 +8,7 @@ from rank_processes import Case
 
 from trainctl.engines.process import Process
 from trainctl.runs.records import EventWriter
-from trainctl.train.checkpoint import Progress
+from trainctl.train.checkpoint import RunProgress
 from trainctl.train.learning_rate import LearningRate
 from trainctl.train.session import assemble
 from trainctl.train.trainer import Trainer
@@ -26,7 +26,7 @@ def train_with_each(cases: list[Case], process: Process) -> list[tuple[list[Rate
     session = assemble(cases[0].plan, cases[0].run, process)
     found = []
     for case in cases:
-        session.plan, session.run, session.progress = case.plan, case.run, Progress()
+        session.plan, session.run, session.progress = case.plan, case.run, RunProgress()
         session.learning_rate = LearningRate(case.plan)
         calls: list[Rates] = []
 

@@ -7,7 +7,7 @@ import pytest
 from rank_processes import tiny_config, tiny_plan
 
 from trainctl.cli import data as command
-from trainctl.config.schema import DataConfig, DataKind
+from trainctl.config.registry import new_section
 from trainctl.errors import TrainctlError
 from trainctl.runs.layout import RunPaths
 from trainctl.train.contents import parse_counters, samples_of
@@ -36,8 +36,8 @@ def texts(tmp_path):
 
 def plan_of(folder, pattern, **data):
     config = tiny_config(steps=4, sequence_length=LENGTH)
-    config.data = DataConfig(
-        kind=DataKind.files, paths=[str(folder / pattern)], held_out_fraction=0.0, **data
+    config.data = new_section(
+        "data", "files", paths=[str(folder / pattern)], held_out_fraction=0.0, **data
     )
     return tiny_plan(config, 1)
 

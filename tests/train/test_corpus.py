@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainctl.config.schema import DataConfig, DataKind
+from trainctl.config.registry import new_section
+from trainctl.config.schema import DataConfig
 from trainctl.config.text.files import split_files
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_json
@@ -44,7 +45,7 @@ def texts(tmp_path):
 
 
 def files_config(texts, **fields):
-    return DataConfig(kind=DataKind.files, paths=[str(texts / "**" / "*.*")], **fields)
+    return new_section("data", "files", paths=[str(texts / "**" / "*.*")], **fields)
 
 
 def test_the_standard_library_is_there_and_its_tests_are_not():
@@ -122,7 +123,7 @@ def test_a_broken_jsonl_names_the_file(texts, content, message):
 
 
 def test_a_glob_without_files_says_which(tmp_path):
-    config = DataConfig(kind=DataKind.files, paths=[str(tmp_path / "none" / "*.txt")])
+    config = new_section("data", "files", paths=[str(tmp_path / "none" / "*.txt")])
     with pytest.raises(TrainctlError, match=r"data\.paths: no file matches"):
         build_corpus(config, ByteTokenizer())
 
@@ -142,7 +143,7 @@ def test_the_digest_tells_training_text_from_held_out_text(texts):
         for held in (names[:1], names[:2])
     ]
     corpora = [
-        build_corpus(DataConfig(kind=DataKind.files, **each), ByteTokenizer()) for each in fields
+        build_corpus(new_section("data", "files", **each), ByteTokenizer()) for each in fields
     ]
     raw = [
         b"".join((Path(c.folder) / s.file).read_bytes() for s in (c.held_out, c.train))
@@ -184,6 +185,18 @@ def test_a_damaged_cache_is_made_again(texts, file, damage):
     assert {path.suffix for path in folder.parent.iterdir()} == {"", ".lock"}
     if (file, damage.__name__) != ("corpus.json", "<lambda>") or told:
         assert "damaged" in told[0] and file in told[0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc tells the advice")
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_kernel_does_not_read_ahead_of_samples_here_and_there(texts, in_order):
+    corpus, _ = built(texts)
+    tokens = corpus.tokens(corpus.train, in_order=in_order)
+    assert not tokens.flags.writeable
+    file = str(Path(corpus.folder) / "train.bin")
+    _, _, found = Path("/proc/self/smaps").read_text().partition(file)
+    flags = next(line for line in found.splitlines() if line.startswith("VmFlags:")).split()
+    assert ("rr" in flags) is not in_order  # "random read advise", Documentation/filesystems/proc
 
 
 def test_a_truncated_file_is_an_error_where_it_is_mapped(texts):

@@ -17,12 +17,11 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trainctl.config.registry import new_section
 from trainctl.config.schema import (
     AttentionKind,
     DataType,
     ModelFamily,
-    TokenizerConfig,
-    TokenizerKind,
 )
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.checkpoints import newest_checkpoint
@@ -229,9 +228,9 @@ def test_the_tokenizer_goes_along(tmp_path, small):
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     backend.save(str(folder / "tokenizer.json"))
-    for kind, path in ((TokenizerKind.file, folder / "tokenizer.json"), (TokenizerKind.hf, folder)):
-        config.tokenizer = TokenizerConfig(kind=kind, path=str(path))
-        out = tmp_path / f"out-{kind.value}"
+    for kind, path in (("file", folder / "tokenizer.json"), ("hf", folder)):
+        config.tokenizer = new_section("tokenizer", kind, path=str(path))
+        out = tmp_path / f"out-{kind}"
         exported = export(config, checkpoint, out, dtype=torch.float32)
         assert exported.notes == []
         ours, theirs = load_tokenizer(config.tokenizer), AutoTokenizer.from_pretrained(out)
@@ -239,6 +238,6 @@ def test_the_tokenizer_goes_along(tmp_path, small):
         assert theirs(text, add_special_tokens=False).input_ids == ours.encode(text).tolist()
         settings = json.loads((out / "config.json").read_text())
         assert settings["eos_token_id"] == ours.end_of_document == backend.token_to_id("</s>")
-    config.tokenizer = TokenizerConfig()
+    config.tokenizer = new_section("tokenizer", "byte")
     (note,) = export(config, checkpoint, tmp_path / "bytes", dtype=torch.float32).notes
     assert "byte tokenizer has none" in note

@@ -22,7 +22,7 @@ from parity_cases import (
     train,
 )
 
-from trainctl.config.schema import DataConfig, DataKind
+from trainctl.config.registry import new_section
 
 FEW = 6
 MODELS = ("llama", "mistral-untied", "qwen3", "gpt2-untied")
@@ -129,7 +129,7 @@ def test_masked_documents_are_masked_on_every_layout(tmp_path):
     texts, held_out = tmp_path / "short.jsonl", tmp_path / "held_out.jsonl"
     for file in (texts, held_out):  # several documents in every sample
         file.write_text("".join(f'{{"text": "{n} squared: {n * n}"}}\n' for n in range(4000)))
-    data = DataConfig(kind=DataKind.files, paths=[str(texts)], held_out_paths=[str(held_out)])
+    data = new_section("data", "files", paths=[str(texts)], held_out_paths=[str(held_out)])
     masked = replace(data, mask_documents=True)
     plain = train(Combination(), tmp_path, steps=FEW, data=data)
     one, *others = (

@@ -10,7 +10,7 @@ from torch import nn
 from trainctl.config.registry import new_section
 from trainctl.engines.deepspeed import updaters
 from trainctl.engines.deepspeed.wrappers import adapter_of
-from trainctl.engines.shards import Piece, Shard
+from trainctl.engines.shards import ParameterPiece, Shard
 from trainctl.train.state import OptimizerState
 
 
@@ -18,7 +18,7 @@ def state_of(optimizer: torch.optim.Optimizer, kind: str) -> OptimizerState:
     """Of an optimizer of named parameters, as an engine without ZeRO has it in fp32."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     pieces = {
-        parameter: Piece(str(index), parameter.shape, Shard.whole(parameter.shape))
+        parameter: ParameterPiece(str(index), parameter.shape, Shard.whole(parameter.shape))
         for index, parameter in enumerate(parameters)
     }
     replicas = SimpleNamespace(index=0, size=1)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from trainctl.config.schema import TokenizerConfig, TokenizerKind
+from trainctl.config.registry import new_section
 from trainctl.errors import TrainctlError
 from trainctl.train.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -35,9 +35,7 @@ def _write_tokenizer(folder):
 
 def test_a_tokenizer_file_and_directory_give_the_librarys_ids(tmp_path):
     backend = _write_tokenizer(tmp_path)
-    file = load_tokenizer(
-        TokenizerConfig(kind=TokenizerKind.file, path=str(tmp_path / "tokenizer.json"))
-    )
+    file = load_tokenizer(new_section("tokenizer", "file", path=str(tmp_path / "tokenizer.json")))
     assert file.encode("the cat").tolist() == backend.encode("the cat").ids
     texts = ["the cat", "", "on the mat", "a dog"]
     assert [ids.tolist() for ids in file.encode_all(texts)] == [
@@ -48,7 +46,7 @@ def test_a_tokenizer_file_and_directory_give_the_librarys_ids(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": {"content": "<stop>"}})
     )
-    folder = load_tokenizer(TokenizerConfig(kind=TokenizerKind.hf, path=str(tmp_path)))
+    folder = load_tokenizer(new_section("tokenizer", "hf", path=str(tmp_path)))
     assert folder.end_of_document == backend.token_to_id("<stop>")
     assert folder.fingerprint != file.fingerprint, "the same text gets another end"
 
@@ -59,4 +57,4 @@ def test_a_missing_or_wrong_file_is_one_clear_error(tmp_path, content):
     if content is not None:
         path.write_text(content)
     with pytest.raises(TrainctlError, match=r"tokenizer\.path"):
-        load_tokenizer(TokenizerConfig(kind=TokenizerKind.file, path=str(path)))
+        load_tokenizer(new_section("tokenizer", "file", path=str(path)))

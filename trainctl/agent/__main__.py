@@ -17,8 +17,14 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainctl.agent.guard import Guard, leave
-from trainctl.agent.place import Place, carry_tag, find_place, prepare_ranks, use_interface_towards
+from trainctl.agent.guard import SignalGuard, leave
+from trainctl.agent.place import (
+    AgentPlace,
+    carry_tag,
+    find_place,
+    prepare_ranks,
+    use_interface_towards,
+)
 from trainctl.engines import declared
 from trainctl.engines.patches import At
 from trainctl.errors import ExitCode, TrainctlError
@@ -92,7 +98,7 @@ class Agent:
         launcher_pid: The parent of this process.
     """
 
-    def __init__(self, run: RunPaths, tag: RunTag, place: Place, launcher_pid: int) -> None:
+    def __init__(self, run: RunPaths, tag: RunTag, place: AgentPlace, launcher_pid: int) -> None:
         assert tag.attempt is not None
         self._run = run
         self._attempt = run.attempt(tag.attempt)
@@ -135,7 +141,7 @@ class Agent:
         if command.folder is not None:  # where the run was launched from: the user's code is there
             os.chdir(command.folder)
         self._grace_seconds = plan.config.launcher.grace_seconds
-        guard = Guard(
+        guard = SignalGuard(
             self._tag,
             grace_seconds=self._grace_seconds,
             launcher_pid=self._launcher_pid,

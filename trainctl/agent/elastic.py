@@ -26,7 +26,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 from trainctl.agent.builds import BuildWatch
-from trainctl.agent.guard import Guard
+from trainctl.agent.guard import SignalGuard
 from trainctl.agent.rendezvous import NodeRendezvous
 from trainctl.agent.watch import HungRank, Watch
 from trainctl.runs.command import AttemptCommand
@@ -54,7 +54,7 @@ def run_ranks(
     command: AttemptCommand,
     rendezvous: NodeRendezvous,
     tag: RunTag,
-    guard: Guard,
+    guard: SignalGuard,
     watch: Watch,
     builds: BuildWatch,
     grace_seconds: float,
@@ -102,7 +102,7 @@ class RankAgent(LocalElasticAgent):
         self,
         spec: WorkerSpec,
         tag: RunTag,
-        guard: Guard,
+        guard: SignalGuard,
         watch: Watch,
         builds: BuildWatch,
         grace_seconds: float,

@@ -22,7 +22,7 @@ _STDIN = 0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class Guard:
+class SignalGuard:
     """A thread that waits for a signal to end this attempt's processes on this node.
 
     The death of the launcher arrives as SIGTERM too. Until `start`, either simply kills this

@@ -30,7 +30,7 @@ _NODE_VARIABLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AgentPlace:
     """Where an agent runs.
 
     Attributes:
@@ -46,7 +46,7 @@ class Place:
 
 def find_place(
     environment: Mapping[str, str], *, node: int | None, rendezvous: str | None
-) -> Place:
+) -> AgentPlace:
     """The place of this agent: arguments first, then the environment, then the only node.
 
     Raises:
@@ -57,7 +57,7 @@ def find_place(
         node = int(next(found, "0"))
     rendezvous = rendezvous or environment.get(RENDEZVOUS_VARIABLE)
     lease = environment.get(LEASE_VARIABLE)
-    return Place(
+    return AgentPlace(
         node=node,
         rendezvous=None if rendezvous is None else _endpoint(rendezvous),
         lease_seconds=None if lease is None else float(lease),

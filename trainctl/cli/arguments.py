@@ -10,8 +10,45 @@ import typer
 from typer.core import TyperCommand
 
 from trainctl.cli.complete import complete_overrides, complete_target
+from trainctl.config.registry import code_in, trust, trusted_folder
+from trainctl.errors import TrainctlError
 
 _WORDS = "trainctl.words"
+_TRUSTS = "trainctl.trusts"
+
+
+def _trusts(ctx: typer.Context, value: bool) -> bool:
+    ctx.meta[_TRUSTS] = value
+    return value
+
+
+def _with_options(ctx: typer.Context, value: Path | None) -> Path | None:
+    """Take the options of the folder too: before anything asks what there is.
+
+    Raises:
+        TrainctlError: It has some, and nobody said that they are to be trusted.
+    """
+    folder = value.expanduser().absolute() / "options" if value is not None else None
+    code = code_in(folder) if folder is not None else []
+    if folder is None or not code or folder == trusted_folder():
+        return value
+    if not ctx.meta.get(_TRUSTS):
+        raise TrainctlError(
+            f"{code[0]} is code, which runs wherever its option is read",
+            hint="`trainctl --trust-code COMMAND ...` runs it; or choose another folder",
+        )
+    trust(folder)
+    return value
+
+
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        help="Run the Python files of options/ in the folder that --config-dir names.",
+        callback=_trusts,
+    ),
+]
 
 Overrides = Annotated[
     list[str] | None,
@@ -48,6 +85,7 @@ ConfigDir = Annotated[
         metavar="DIR",
         help="Your own folder of conf/ and recipes/; the current folder is always searched.",
         show_default=False,
+        callback=_with_options,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -92,7 +130,7 @@ WhichWeights = Annotated[
 ]
 
 
-class Device(StrEnum):
+class OfflineDevice(StrEnum):
     """Where a model runs outside training."""
 
     auto = "auto"
@@ -101,7 +139,8 @@ class Device(StrEnum):
 
 
 OnDevice = Annotated[
-    Device, typer.Option("--device", help="auto: an accelerator with room for it, else the CPU.")
+    OfflineDevice,
+    typer.Option("--device", help="auto: an accelerator with room for it, else the CPU."),
 ]
 
 
@@ -132,3 +171,6 @@ def split_target(arguments: list[str] | None) -> tuple[str | None, list[str]]:
     if first and "=" not in first and not first.startswith("~"):
         return first, rest
     return None, list(arguments or [])
+
+
+NamedRuns = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")]

@@ -10,29 +10,34 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, get_args, get_origin
 
 import typer
 
+from trainctl.errors import TrainctlError
+
 if TYPE_CHECKING:
+    from trainctl.config.catalog import Folder
     from trainctl.config.keys import Leaf
 
 Suggestions = list[tuple[str, str]]
 """Each a word and what it means, for the shells that show that."""
 
 
-def complete_overrides(incomplete: str) -> Suggestions:
-    """Overrides that begin so."""
-    found = {word: doc for word, doc in _overrides(incomplete) if word.startswith(incomplete)}
+def complete_overrides(incomplete: str, ctx: typer.Context | None = None) -> Suggestions:
+    """Overrides that begin so, with what `--config-dir` brings."""
+    words = _overrides(incomplete, _folders(ctx))
+    found = {word: doc for word, doc in words if word.startswith(incomplete)}
     return sorted(found.items())
 
 
 def complete_target(ctx: typer.Context, incomplete: str) -> Suggestions:
     """A recipe or a run's directory in front, else overrides."""
-    found = complete_overrides(incomplete)
+    found = complete_overrides(incomplete, ctx)
     if any(ctx.params.get(name) for name in ("target", "run", "overrides")):
         return found
-    targets = [*((name, "a recipe") for name in _recipes()), *((run, "a run") for run in _runs())]
+    recipes = _recipes(_folders(ctx))
+    targets = [*((name, "a recipe") for name in recipes), *((run, "a run") for run in _runs())]
     return [*(each for each in targets if each[0].startswith(incomplete)), *found]
 
 
@@ -74,14 +79,13 @@ def _rejoin(words: list[str]) -> list[str]:
     return whole
 
 
-def _overrides(incomplete: str) -> Iterator[tuple[str, str]]:
+def _overrides(incomplete: str, folders: list[Folder]) -> Iterator[tuple[str, str]]:
     """Overrides to choose from; values only of the group or key that is being typed."""
-    from trainctl.config.catalog import option_names, search_folders
+    from trainctl.config.catalog import option_names
     from trainctl.config.keys import leaves
     from trainctl.config.schema import GROUPS
 
-    yield from ((f"recipe={name}", "a recipe") for name in _recipes())
-    folders = search_folders()
+    yield from ((f"recipe={name}", "a recipe") for name in _recipes(folders))
     for group in GROUPS:
         if f"{group}=".startswith(incomplete) or incomplete.startswith(f"{group}="):
             counted = _count_of(incomplete) if group == "hardware" else ""
@@ -100,7 +104,8 @@ def _values(leaf: Leaf) -> list[str]:
     if bool in kinds:
         return [*found, "true", "false"]
     if leaf.choices:
-        return [*found, *leaf.choices]
+        is_list = get_origin(leaf.hint) is list
+        return [*found, *(f"[{name}]" if is_list else name for name in leaf.choices)]
     if isinstance(default, (int, float, str)) and str(default) and " " not in str(default):
         found.append(str(default))
     return found
@@ -115,10 +120,19 @@ def _count_of(incomplete: str) -> str:
     return f"{written}_".removesuffix(option)
 
 
-def _recipes() -> list[str]:
-    from trainctl.config.catalog import recipe_names, search_folders
+def _folders(ctx: typer.Context | None) -> list[Folder]:
+    """Where to look; a folder that cannot be used is for the command to say."""
+    from trainctl.config.catalog import search_folders
 
-    return recipe_names(search_folders())
+    with suppress(TrainctlError):
+        return search_folders(ctx.params.get("config_dir") if ctx is not None else None)
+    return search_folders()
+
+
+def _recipes(folders: list[Folder]) -> list[str]:
+    from trainctl.config.catalog import recipe_names
+
+    return recipe_names(folders)
 
 
 def _runs() -> list[str]:

@@ -64,9 +64,9 @@ def _cached(config: RunConfig) -> Corpus | None:
 
 def _tokenized(config: RunConfig) -> Corpus:
     from trainctl.train.corpus import build_corpus
-    from trainctl.train.prepare import Progress
+    from trainctl.train.prepare import TokenizingProgress
     from trainctl.train.tokenizer import load_tokenizer
 
     if _cached(config) is None:
         say("reading the corpus, to know how long training.epochs is; it is kept for the training")
-    return build_corpus(config.data, load_tokenizer(config.tokenizer), Progress(), say)
+    return build_corpus(config.data, load_tokenizer(config.tokenizer), TokenizingProgress(), say)

@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from trainctl.cli.arguments import Best, Device, Json, OnDevice, Run, Step, Weights, WhichWeights
+from trainctl.cli.arguments import (
+    Best,
+    Json,
+    OfflineDevice,
+    OnDevice,
+    Run,
+    Step,
+    Weights,
+    WhichWeights,
+)
 
 
 def evaluate(
@@ -24,7 +33,7 @@ def evaluate(
         ),
     ] = None,
     weights: WhichWeights = Weights.raw,
-    device: OnDevice = Device.auto,
+    device: OnDevice = OfflineDevice.auto,
     as_json: Json = False,
 ) -> None:
     """Evaluate a checkpoint on the run's held-out text.

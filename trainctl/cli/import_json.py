@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +29,8 @@ def import_json(
 
     Example: trainctl config import ds_config.json --world-size 8 --recipe > recipes/mine.yaml
     """
+    from json import dumps
+
     from trainctl.cli.console import print_json, put, say
     from trainctl.cli.deepspeed_file import check_file
     from trainctl.cli.findings import show_findings

@@ -30,7 +30,7 @@ from trainctl.cli import (
     schedule,
     sweep,
 )
-from trainctl.cli.arguments import CommandWithWords
+from trainctl.cli.arguments import CommandWithWords, TrustCode
 from trainctl.errors import ExitCode, TrainctlError
 
 # The base class of every usage error, wherever the installed typer keeps it.
@@ -88,6 +88,7 @@ def _options(
             "--version", help="Print the version.", callback=_print_version, is_eager=True
         ),
     ] = False,
+    trust_code: TrustCode = False,
 ) -> None:
     pass
 

@@ -14,7 +14,7 @@ from trainctl.errors import TrainctlError
 if TYPE_CHECKING:
     from trainctl.config.compose import Composed
     from trainctl.hardware import Hardware
-    from trainctl.planner.search import Found, Search
+    from trainctl.planner.search import FoundPlan, Search
 
 Top = Annotated[int, typer.Option(metavar="N", min=1, max=50, help="Plans to show.")]
 Write = Annotated[
@@ -113,7 +113,7 @@ def _lines(result: Search, hardware: Hardware, price: float | None, show: _Shown
     return lines
 
 
-def _title(found: Found) -> str:
+def _title(found: FoundPlan) -> str:
     """The layout in a few words."""
     from trainctl.config.schema import OffloadDevice
 
@@ -142,7 +142,7 @@ def _title(found: Found) -> str:
     )
 
 
-def _details(found: Found, first: Found, price: float | None, show: _Shown) -> list[str]:
+def _details(found: FoundPlan, first: FoundPlan, price: float | None, show: _Shown) -> list[str]:
     from shlex import join
 
     from trainctl.memory.constants import GIB
@@ -186,7 +186,9 @@ def _to_json(
     }
 
 
-def _plan_json(found: Found, first: Found, price: float | None, show: _Shown) -> dict[str, Any]:
+def _plan_json(
+    found: FoundPlan, first: FoundPlan, price: float | None, show: _Shown
+) -> dict[str, Any]:
     """One plan; what depends on rates that are not known is null."""
     from trainctl.cli.findings import findings_to_json
     from trainctl.planner.variants import overrides
@@ -222,15 +224,15 @@ def _plan_json(found: Found, first: Found, price: float | None, show: _Shown) ->
     }
 
 
-def _seconds(found: Found) -> float:
+def _seconds(found: FoundPlan) -> float:
     return found.plan.total_steps * found.time.seconds
 
 
-def _tokens(found: Found) -> int:
+def _tokens(found: FoundPlan) -> int:
     return found.plan.total_steps * found.plan.batch.tokens_per_step
 
 
-def _cost(found: Found, price: float) -> float:
+def _cost(found: FoundPlan, price: float) -> float:
     """Of a billion tokens, in the unit of the price of a device for an hour."""
     hours = 1e9 / found.tokens_per_second / 3600
     return price * found.plan.mesh.world_size * hours
@@ -274,7 +276,7 @@ def _check_target(path: Path, is_open: bool, config_dir: Path | None) -> None:
 
 
 def _write(
-    path: Path, composed: Composed, found: Found, config_dir: Path | None, show: _Shown
+    path: Path, composed: Composed, found: FoundPlan, config_dir: Path | None, show: _Shown
 ) -> None:
     from trainctl.cli.console import say
     from trainctl.cli.recipe_text import recipe_text

@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from trainctl.cli.console import put, short_count
-from trainctl.config.schema import RunConfig, WeightsKind
-from trainctl.config.special_tokens import tokenizer_facts
+from trainctl.config.schema import RunConfig, TokenizerFromPath, WeightsKind
 from trainctl.config.user_code import functions
 from trainctl.errors import TrainctlError
+from trainctl.options.tokenizer import tokenizer_facts
 from trainctl.plan.deepspeed import flatten
 from trainctl.plan.groups import parameter_groups
 from trainctl.plan.shapes import count_parameters
@@ -96,7 +96,8 @@ def _tokenizer(config: RunConfig) -> Iterator[str]:
         facts = tokenizer_facts(tokenizer)
     except TrainctlError:  # a check of the files says so
         return
-    yield f"{tokenizer.path or tokenizer.kind.value}: {facts.in_words()}"
+    path = tokenizer.path if isinstance(tokenizer, TokenizerFromPath) else None
+    yield f"{path or tokenizer.kind}: {facts.in_words()}"
 
 
 def _groups(plan: RunPlan, most: int) -> Iterator[str]:

@@ -9,9 +9,9 @@ import typer
 
 from trainctl.cli.arguments import (
     Best,
-    Device,
     Json,
     NamedRun,
+    OfflineDevice,
     OnDevice,
     Step,
     Weights,
@@ -33,7 +33,7 @@ def sample(
     step: Step = None,
     best: Best = False,
     weights: WhichWeights = Weights.raw,
-    device: OnDevice = Device.auto,
+    device: OnDevice = OfflineDevice.auto,
     as_json: Json = False,
 ) -> None:
     """Continue a text with the model of a checkpoint.

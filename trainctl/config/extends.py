@@ -24,7 +24,7 @@ from trainctl.config.suggest import did_you_mean, nearest
 from trainctl.config.yaml_files import (
     UNREADABLE,
     Default,
-    Document,
+    YamlDocument,
     leading_comment,
     read_document,
 )
@@ -115,7 +115,7 @@ class _Walk:
         return self.users_option(group, option, ())
 
 
-def _problems(document: Document, prefix: tuple[str, ...]) -> list[Finding]:
+def _problems(document: YamlDocument, prefix: tuple[str, ...]) -> list[Finding]:
     findings = list(document.findings)
     for setting in document.settings:
         findings += check_setting(replace(setting, path=(*prefix, *setting.path)))[1]

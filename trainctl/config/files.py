@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainctl.config.schema import RunConfig, TokenizerKind
+from trainctl.config.schema import RunConfig, TokenizerFromPath
 from trainctl.config.text.check import MISSING, check_text
 from trainctl.config.user_code import check_user_code
 from trainctl.errors import Finding
@@ -32,7 +32,7 @@ def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding
 
 
 def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.tokenizer.kind is not TokenizerKind.byte and config.tokenizer.path:
+    if isinstance(config.tokenizer, TokenizerFromPath) and config.tokenizer.path:
         yield "tokenizer.path", config.tokenizer.path
     if config.model.initial_weights:
         yield "model.initial_weights", config.model.initial_weights

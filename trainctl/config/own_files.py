@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainctl.config.registry import kind_of, own_file, unit_groups
 from trainctl.config.schema import RunConfig
 from trainctl.config.user_code import find_module, functions, parse
 
@@ -15,7 +16,8 @@ _TRAINCTL = Path(__file__).parents[1]
 
 
 def own_files(config: RunConfig, folder: Path) -> list[Path]:
-    """The script, the modules of functions, and the modules that these import, sorted.
+    """The script, the modules of functions, options of the user's folder, and the modules that
+    these import, sorted.
 
     What is installed is left out, and trainctl itself; so is what only running the code would tell:
     modules that are imported by computed names, files that are read.
@@ -29,6 +31,9 @@ def own_files(config: RunConfig, folder: Path) -> list[Path]:
     if config.script is not None:
         script = Path(config.script)
         pending.append((script, "", script.parent))
+    for group in unit_groups():
+        option = own_file(group, kind_of(getattr(config, group)))
+        pending += [(option, "", option.parent)] if option is not None else []
     for _, reference in functions(config):
         pending += _modules(reference.partition(":")[0], folder)
     while pending:

@@ -2,15 +2,17 @@
 
 A shipped one is `trainctl/options/GROUP/NAME.py`, beside its `conf/GROUP/NAME.yaml`. An installed
 package registers others by entry points of the group `trainctl.options`, named `GROUP.NAME`, and
-has the YAML beside the Python file: `GROUP/NAME.py` and `GROUP/NAME.yaml`. Either way the Python
-file has a `SPEC`: what the option says of itself, without torch. The configuration comes before all
-options and knows none by name.
+has the YAML beside the Python file: `GROUP/NAME.py` and `GROUP/NAME.yaml`. A folder of the user's
+has `options/GROUP/NAME.py`, if he trusts it. In each case the Python file has a `SPEC`: what the
+option says of itself, without torch. The configuration comes before all options and knows none by
+name.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
 
 SHIPPED = Path(__file__).parents[1] / "options"
 ENTRY_POINTS = "trainctl.options"
+FOLDER_VARIABLE = "TRAINCTL_OPTIONS"
+"""Names a folder of `GROUP/NAME.py`; whoever sets it has trainctl run that code."""
 
-
-WITHOUT_A_SECTION = ("engine",)
-"""Groups that no section is of: the plan names the option."""
+WITHOUT_A_SECTION = ("engine", "logger")
+"""Groups of which no option is the kind of a section: a plan names the engine, and a list of names
+the loggers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,50 @@ def unit_groups() -> tuple[str, ...]:
 @cache
 def names(group: str) -> tuple[str, ...]:
     """Kinds of a group, shipped and others', by name."""
-    return tuple(sorted({*_shipped(group), *_entry_points(group)}))
+    folder = trusted_folder()
+    own = (path.stem for path in code_in(folder) if path.parent.name == group) if folder else ()
+    return tuple(sorted({*_shipped(group), *own, *_entry_points(group)}))
+
+
+def trust(folder: Path) -> None:
+    """Take options from a folder too, in this process and in those that it starts.
+
+    To be called before anything asks what there is.
+
+    Raises:
+        TrainctlError: A file there has the name of a shipped option.
+    """
+    for path in code_in(folder):
+        if path.stem in _shipped(path.parent.name):
+            raise TrainctlError(
+                f"{path} cannot be used: {path.parent.name}={path.stem} is trainctl's own",
+                hint="give it another name",
+            )
+    os.environ[FOLDER_VARIABLE] = str(folder)
+
+
+def trusted_folder() -> Path | None:
+    """The folder of the user's that options are taken from, if there is one."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    return Path(named).expanduser().absolute() if named else None
+
+
+def trusted_options() -> dict[str, str]:
+    """The variable that tells another process of that folder, which has to be there too."""
+    folder = trusted_folder()
+    return {FOLDER_VARIABLE: str(folder)} if folder else {}
+
+
+def code_in(folder: Path) -> list[Path]:
+    """The Python files of a folder that would be options."""
+    return [path for group in unit_groups() for path in sorted((folder / group).glob("[!_]*.py"))]
+
+
+def own_file(group: str, name: str) -> Path | None:
+    """The file of an option that came from the user's folder."""
+    folder = trusted_folder()
+    path = folder / group / f"{name}.py" if folder and name not in _shipped(group) else None
+    return path if path is not None and path.is_file() else None
 
 
 @cache
@@ -70,30 +117,39 @@ def load(group: str, name: str) -> Any:
     """
     if name in _shipped(group):  # nobody changes what a known name means
         return importlib.import_module(f"trainctl.options.{group}.{name}").SPEC
-    registered = _entry_points(group).get(name)
-    if registered is None:
+    source = own_file(group, name) or _entry_points(group).get(name)
+    if source is None:
         raise TrainctlError(
             f"{group} has no kind {name!r} here",
             hint=f"it has {', '.join(names(group))}; a package that brings another must be "
-            "installed on every machine of the run",
+            "installed on every machine of the run, and a folder of yours be named again: "
+            f"`trainctl --trust-code ... --config-dir DIR`, or {FOLDER_VARIABLE}=DIR/options",
             exit_code=ExitCode.environment,
         )
     try:
-        spec = registered.load()
-    except Exception as error:  # whatever the package does when it is imported
-        raise _unusable(registered, f"{type(error).__name__}: {error}") from error
+        spec = _load_own(source) if isinstance(source, Path) else source.load()
+    except Exception as error:  # whatever the code does when it is imported
+        raise _unusable(source, f"{type(error).__name__}: {error}") from error
     if not isinstance(spec, Spec) or spec.name != name:
-        raise _unusable(registered, f"it is no spec of the name {name}")
+        raise _unusable(source, f"it is no spec of the name {name}")
     return spec
 
 
-def _unusable(registered: EntryPoint, why: str) -> TrainctlError:
-    package = registered.dist.name if registered.dist is not None else registered.module
-    return TrainctlError(
-        f"the option {registered.name} of the package {package} cannot be used: {why}",
-        hint=f"repair or uninstall {package}",
-        exit_code=ExitCode.environment,
-    )
+def _load_own(path: Path) -> Any:
+    """The spec in a file of the user's: a module called as if it lay beside the shipped ones."""
+    package = f"trainctl.options.{path.parent.name}"
+    importlib.import_module(package).__path__.append(str(path.parent))
+    return importlib.import_module(f"{package}.{path.stem}").SPEC
+
+
+def _unusable(source: Path | EntryPoint, why: str) -> TrainctlError:
+    if isinstance(source, Path):
+        what, hint = str(source), "repair it"
+    else:
+        package = source.dist.name if source.dist is not None else source.module
+        what = f"the option {source.name} of the package {package}"
+        hint = f"repair or uninstall {package}"
+    return TrainctlError(f"{what} cannot be used: {why}", hint=hint, exit_code=ExitCode.environment)
 
 
 def specs(group: str) -> tuple[Any, ...]:
@@ -158,10 +214,10 @@ def function_of(group: str, kind: str, entry: str = "build") -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as missing:
+        chosen = kind if group in WITHOUT_A_SECTION else f"{chooser(group)}={kind}"
         what = f"pip install 'trainctl[{spec.extra}]'" if spec.extra else "install it"
-        key = group if group in WITHOUT_A_SECTION else f"{group}.{chooser(group)}"
         raise TrainctlError(
-            f"{key}={kind} needs a package that is missing ({missing})",
+            f"{group}.{chosen} needs a package that is missing ({missing})",
             hint=f"{what}, or choose another {group}",
             exit_code=ExitCode.environment,
         ) from None

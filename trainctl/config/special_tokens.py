@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.schema import TokenizerConfig, TokenizerKind
 from trainctl.errors import TrainctlError
 
 END_NAMES = (
@@ -29,9 +28,6 @@ END_NAMES = (
     "<|im_end|>",
 )
 """Names that published tokenizers give to their end-of-document token, most specific first."""
-
-BYTE_END_OF_DOCUMENT = 256
-"""The byte tokenizer's one id that is not a byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +54,6 @@ class TokenizerFacts:
         token = f"{self.end_token} ({end})" if self.end_token else f"id {end}"
         where = f", by {self.found_in}" if self.found_in else ""
         return f"{self.vocab_size:,} ids, {token} ends a document{where}"
-
-
-def tokenizer_file(config: TokenizerConfig) -> Path:
-    """The `tokenizers` file of a configuration that has one."""
-    path = Path(config.path or "").expanduser()
-    return path / "tokenizer.json" if config.kind is TokenizerKind.hf else path
-
-
-def tokenizer_facts(config: TokenizerConfig) -> TokenizerFacts:
-    """What the configured tokenizer's files say.
-
-    Raises:
-        TrainctlError: A file is missing or malformed; names it.
-    """
-    if config.kind is TokenizerKind.byte:
-        return TokenizerFacts(BYTE_END_OF_DOCUMENT + 1, BYTE_END_OF_DOCUMENT)
-    return read_facts(tokenizer_file(config))
 
 
 def read_facts(path: Path) -> TokenizerFacts:

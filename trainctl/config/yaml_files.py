@@ -45,7 +45,7 @@ class Default:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class YamlDocument:
     """A YAML file: what it sets, what it starts from, and what is wrong with it."""
 
     settings: tuple[Setting, ...] = ()
@@ -83,7 +83,7 @@ def _text(path: Path, *is_the_same: int) -> str:
     return read_bytes(path, most_bytes=MOST_BYTES).decode()
 
 
-def read_document(path: Path, shown: str) -> Document:
+def read_document(path: Path, shown: str) -> YamlDocument:
     """Read an option or a recipe; problems become findings that name the line.
 
     Args:
@@ -101,7 +101,7 @@ def read_document(path: Path, shown: str) -> Document:
 
 
 @cache
-def _document(text: str, shown: str) -> Document:
+def _document(text: str, shown: str) -> YamlDocument:
     try:
         node = compose_bounded(text)
         loader = _loader_class()("")
@@ -190,15 +190,15 @@ def read_scalar(text: str) -> Any:
     return value if isinstance(value, (bool, int, float)) else text
 
 
-def _unreadable(shown: str, what: str, line: int | None = None, hint: str = "") -> Document:
+def _unreadable(shown: str, what: str, line: int | None = None, hint: str = "") -> YamlDocument:
     source = f"{shown}:{line}" if line else shown
     finding = Finding(rule=UNREADABLE, message=f"{shown} {what}", hint=hint, source=source)
-    return Document(findings=(finding,))
+    return YamlDocument(findings=(finding,))
 
 
-def _read(loader: Any, node: yaml.Node | None, shown: str) -> Document:
+def _read(loader: Any, node: yaml.Node | None, shown: str) -> YamlDocument:
     if node is None:
-        return Document()
+        return YamlDocument()
     if not isinstance(node, yaml.MappingNode):
         return _unreadable(shown, "must hold `key: value` lines", _line(node))
     settings: list[Setting] = []
@@ -211,7 +211,7 @@ def _read(loader: Any, node: yaml.Node | None, shown: str) -> Document:
             _read_defaults(loader, value, shown, defaults, findings)
         else:
             _read_settings(loader, name, value, shown, (), settings, findings)
-    return Document(tuple(settings), tuple(defaults), tuple(findings))
+    return YamlDocument(tuple(settings), tuple(defaults), tuple(findings))
 
 
 def _read_settings(

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from trainctl.engines.shards import Piece, Shard
+from trainctl.engines.shards import ParameterPiece, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,14 @@ class Fragment:
 
     @classmethod
     def of_piece(
-        cls, piece: Piece, start: int, numel: int, tensor: int, offset: int, *, dealt: bool = True
+        cls,
+        piece: ParameterPiece,
+        start: int,
+        numel: int,
+        tensor: int,
+        offset: int,
+        *,
+        dealt: bool = True,
     ) -> Fragment:
         """A range of what this rank has of a parameter.
 

@@ -59,7 +59,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParameterPiece:
     """What a parameter of this rank is.
 
     Attributes:
@@ -85,7 +85,7 @@ class Piece:
     inputs_first: bool = False
 
 
-Pieces = dict[nn.Parameter, Piece]
+Pieces = dict[nn.Parameter, ParameterPiece]
 """Of each parameter that a rank has."""
 
 Read = Callable[[int, int], torch.Tensor]

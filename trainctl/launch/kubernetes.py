@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainctl.config.references import references
+from trainctl.config.registry import trusted_options
 from trainctl.config.schema import Accelerator
 from trainctl.config.secrets import REDACTED
 from trainctl.errors import Finding, TrainctlError
@@ -35,7 +36,7 @@ from trainctl.options.launcher import section_of
 from trainctl.options.launcher.kubernetes import KubernetesApi, KubernetesConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
-from trainctl.runs.job import Job, write_job
+from trainctl.runs.job import SchedulerJob, write_job
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
@@ -161,6 +162,7 @@ def _variables(plan: RunPlan) -> list[dict[str, Any]]:
     return [
         {"name": RESTART_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": label}}},
         {"name": "TRAINCTL_NODE", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+        *({"name": name, "value": value} for name, value in trusted_options().items()),
         *(
             {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
             for name in references(plan.config)
@@ -300,11 +302,11 @@ def run_launch(launch: Launch) -> Outcome:
         kind = _section(plan).kubernetes_api.value
         identity = f"{space or ''}/{kind}/{job_name(run)}"
         host = socket.gethostname()
-        write_job(attempt, Job(kind="kubernetes", id=identity, submitted=now, host=host))
+        write_job(attempt, SchedulerJob(kind="kubernetes", id=identity, submitted=now, host=host))
     return Outcome(exit_code=0, state=State.queued, message=f"{kind} {job_name(run)} is submitted")
 
 
-def cancel(job: Job) -> None:
+def cancel(job: SchedulerJob) -> None:
     """Delete a job and its pods, if they are still there.
 
     Raises:

@@ -22,6 +22,7 @@ from typing import Any
 
 from trainctl.config.codec import from_plain
 from trainctl.config.schema import RunConfig
+from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, builds
 from trainctl.hardware.detect import host_memory_limit, visible_devices
 from trainctl.hardware.packages import version
@@ -200,7 +201,7 @@ def _build_problems(
     try:
         os.environ.update(environment)  # CXX, CUDA_HOME, PATH and others
         found = builds.problems(from_plain(RunConfig, config), from_plain(Hardware, hardware))
-    except (ValueError, TypeError):  # of another version, which is a problem of its own
+    except (ValueError, TypeError, TrainctlError):  # other code, which is a problem of its own
         return []
     finally:
         os.environ.clear()

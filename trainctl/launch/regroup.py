@@ -10,7 +10,7 @@ from trainctl.errors import TrainctlError
 from trainctl.launch import program
 from trainctl.launch.order import Launch
 from trainctl.launch.shrink import shrink
-from trainctl.launch.site import Look, Site, look
+from trainctl.launch.site import Site, SiteLook, look
 from trainctl.launch.stop import Stop
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
@@ -87,13 +87,13 @@ class Regroup:
                 return smaller
         return None
 
-    def _look(self, plan: RunPlan, hosts: Sequence[Host]) -> Look:
+    def _look(self, plan: RunPlan, hosts: Sequence[Host]) -> SiteLook:
         launch = self._launch
         code_folder = program.folder(plan.config, launch.run)
         return look(plan, hosts, launch.run.root, launch.checkpoint_bytes, code_folder)
 
 
-def _in_vain(seen: Look, missing: Sequence[str], nodes: int) -> str:
+def _in_vain(seen: SiteLook, missing: Sequence[str], nodes: int) -> str:
     if missing:
         return f"{len(seen.there)} of {nodes} nodes are there, {', '.join(missing)} not"
     reasons = [finding.message for finding in seen.findings if finding.is_error]

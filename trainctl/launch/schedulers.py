@@ -11,12 +11,12 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.options.launcher import spec_of
-from trainctl.runs.job import Job
+from trainctl.runs.job import SchedulerJob
 
 _SECONDS = 60
 
 
-def cancel(job: Job) -> None:
+def cancel(job: SchedulerJob) -> None:
     """Take a job from its queue, or end it; one that the scheduler does not know any more is gone.
 
     Raises:

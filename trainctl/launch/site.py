@@ -38,7 +38,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class SiteLook:
     """What asking the hosts has brought.
 
     Attributes:
@@ -69,7 +69,7 @@ def look(
     folder: Path,
     checkpoint_bytes: int | None,
     code_folder: Path | None = None,
-) -> Look:
+) -> SiteLook:
     """Ask the hosts, all at once.
 
     Args:
@@ -89,7 +89,7 @@ def look(
     here = {package: installed.get(package, "") for package in PACKAGES}
     findings = problems(plan, reports, here, code_digest(), own, checkpoint_bytes)
     is_wrong = any(finding.is_error for finding in findings)
-    return Look(
+    return SiteLook(
         site=None if is_wrong else _site(reports),
         findings=findings,
         there=tuple(report.host for report in reports if report.facts is not None),

@@ -40,7 +40,7 @@ from trainctl.options.launcher.slurm import JOB_VARIABLE, SlurmConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.atomic import write_text
 from trainctl.runs.command import AttemptCommand, NodeCommand
-from trainctl.runs.job import Job, write_job
+from trainctl.runs.job import SchedulerJob, write_job
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
@@ -127,7 +127,7 @@ def submit_sweep(
         raise
     for run, attempt in attempts:
         task = f"{job}_{run.root.name}"
-        record = Job(kind="slurm", id=task, submitted=now, host=socket.gethostname())
+        record = SchedulerJob(kind="slurm", id=task, submitted=now, host=socket.gethostname())
         write_job(attempt, record)
     return job
 
@@ -211,7 +211,7 @@ def run_launch(launch: Launch) -> Outcome:
             exit_code=ExitCode.environment,
         )
     address = _address(names[0]) if plan.hardware.nodes > 1 else None
-    start = partial(start_program, name="srun", death_signal=signal.SIGHUP, agents=Step)
+    start = partial(start_program, name="srun", death_signal=signal.SIGHUP, agents=SrunStep)
     ended = run_attempts(launch, render=partial(render, address=address), start=start)
     outcome = ended.outcome
     if outcome.exit_code == ExitCode.requeue and ended.is_cancelled:
@@ -221,7 +221,7 @@ def run_launch(launch: Launch) -> Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Step(OneProcess):
+class SrunStep(OneProcess):
     """`srun`. Its agents would take SIGTERM for a preemption, so another signal ends them."""
 
     def terminate(self) -> None:
@@ -242,7 +242,7 @@ def after_job(run: RunPaths, plan: RunPlan, exit_code: int) -> None:
         requeue(run)
 
 
-def cancel(job: Job) -> None:
+def cancel(job: SchedulerJob) -> None:
     """Take a job from its queue, or end it; one that Slurm does not know any more is gone.
 
     Raises:
@@ -296,7 +296,7 @@ def submit(run: RunPaths, attempt: AttemptPaths, command: Sequence[str]) -> Outc
     except TrainctlError as error:
         _set_status(run, State.failed, int(error.exit_code), error.message)
         raise
-    write_job(attempt, Job(kind="slurm", id=job, submitted=now, host=socket.gethostname()))
+    write_job(attempt, SchedulerJob(kind="slurm", id=job, submitted=now, host=socket.gethostname()))
     return Outcome(exit_code=0, state=State.queued, message=f"job {job} is submitted")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trainctl.config.references import references
+from trainctl.config.registry import trusted_options
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding, Severity
 from trainctl.launch import program
@@ -79,6 +80,7 @@ def rank_variables(
         # What a rank wrote before it was killed must be in its log, and a crash leave a stack.
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
+        **trusted_options(),
         **program.environment(plan, attempt),
         **(deterministic.VARIABLES if is_deterministic else {}),
         **(network or {}),

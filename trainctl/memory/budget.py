@@ -15,7 +15,7 @@ from trainctl.config.schema import (
 )
 from trainctl.memory.activations import block_activations, compute_bytes
 from trainctl.memory.components import Components, fullest
-from trainctl.memory.engine import Engine, read_engine
+from trainctl.memory.engine import EngineMemory, read_engine
 from trainctl.memory.host import (
     HostBudget,
     checkpoint_bytes,
@@ -208,7 +208,7 @@ def device_budget(sketch: Sketch, traced: TracedModel | None = None) -> DeviceBu
     return _device_budget(sketch, engine, _stages(sketch, engine, traced))
 
 
-def _device_budget(sketch: Sketch, engine: Engine, held: tuple[Stage, ...]) -> DeviceBudget:
+def _device_budget(sketch: Sketch, engine: EngineMemory, held: tuple[Stage, ...]) -> DeviceBudget:
     runtime, fragmentation = runtime_of(sketch), fragmentation_of(sketch)
     budgets = [
         StageBudget(
@@ -235,7 +235,7 @@ def _device_budget(sketch: Sketch, engine: Engine, held: tuple[Stage, ...]) -> D
     )
 
 
-def _stages(plan: Sketch, engine: Engine, traced: TracedModel | None) -> tuple[Stage, ...]:
+def _stages(plan: Sketch, engine: EngineMemory, traced: TracedModel | None) -> tuple[Stage, ...]:
     """The pipeline's stages; sharded ones are of families whose tensors are known exactly."""
     model, tensor = plan.config.model, plan.mesh.tensor
     if traced is not None and tensor == 1 and plan.mesh.pipeline == 1:

@@ -24,7 +24,7 @@ from trainctl.plan.types import Sketch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class EngineMemory:
     """Sizes in bytes per element, and the modes that decide what is where.
 
     Attributes:
@@ -157,13 +157,13 @@ class Engine:
         return int((1 - self.offload.ratio) * count) / count if count else 0.0
 
 
-def read_engine(plan: Sketch) -> Engine:
+def read_engine(plan: Sketch) -> EngineMemory:
     """The engine of a plan; DeepSpeed's own keys are read where the plan has no option."""
     config = plan.config
     precision, passed = config.precision, config.deepspeed.get("zero_optimization")
     used = formats(precision)
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
-    return Engine(
+    return EngineMemory(
         config=config,
         ranks=plan.mesh.data * plan.mesh.sequence,
         weight_bytes=BYTES[used.weights],

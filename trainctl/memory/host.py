@@ -12,7 +12,7 @@ from trainctl.memory.constants import (
     HOST_RUNTIME,
     NVME_OPTIMIZER_BUFFERS,
 )
-from trainctl.memory.engine import Engine
+from trainctl.memory.engine import EngineMemory
 from trainctl.memory.stages import Stage, stages
 from trainctl.options.activation_checkpointing import recomputed
 from trainctl.plan.schedule import Curve
@@ -35,7 +35,7 @@ class HostBudget:
     components: dict[str, int]
 
 
-def host_budget(plan: Sketch, engine: Engine, stage: Stage, device_peak: int) -> HostBudget:
+def host_budget(plan: Sketch, engine: EngineMemory, stage: Stage, device_peak: int) -> HostBudget:
     """Host memory of a machine whose ranks all hold `stage`.
 
     Where the device is the host, the ranks' own memory is host memory, so it is the first
@@ -65,7 +65,7 @@ def host_budget(plan: Sketch, engine: Engine, stage: Stage, device_peak: int) ->
     return HostBudget(bytes_per_node=sum(components.values()), components=components)
 
 
-def _offloaded_optimizer(engine: Engine, stage: Stage) -> dict[str, int]:
+def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     """Bytes per rank of an optimizer on the host or passing through it to NVMe.
 
     18 bytes a parameter with Adam in mixed precision: master 4, fp32 gradients 4, moments 8, and
@@ -101,7 +101,7 @@ def _offloaded_optimizer(engine: Engine, stage: Stage) -> dict[str, int]:
     } | staging
 
 
-def _offloaded_parameters(engine: Engine, stage: Stage) -> dict[str, int]:
+def _offloaded_parameters(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     """Bytes per rank of a ZeRO-3 shard on the host, or of the buffers it passes through."""
     if not engine.offloads_parameters:
         return {}
@@ -116,7 +116,7 @@ def _offloaded_parameters(engine: Engine, stage: Stage) -> dict[str, int]:
     }
 
 
-def _checkpoint_copy(plan: Sketch, engine: Engine) -> dict[str, int]:
+def _checkpoint_copy(plan: Sketch, engine: EngineMemory) -> dict[str, int]:
     """Bytes per rank of the copy that is written behind the training: all states, dealt out."""
     nvme = engine.offload.optimizer is OffloadDevice.nvme
     if not plan.config.checkpoint.asynchronous or nvme:
@@ -127,7 +127,7 @@ def _checkpoint_copy(plan: Sketch, engine: Engine) -> dict[str, int]:
     return {"checkpoint_copy": share if on_host else _pinned(engine, share)}
 
 
-def _checkpoint_tensor(engine: Engine, stage: Stage) -> dict[str, int]:
+def _checkpoint_tensor(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     """Bytes per rank of the one tensor that is being written or read: its part of the largest, in
     the master's type. What is on the host already is written from where it is."""
     if engine.offloads_optimizer or engine.on_cpu:
@@ -136,7 +136,7 @@ def _checkpoint_tensor(engine: Engine, stage: Stage) -> dict[str, int]:
     return {"checkpoint_tensor": engine.master_bytes * largest}
 
 
-def _pinned(engine: Engine, size: int) -> int:
+def _pinned(engine: EngineMemory, size: int) -> int:
     """Bytes of a buffer that may be page-locked: torch's host allocator takes a power of two
     (CachingHostAllocator.cpp). Without an accelerator nothing is pinned."""
     if not engine.offload.pin_memory or engine.on_cpu or size == 0:
@@ -144,7 +144,7 @@ def _pinned(engine: Engine, size: int) -> int:
     return int(1 << (size - 1).bit_length())
 
 
-def nvme_bytes(plan: Sketch, engine: Engine, stage: Stage) -> int:
+def nvme_bytes(plan: Sketch, engine: EngineMemory, stage: Stage) -> int:
     """Swap files on one machine: shard, master weights, moments, and swapped gradients."""
     own = engine.share(stage.parameters)
     size = 0
@@ -156,7 +156,7 @@ def nvme_bytes(plan: Sketch, engine: Engine, stage: Stage) -> int:
     return size * plan.hardware.devices_per_node
 
 
-def checkpoint_bytes(plan: Sketch, engine: Engine) -> int:
+def checkpoint_bytes(plan: Sketch, engine: EngineMemory) -> int:
     """One checkpoint: each parameter's master weights, moments and average, and the manifest."""
     count = count_parameters(plan.config.model)
     whole = stages(plan.config.model)
@@ -178,7 +178,7 @@ def checkpoints_kept_bytes(plan: RunPlan, one: int) -> int:
     return one * (settings.keep + 1 + best + stable)
 
 
-def weights_only_bytes(plan: Sketch, engine: Engine) -> int:
+def weights_only_bytes(plan: Sketch, engine: EngineMemory) -> int:
     """One checkpoint of the weights alone, in the format that they are computed in; 0 if none is
     saved."""
     if plan.config.checkpoint.weights_only_every_steps is None:

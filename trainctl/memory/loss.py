@@ -5,13 +5,13 @@ from __future__ import annotations
 from trainctl.config.schema import CrossEntropyKind
 from trainctl.memory.activations import compute_bytes, tokens_per_rank
 from trainctl.memory.constants import FUSED_HEAD_GRADIENT_BYTES
-from trainctl.memory.rank import Rank
+from trainctl.memory.rank import RankMemory
 from trainctl.plan.types import Sketch
 
 FP32 = 4
 
 
-def head_input(rank: Rank) -> int:
+def head_input(rank: RankMemory) -> int:
     """Bytes that the final norm and the output projection keep, and the gradient to them."""
     if not rank.stage.has_head:
         return 0
@@ -20,7 +20,7 @@ def head_input(rank: Rank) -> int:
     return tokens_per_rank(rank.plan) * hidden * (FP32 + 3 * element)
 
 
-def logits(rank: Rank, per_logit: int) -> int:
+def logits(rank: RankMemory, per_logit: int) -> int:
     """Bytes of the logits that exist at once, and of the loss's copies of them."""
     if not rank.stage.has_head:
         return 0
@@ -28,7 +28,7 @@ def logits(rank: Rank, per_logit: int) -> int:
     return loss_tokens(rank.plan) * vocabulary * per_logit
 
 
-def fused_head(rank: Rank) -> int:
+def fused_head(rank: RankMemory) -> int:
     """Bytes of the gradients that a fused loss computes in the forward pass: of the output
     projection, and of the hidden states that go into it."""
     if not rank.stage.has_head:

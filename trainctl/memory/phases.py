@@ -21,9 +21,9 @@ from trainctl.memory.constants import (
     STAGE0_ALLREDUCE_ELEMENTS,
     LogitBytes,
 )
-from trainctl.memory.engine import Engine
+from trainctl.memory.engine import EngineMemory
 from trainctl.memory.loss import fused_head, head_input, logits
-from trainctl.memory.rank import Rank
+from trainctl.memory.rank import RankMemory
 from trainctl.memory.stages import Stage
 from trainctl.plan.types import Sketch
 
@@ -32,7 +32,7 @@ FP32 = 4
 
 def phases(
     plan: Sketch,
-    engine: Engine,
+    engine: EngineMemory,
     stage: Stage,
     runtime: int,
     *,
@@ -45,7 +45,7 @@ def phases(
         logit_bytes: What the loss holds of each logit; none is trainctl's plain loss.
     """
     micro_batches = plan.batch.gradient_accumulation_steps
-    rank = Rank(
+    rank = RankMemory(
         plan=plan,
         engine=engine,
         stage=stage,
@@ -70,7 +70,7 @@ def phases(
     }
 
 
-def resident(engine: Engine, stage: Stage, runtime: int) -> Components:
+def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
     """Weights, master weights, states and permanent buffers."""
     elements = stage.parameters
     on_device = 1.0
@@ -105,27 +105,27 @@ def resident(engine: Engine, stage: Stage, runtime: int) -> Components:
     return result
 
 
-def _weights(engine: Engine, elements: int) -> int:
+def _weights(engine: EngineMemory, elements: int) -> int:
     """Bytes of weights on the device between uses."""
     if engine.stage < 3:
         return engine.weight_bytes * elements
     return 0 if engine.offloads_parameters else engine.weight_bytes * engine.share(elements)
 
 
-def _bucket(engine: Engine, elements: int) -> int:
+def _bucket(engine: EngineMemory, elements: int) -> int:
     """Elements of a reduce bucket. It is allocated whole; a CPU only backs what is written to."""
     size = engine.zero.reduce_bucket_size
     return min(size, elements) if engine.on_cpu else size
 
 
-def _always_whole(engine: Engine, stage: Stage) -> int:
+def _always_whole(engine: EngineMemory, stage: Stage) -> int:
     """Elements kept whole at stage 3: small tensors, and ZeRO++'s second partition."""
     whole = stage.below(engine.zero.param_persistence_threshold)
     hpz = engine.zero.hpz_partition_size
     return whole + (-(-stage.parameters // hpz) if hpz > 1 else 0)
 
 
-def _gathered(rank: Rank, module: int, *, turning: bool = False) -> int:
+def _gathered(rank: RankMemory, module: int, *, turning: bool = False) -> int:
     """Bytes of weights gathered at stage 3 while a module of `module` elements runs.
 
     Each module that runs, with weights or without, asks for `prefetch_bucket_size` more elements of
@@ -155,7 +155,7 @@ def _gathered(rank: Rank, module: int, *, turning: bool = False) -> int:
     return size
 
 
-def _retained(rank: Rank) -> int:
+def _retained(rank: RankMemory) -> int:
     """Bytes of weights that autograd keeps from forward to backward.
 
     Stage 3 gives them back because DeepSpeed replaces `torch.nn.functional.linear`
@@ -173,13 +173,13 @@ def _retained(rank: Rank) -> int:
     return engine.weight_bytes * matrices
 
 
-def _is_whole(engine: Engine) -> bool:
+def _is_whole(engine: EngineMemory) -> bool:
     """Whether stage 3's shard is the whole model, on the device: then nothing is gathered
     (`_no_gather_coalesced`, zero/partition_parameters.py)."""
     return engine.ranks == 1 and not engine.offloads_parameters
 
 
-def _accumulated(rank: Rank) -> dict[str, int]:
+def _accumulated(rank: RankMemory) -> dict[str, int]:
     """Gradients, and at stage 1 the bucket, that earlier micro batches of the step have left."""
     engine = rank.engine
     if not engine.accumulates:
@@ -188,7 +188,7 @@ def _accumulated(rank: Rank) -> dict[str, int]:
     return {"gradients": _gradients(rank), "communication_buffers": bucket}
 
 
-def _gradients(rank: Rank) -> int:
+def _gradients(rank: RankMemory) -> int:
     """Bytes of gradients at the end of the backward pass, beyond those that are always there."""
     engine, elements = rank.engine, rank.stage.parameters
     if engine.uses_bf16_optimizer:
@@ -200,7 +200,7 @@ def _gradients(rank: Rank) -> int:
     return engine.gradient_bytes * engine.share(elements)
 
 
-def _reduction(rank: Rank) -> int:
+def _reduction(rank: RankMemory) -> int:
     """Bytes of buckets while gradients are reduced, beyond those that are always there."""
     engine, elements = rank.engine, rank.stage.parameters
     if engine.stage == 0:
@@ -222,7 +222,7 @@ def _reduction(rank: Rank) -> int:
     return size
 
 
-def _forward_end(rank: Rank) -> Components:
+def _forward_end(rank: RankMemory) -> Components:
     """All activations and the loss of the last micro batch in flight."""
     return rank.resident.plus(
         activations=rank.activations.forward_end + head_input(rank) + _sent_on(rank),
@@ -233,7 +233,7 @@ def _forward_end(rank: Rank) -> Components:
     )
 
 
-def _backward_start(rank: Rank) -> Components:
+def _backward_start(rank: RankMemory) -> Components:
     """The fuller of two moments: the gradient of the logits, and the first block going backward."""
     engine, stage = rank.engine, rank.stage
     common = rank.resident.plus(
@@ -256,7 +256,7 @@ def _backward_start(rank: Rank) -> Components:
     return max(loss, block, key=lambda moment: moment.total)
 
 
-def _backward_end(rank: Rank) -> Components:
+def _backward_end(rank: RankMemory) -> Components:
     """All gradients, the first block's activations, and the gradient of the embedding."""
     engine, stage = rank.engine, rank.stage
     embedding = 0 if engine.stage < 2 and not engine.accumulates else stage.embedding
@@ -269,7 +269,7 @@ def _backward_end(rank: Rank) -> Components:
     )
 
 
-def _casts(rank: Rank) -> int:
+def _casts(rank: RankMemory) -> int:
     """Bytes of what one product in fp8 multiplies: a gradient, and a weight or an input (torchao
     keeps the 16-bit originals and casts for each product; emulated, to fp32)."""
     precision, stage = rank.plan.config.precision, rank.stage
@@ -281,7 +281,7 @@ def _casts(rank: Rank) -> int:
     return element * (tokens * inner + max(stage.largest_in_block, tokens * model.hidden_size))
 
 
-def _sent_on(rank: Rank) -> int:
+def _sent_on(rank: RankMemory) -> int:
     """Bytes of outputs that a pipeline stage keeps for each micro batch in flight, and of the
     gradient it receives for one (`pipe_buffers`, pipe/engine.py)."""
     stages, index = rank.plan.mesh.pipeline, rank.stage.index
@@ -292,7 +292,7 @@ def _sent_on(rank: Rank) -> int:
     return (in_flight + 1) * compute_bytes(rank.plan) * output
 
 
-def _step(rank: Rank) -> Components:
+def _step(rank: RankMemory) -> Components:
     """The fuller of two moments of the update: gradients being copied to the master's type, and
     the update with its temporaries, one parameter group (stage 3: sub-group) at a time."""
     engine, busiest = rank.engine, rank.busiest
@@ -315,7 +315,7 @@ def _step(rank: Rank) -> Components:
     return max(copying, updating, key=lambda moment: moment.total)
 
 
-def _step_unpartitioned(rank: Rank) -> Components:
+def _step_unpartitioned(rank: RankMemory) -> Components:
     """Stage 0: torch's optimizer on fp32 weights, else DeepSpeed's fp32 copies of all gradients
     (fp16/unfused_optimizer.py; fp16/fused_optimizer.py flattens them once more)."""
     engine, elements = rank.engine, rank.stage.parameters
@@ -326,7 +326,7 @@ def _step_unpartitioned(rank: Rank) -> Components:
     )
 
 
-def _load(rank: Rank, runtime: int) -> Components:
+def _load(rank: RankMemory, runtime: int) -> Components:
     """The fuller of two moments of building: weights being moved into one buffer, and the
     partition being copied to the master (converted, then cloned)."""
     engine, stage = rank.engine, rank.stage

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trainctl.memory.activations import StageActivations
 from trainctl.memory.components import Components
 from trainctl.memory.constants import LogitBytes
-from trainctl.memory.engine import Engine
+from trainctl.memory.engine import EngineMemory
 from trainctl.memory.groups import Group
 from trainctl.memory.stages import Stage
 from trainctl.options.activation_checkpointing import recomputed
@@ -15,7 +15,7 @@ from trainctl.plan.types import Sketch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
+class RankMemory:
     """One rank of a stage: what its phases are computed from.
 
     Attributes:
@@ -29,7 +29,7 @@ class Rank:
     """
 
     plan: Sketch
-    engine: Engine
+    engine: EngineMemory
     stage: Stage
     groups: tuple[Group, ...]
     activations: StageActivations

@@ -21,7 +21,7 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.hardware import Hardware
-from trainctl.options.optimizer import DeepSpeedForm, Maker, Parameter, spec_of
+from trainctl.options.optimizer import Maker, OptimizerForm, OptimizerParameter, spec_of
 from trainctl.plan import mup
 from trainctl.plan.deepspeed_table import (
     BF16_KEYS,
@@ -144,7 +144,7 @@ def _clipping(config: RunConfig) -> Derived:
 
 
 def _optimizer_params(
-    config: RunConfig, hardware: Hardware, lr_scale: float, form: DeepSpeedForm
+    config: RunConfig, hardware: Hardware, lr_scale: float, form: OptimizerForm
 ) -> Iterator[Derived]:
     optimizer, params = config.optimizer, "optimizer.params"
     offloaded = config.offload.optimizer is not OffloadDevice.none
@@ -167,7 +167,7 @@ def _optimizer_params(
         yield _set(f"{params}.fused", True, *sources, why=why)
 
 
-def _parameter(config: RunConfig, parameter: Parameter, lr_scale: float) -> Derived:
+def _parameter(config: RunConfig, parameter: OptimizerParameter, lr_scale: float) -> Derived:
     """A parameter of the JSON, from the keys that say it."""
     optimizer = config.optimizer
     values = [getattr(optimizer, key) for key in parameter.keys]

@@ -28,7 +28,7 @@ _FUSED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """A stored tensor that holds consecutive elements of a parameter.
 
     Attributes:
@@ -40,7 +40,7 @@ class Part:
     shape: tuple[int, ...]
 
 
-def parts_of(name: str, shape: Sequence[int], stored: Container[str]) -> tuple[Part, ...]:
+def parts_of(name: str, shape: Sequence[int], stored: Container[str]) -> tuple[StoredPart, ...]:
     """The stored tensors that make up a parameter, in the order of its elements.
 
     Args:
@@ -53,7 +53,7 @@ def parts_of(name: str, shape: Sequence[int], stored: Container[str]) -> tuple[P
     """
     for candidate in _names(name):
         if candidate in stored:
-            return (Part(candidate, tuple(shape)),)
+            return (StoredPart(candidate, tuple(shape)),)
     found = _FUSED.fullmatch(name)
     if found is None or len(shape) != 3:
         return ()
@@ -67,7 +67,7 @@ def parts_of(name: str, shape: Sequence[int], stored: Container[str]) -> tuple[P
             for part in parts
         ]
         if names and all(one in stored for one in names):
-            return tuple(Part(one, (rows // len(parts), columns)) for one in names)
+            return tuple(StoredPart(one, (rows // len(parts), columns)) for one in names)
     return ()
 
 

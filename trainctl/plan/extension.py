@@ -14,7 +14,7 @@ SAME = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class RateChange:
     """A learning rate that is another one from a resume on.
 
     Attributes:
@@ -28,7 +28,7 @@ class Change:
     now: float
 
 
-def change_of_rate(before: RunPlan, now: RunPlan, step: int) -> Change | None:
+def change_of_rate(before: RunPlan, now: RunPlan, step: int) -> RateChange | None:
     """Where the learning rate jumps when `now` goes on after `step` updates of `before`.
 
     Returns:
@@ -41,7 +41,7 @@ def change_of_rate(before: RunPlan, now: RunPlan, step: int) -> Change | None:
     planned, last, new = rate(before, step), rate(before, max(0, step - 1)), rate(now, step)
     if any(abs(old - new) <= SAME * max(old, new) for old in (planned, last)):
         return None
-    return Change(step + 1, planned, new)
+    return RateChange(step + 1, planned, new)
 
 
 def step_before_decay(before: RunPlan, now: RunPlan, step: int) -> int | None:

@@ -31,7 +31,7 @@ MOST_SIZES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class KeyChange:
     """Keys and their new values.
 
     Attributes:
@@ -43,7 +43,7 @@ class Change:
     values: Values
     kinds: tuple[tuple[str, float], ...]
 
-    def only_adds_to(self, other: Change) -> bool:
+    def only_adds_to(self, other: KeyChange) -> bool:
         own = dict(self.kinds)
         return all(own.get(kind, 0) >= reach for kind, reach in other.kinds)
 
@@ -53,24 +53,24 @@ class Change:
         return dict(self.kinds).get("devices", 0)
 
 
-def _change(kind: str, reach: float, values: Values) -> Change:
-    return Change(values=values, kinds=((kind, reach),))
+def _change(kind: str, reach: float, values: Values) -> KeyChange:
+    return KeyChange(values=values, kinds=((kind, reach),))
 
 
-NO_CHANGE = Change(values={}, kinds=())
+NO_CHANGE = KeyChange(values={}, kinds=())
 
 
-def _combinations(*dimensions: list[Change]) -> Iterator[Change]:
+def _combinations(*dimensions: list[KeyChange]) -> Iterator[KeyChange]:
     """One of each dimension's changes, or none of it; at least one in all."""
     for parts in product(*([NO_CHANGE, *dimension] for dimension in dimensions)):
         kinds = tuple(kind for part in parts for kind in part.kinds)
         if kinds:
-            yield Change(
+            yield KeyChange(
                 values={k: v for part in parts for k, v in part.values.items()}, kinds=kinds
             )
 
 
-def that_save_memory(config: RunConfig, hardware: Hardware, batch: Batch) -> Iterator[Change]:
+def that_save_memory(config: RunConfig, hardware: Hardware, batch: Batch) -> Iterator[KeyChange]:
     """Every combination of smaller micro batches, recomputation, a loss in chunks, higher stages,
     offload and more devices, all with the same global batch."""
     on_cpu = hardware.accelerator is Accelerator.cpu
@@ -89,13 +89,13 @@ def that_save_memory(config: RunConfig, hardware: Hardware, batch: Batch) -> Ite
             if not doublings:
                 yield change
             elif "micro_batch" in dict(change.kinds) or "accumulation" in dict(change.kinds):
-                yield Change(
+                yield KeyChange(
                     values={**devices.values, **change.values},
                     kinds=(*devices.kinds, *change.kinds),
                 )
 
 
-def that_use_memory(config: RunConfig, batch: Batch) -> Iterator[Change]:
+def that_use_memory(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
     """Every combination of larger micro batches, less recomputation, a plain loss, lower stages
     and less offload, with the same global batch."""
     yield from _combinations(
@@ -115,7 +115,7 @@ def _batch_values(config: RunConfig, micro: int, accumulation: int) -> Values:
     return values
 
 
-def _smaller_batches(config: RunConfig, batch: Batch, doublings: int) -> list[Change]:
+def _smaller_batches(config: RunConfig, batch: Batch, doublings: int) -> list[KeyChange]:
     """Micro batches on twice `doublings` as many devices; the same ones where those are more."""
     micro, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
     changes = []
@@ -138,7 +138,7 @@ def _spread(sizes: list[int]) -> list[int]:
     return sizes[::-1]
 
 
-def _larger_batches(config: RunConfig, batch: Batch) -> list[Change]:
+def _larger_batches(config: RunConfig, batch: Batch) -> list[KeyChange]:
     micro, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
     return [
         _change("micro_batch", n, _batch_values(config, micro * 2**n, accumulation // 2**n))
@@ -147,7 +147,7 @@ def _larger_batches(config: RunConfig, batch: Batch) -> list[Change]:
     ]
 
 
-def _devices(config: RunConfig, hardware: Hardware, doublings: int) -> Change:
+def _devices(config: RunConfig, hardware: Hardware, doublings: int) -> KeyChange:
     """More devices in a machine while it has few, then more machines, started by Slurm."""
     if not doublings:
         return NO_CHANGE
@@ -166,7 +166,7 @@ def _devices(config: RunConfig, hardware: Hardware, doublings: int) -> Change:
     return _change("devices", doublings, values)
 
 
-def _more_recomputation(config: RunConfig) -> list[Change]:
+def _more_recomputation(config: RunConfig) -> list[KeyChange]:
     kinds = by_what_they_keep()
     least = kinds[: kinds.index(spec_of(config.activation_checkpointing))]
     furthest = sum(kind.recomputes for kind in kinds)
@@ -176,7 +176,7 @@ def _more_recomputation(config: RunConfig) -> list[Change]:
     ]
 
 
-def _less_recomputation(config: RunConfig) -> list[Change]:
+def _less_recomputation(config: RunConfig) -> list[KeyChange]:
     kinds = by_what_they_keep()
     more = kinds[kinds.index(spec_of(config.activation_checkpointing)) + 1 :]
     return [
@@ -185,7 +185,7 @@ def _less_recomputation(config: RunConfig) -> list[Change]:
     ]
 
 
-def _loss_in_chunks(config: RunConfig) -> list[Change]:
+def _loss_in_chunks(config: RunConfig) -> list[KeyChange]:
     kernels = config.kernels
     is_plain = kernels.cross_entropy is CrossEntropyKind.plain
     if not is_plain or config.parallelism.pipeline > 1 or not config.trains_itself:
@@ -195,13 +195,13 @@ def _loss_in_chunks(config: RunConfig) -> list[Change]:
     return [_change("loss", 1, {"kernels.cross_entropy": CrossEntropyKind.chunked})]
 
 
-def _plain_loss(config: RunConfig) -> list[Change]:
+def _plain_loss(config: RunConfig) -> list[KeyChange]:
     if config.kernels.cross_entropy is not CrossEntropyKind.chunked:
         return []
     return [_change("loss", 1, {"kernels.cross_entropy": CrossEntropyKind.plain})]
 
 
-def _higher_stages(config: RunConfig) -> list[Change]:
+def _higher_stages(config: RunConfig) -> list[KeyChange]:
     """Stage 3 reduces gradients beside the backward pass at no cost in memory."""
     stage = config.zero_stage.stage
     changes = []
@@ -213,7 +213,7 @@ def _higher_stages(config: RunConfig) -> list[Change]:
     return changes
 
 
-def _lower_stages(config: RunConfig) -> list[Change]:
+def _lower_stages(config: RunConfig) -> list[KeyChange]:
     stage = config.zero_stage.stage
     return [
         _change("stage", stage - lower, {"zero_stage.stage": lower})
@@ -221,7 +221,7 @@ def _lower_stages(config: RunConfig) -> list[Change]:
     ]
 
 
-def _more_offload(config: RunConfig) -> list[Change]:
+def _more_offload(config: RunConfig) -> list[KeyChange]:
     """The optimizer, then parameters too, in host memory."""
     values: dict[str, object] = {}
     changes = []
@@ -232,7 +232,7 @@ def _more_offload(config: RunConfig) -> list[Change]:
     return changes
 
 
-def _less_offload(config: RunConfig) -> list[Change]:
+def _less_offload(config: RunConfig) -> list[KeyChange]:
     """The parameters, then the optimizer too, back on the device."""
     values: dict[str, object] = {}
     changes = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainctl.planner.search import Found, Rejected
+from trainctl.planner.search import FoundPlan, Rejected
 from trainctl.planner.speed import StepTime
 from trainctl.planner.variants import overrides
 
@@ -30,7 +30,7 @@ def shares(time: StepTime) -> str:
     return ", ".join(named)
 
 
-def why_slower(found: Found, first: Found) -> str:
+def why_slower(found: FoundPlan, first: FoundPlan) -> str:
     """What a plan does longer than the first, and shorter, for each token."""
     size = found.plan.batch.tokens_per_step / first.plan.batch.tokens_per_step
     before = first.time.seconds * size

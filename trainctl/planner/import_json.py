@@ -34,7 +34,7 @@ OURS = {
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class LeftOutKey:
     """A key of the JSON that is not taken over, its value, and why."""
 
     key: str
@@ -56,7 +56,7 @@ class Imported:
     choices: Mapping[str, str]
     settings: Mapping[str, Any]
     passed: Mapping[str, Any]
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[LeftOutKey, ...]
 
     @property
     def overrides(self) -> list[str]:
@@ -87,7 +87,10 @@ def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = 
     rendered = _rendered(config)
     passed, left_out = _rest(case, wanted, rendered)
     return Imported(
-        wanted.choices, settings, passed, (*(LeftOut(*each) for each in wanted.left_out), *left_out)
+        wanted.choices,
+        settings,
+        passed,
+        (*(LeftOutKey(*each) for each in wanted.left_out), *left_out),
     )
 
 
@@ -136,12 +139,12 @@ def _rendered(config: RunConfig) -> dict[str, Any]:
 
 def _rest(
     case: Case, wanted: Wanted, rendered: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[LeftOut]]:
+) -> tuple[dict[str, Any], list[LeftOutKey]]:
     """What is left of the JSON: passed through, or left out with the reason."""
     ours = Case(rendered)
     derived = {key for key, _ in flatten(rendered)}
     passed: dict[str, Any] = {}
-    left_out: list[LeftOut] = []
+    left_out: list[LeftOutKey] = []
     for path, value in _leaves(case):
         key = ".".join(path)
         known = case.schema.keys.get(key)
@@ -149,14 +152,14 @@ def _rest(
         if key in wanted.taken or path[0] in wanted.taken or (known and known.replaced):
             continue
         if name in OURS:
-            left_out.append(LeftOut(key, value, OURS[name]))
+            left_out.append(LeftOutKey(key, value, OURS[name]))
         elif path[0] in OWNED_KEYS:
-            left_out.append(LeftOut(key, value, OWNED_KEYS[path[0]]))
+            left_out.append(LeftOutKey(key, value, OWNED_KEYS[path[0]]))
         elif name in case.schema.keys and _same(case, ours, name):
             continue
         elif any(f"{name}.".startswith(f"{k}.") or f"{k}.".startswith(f"{name}.") for k in derived):
             shown = ours.values.get(name)
-            left_out.append(LeftOut(key, value, f"trainctl derives it, as {_written(shown)}"))
+            left_out.append(LeftOutKey(key, value, f"trainctl derives it, as {_written(shown)}"))
         else:
             passed[name] = value
     return passed, left_out

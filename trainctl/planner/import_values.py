@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainctl.config.registry import specs
-from trainctl.options.optimizer import DeepSpeedForm
+from trainctl.options.optimizer import OptimizerForm
 from trainctl.plan.deepspeed_rules import Case
 from trainctl.plan.deepspeed_rules.case import AUTO, FILLED_BY_OTHERS
 from trainctl.plan.deepspeed_rules.keys import autos
@@ -174,7 +174,7 @@ def _without_autos(case: Case, section: str, values: Mapping[str, Any]) -> dict[
     }
 
 
-def _parameters(form: DeepSpeedForm, values: Mapping[str, Any], wanted: Wanted) -> None:
+def _parameters(form: OptimizerForm, values: Mapping[str, Any], wanted: Wanted) -> None:
     ours = {each.name: each for each in form.parameters}
     for name, value in values.items():
         parameter = ours.get(name)

@@ -11,7 +11,7 @@ from trainctl.planner import constants
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks that communicate with each other.
 
     Attributes:
@@ -55,22 +55,22 @@ class Links:
         self.zero = self._group(mesh.data * mesh.sequence, mesh.tensor)
         self.pipeline = self._group(mesh.pipeline, inner * mesh.data)
 
-    def near(self, ranks: int) -> Group:
+    def near(self, ranks: int) -> RankGroup:
         """A group of neighbouring devices of one machine."""
-        return Group(ranks, self._link, ranks)
+        return RankGroup(ranks, self._link, ranks)
 
-    def all_gather(self, size: float, group: Group) -> float:
+    def all_gather(self, size: float, group: RankGroup) -> float:
         """Seconds to bring `size` bytes together from all ranks, or to reduce and scatter them."""
         if group.ranks == 1:
             return 0.0
         share = (group.ranks - 1) / group.ranks
         return share * size / group.bandwidth + self._latency(group)
 
-    def all_reduce(self, size: float, group: Group) -> float:
+    def all_reduce(self, size: float, group: RankGroup) -> float:
         """Seconds to add `size` bytes over all ranks: a reduction that scatters, then a gather."""
         return 2 * self.all_gather(size, group)
 
-    def all_to_all(self, size: float, group: Group) -> float:
+    def all_to_all(self, size: float, group: RankGroup) -> float:
         """Seconds in which each rank keeps its share of `size` bytes and sends the others, those of
         its machine over the links while those of other machines go over the network."""
         if group.ranks == 1:
@@ -79,7 +79,7 @@ class Links:
         far = (group.ranks - group.on_a_machine) / group.ranks * size / self._network
         return max(near, far) + self._latency(group)
 
-    def send(self, size: float, group: Group) -> float:
+    def send(self, size: float, group: RankGroup) -> float:
         """Seconds to send `size` bytes to the next stage; each pair has its own network cards."""
         stage_is_inside = self._nodes == 1
         return size / (self._link if stage_is_inside else self._network)
@@ -88,12 +88,12 @@ class Links:
         """Seconds to copy `size` bytes between a device and its host."""
         return size / self._host
 
-    def _group(self, ranks: int, stride: int) -> Group:
+    def _group(self, ranks: int, stride: int) -> RankGroup:
         """The group of `ranks` ranks that lie `stride` apart."""
         members = max(1, min(ranks, self._node // stride))
         if members >= ranks:
-            return Group(ranks, self._link, ranks)
-        return Group(ranks, min(self._link, members * self._network), members)
+            return RankGroup(ranks, self._link, ranks)
+        return RankGroup(ranks, min(self._link, members * self._network), members)
 
-    def _latency(self, group: Group) -> float:
+    def _latency(self, group: RankGroup) -> float:
         return constants.COLLECTIVE_LATENCY * ceil(log2(group.ranks))

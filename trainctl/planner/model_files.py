@@ -15,7 +15,7 @@ from trainctl.config.safetensors_files import (
 )
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import Finding, Severity, TrainctlError
-from trainctl.plan.disk_names import Part, parts_of
+from trainctl.plan.disk_names import StoredPart, parts_of
 from trainctl.plan.shapes import TensorShape, all_tensors
 
 NOT_ITS_WEIGHTS, NO_WEIGHTS, LEFT_OVER = "TC148", "TC145", "TC149"
@@ -112,7 +112,7 @@ def _compare(
         )
 
 
-def _differs(tensor: TensorShape, part: Part, found: StoredTensor) -> str:
+def _differs(tensor: TensorShape, part: StoredPart, found: StoredTensor) -> str:
     sizes = f"{list(found.shape)} in {found.file}, and the model's is {list(part.shape)}"
     return f"{part.name or tensor.name} is {sizes}"
 

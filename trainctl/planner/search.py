@@ -48,7 +48,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundPlan:
     """A plan that is legal and surely fits.
 
     Attributes:
@@ -105,7 +105,7 @@ class Search:
         findings: What is wrong with the fastest variant, where nothing was found.
     """
 
-    found: tuple[Found, ...]
+    found: tuple[FoundPlan, ...]
     timed: int
     budgeted: int
     findings: tuple[Finding, ...] = ()
@@ -115,7 +115,7 @@ class Search:
 class _State:
     """What the search has learned on its way."""
 
-    found: dict[tuple[Any, ...], Found] = field(default_factory=dict)
+    found: dict[tuple[Any, ...], FoundPlan] = field(default_factory=dict)
     order: dict[tuple[Any, ...], tuple[int, int, float]] = field(default_factory=dict)
     rejected: dict[tuple[Any, ...], list[tuple[Candidate, str]]] = field(default_factory=dict)
     too_large: dict[tuple[Any, ...], list[Candidate]] = field(default_factory=dict)
@@ -226,7 +226,7 @@ def _is_hopeless(candidate: Candidate, state: _State) -> bool:
     return False
 
 
-def _found(candidate: Candidate, result: Assessment, state: _State, config: RunConfig) -> Found:
+def _found(candidate: Candidate, result: Assessment, state: _State, config: RunConfig) -> FoundPlan:
     assert result.plan is not None and result.budget is not None
     rejected = None
     for other, reason in state.rejected.get(candidate.layout, ()):
@@ -235,7 +235,7 @@ def _found(candidate: Candidate, result: Assessment, state: _State, config: RunC
         if other.variant.seconds_per_token < limit:  # the last one is the closest
             values = _differences(other.values, candidate.variant.sketch.config)
             rejected = Rejected(values=values, seconds=seconds, reason=reason)
-    return Found(
+    return FoundPlan(
         values=_differences(candidate.values, config),
         plan=result.plan,
         budget=result.budget,

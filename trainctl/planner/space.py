@@ -65,7 +65,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class LeftOut:
+class LeftOutLayouts:
     """Layouts that are legal, and of which nothing was timed.
 
     Attributes:
@@ -100,7 +100,7 @@ class Space:
         self.base = with_values(config, {**length_of(config), **self._launcher()})
         self.sequences = self._global_batch()
         self.exactly = config.training.global_batch_size is not None
-        self.left_out = LeftOut()
+        self.left_out = LeftOutLayouts()
 
     def is_fixed(self, key: str) -> bool:
         return key in self.fixed or key.partition(".")[0] in self.fixed

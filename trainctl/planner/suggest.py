@@ -15,7 +15,7 @@ from trainctl.hardware import Hardware
 from trainctl.memory.budget import MemoryBudget, device_budget
 from trainctl.plan.types import Sketch
 from trainctl.planner.assess import assess
-from trainctl.planner.changes import Change, that_save_memory, that_use_memory
+from trainctl.planner.changes import KeyChange, that_save_memory, that_use_memory
 from trainctl.planner.traces import traced_model
 from trainctl.planner.variants import Timed, overrides, timed, with_values
 
@@ -90,10 +90,10 @@ def what_slack_buys(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
     return _first_that_fit(tries, before.budget, now, most=MOST_TRIES_FOR_SLACK, larger=True)
 
 
-Tries = list[tuple[Change, Timed]]
+Tries = list[tuple[KeyChange, Timed]]
 
 
-def _timed(changes: Iterable[Change], config: RunConfig, hardware: Hardware) -> Tries:
+def _timed(changes: Iterable[KeyChange], config: RunConfig, hardware: Hardware) -> Tries:
     tries = []
     for change in changes:
         changed = with_values(
@@ -112,7 +112,7 @@ def _timed(changes: Iterable[Change], config: RunConfig, hardware: Hardware) -> 
     return tries
 
 
-def _cost(change: Change, variant: Timed) -> float:
+def _cost(change: KeyChange, variant: Timed) -> float:
     seconds = variant.seconds_per_token * variant.sketch.mesh.world_size
     speed = log(seconds) if seconds > 0 else 0.0
     return (
@@ -146,8 +146,8 @@ def _first_that_fit(
             what has less of one that fits gains less.
     """
     assert now is not None
-    kept: list[Change] = []
-    too_large: list[Change] = []
+    kept: list[KeyChange] = []
+    too_large: list[KeyChange] = []
     suggestions: list[Suggestion] = []
     count = 0
     for change, variant in tries:
@@ -181,6 +181,6 @@ def _fits(sketch: Sketch) -> bool:
     return device_budget(sketch, traced_model(sketch.config)).fits is True
 
 
-def _says_no_more(change: Change, other: Change, larger: bool) -> bool:
+def _says_no_more(change: KeyChange, other: KeyChange, larger: bool) -> bool:
     """Whether a change is another one with something added that is not needed, or left out."""
     return other.only_adds_to(change) if larger else change.only_adds_to(other)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainctl.config.schema import RunConfig, TokenizerKind
-from trainctl.config.special_tokens import TokenizerFacts, tokenizer_facts, tokenizer_file
+from trainctl.config.schema import RunConfig, TokenizerFromPath
+from trainctl.config.special_tokens import TokenizerFacts
 from trainctl.errors import Finding, Severity, TrainctlError
+from trainctl.options.tokenizer import spec_of
 
 NO_END, MALFORMED, OTHER_IDS = "TC154", "TC156", "TC157"
 
@@ -16,17 +17,23 @@ def check_tokenizer_files(config: RunConfig) -> list[Finding]:
     """What is wrong with the tokenizer of a run that trainctl trains; nothing if it is missing."""
     if not config.trains_itself:
         return []
-    if config.tokenizer.kind is TokenizerKind.byte:
+    section = config.tokenizer
+    spec = spec_of(section)
+    if spec.is_byte_level:
         return list(_bytes_for_pretrained(config))
-    if not config.tokenizer.path or not tokenizer_file(config.tokenizer).exists():
+    is_missing = isinstance(section, TokenizerFromPath) and not section.path
+    if spec.file is None or is_missing:
+        return []
+    file = spec.file(section)
+    if not file.exists():
         return []
     try:
-        facts = tokenizer_facts(config.tokenizer)
+        facts = spec.facts(section)
     except TrainctlError as error:
         return [
             Finding(rule=MALFORMED, key="tokenizer.path", message=error.message, hint=error.hint)
         ]
-    return [*_ids_have_rows(config, facts), *_documents_end(config, facts)]
+    return [*_ids_have_rows(config, facts), *_documents_end(config, facts, file.parent)]
 
 
 def _ids_have_rows(config: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
@@ -44,7 +51,7 @@ def _ids_have_rows(config: RunConfig, facts: TokenizerFacts) -> Iterator[Finding
     )
 
 
-def _documents_end(config: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
+def _documents_end(config: RunConfig, facts: TokenizerFacts, folder: Path) -> Iterator[Finding]:
     if facts.end_of_document is not None:
         return
     needed = config.data.mask_documents
@@ -57,8 +64,7 @@ def _documents_end(config: RunConfig, facts: TokenizerFacts) -> Iterator[Finding
             if needed
             else ": documents follow each other without a mark"
         ),
-        hint=f"name it as eos_token in {tokenizer_file(config.tokenizer).parent}"
-        "/tokenizer_config.json",
+        hint=f"name it as eos_token in {folder}/tokenizer_config.json",
         severity=Severity.error if needed else Severity.warning,
     )
 

@@ -63,7 +63,7 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class CheckpointLook:
     """What a look at a folder with a checkpoint's name found.
 
     Attributes:
@@ -170,7 +170,7 @@ def checkpoint_folders(run: RunPaths, *, weights_only: bool = False) -> list[tup
     return sorted(found)
 
 
-def examine(run: RunPaths, *, weights_only: bool = False) -> list[Look]:
+def examine(run: RunPaths, *, weights_only: bool = False) -> list[CheckpointLook]:
     """What each of these folders is, or what is wrong with it."""
     run_id = own_id(run)
     looks = []
@@ -191,7 +191,7 @@ def examine(run: RunPaths, *, weights_only: bool = False) -> list[Look]:
                 patience=manifest.get("patience", {}),
                 weights_only=weights_only,
             )
-        looks.append(Look(step, path, info, problem))
+        looks.append(CheckpointLook(step, path, info, problem))
     return looks
 
 

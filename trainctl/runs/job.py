@@ -14,7 +14,7 @@ JOB_SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SchedulerJob:
     """An attempt in a scheduler's hands.
 
     Attributes:
@@ -31,14 +31,14 @@ class Job:
     schema: int = JOB_SCHEMA
 
 
-def write_job(attempt: AttemptPaths, job: Job) -> None:
+def write_job(attempt: AttemptPaths, job: SchedulerJob) -> None:
     """Record the job of an attempt."""
     write_json(attempt.job, to_plain(job))
 
 
-def read_job(attempt: AttemptPaths) -> Job | None:
+def read_job(attempt: AttemptPaths) -> SchedulerJob | None:
     """The job of an attempt; None if no scheduler has it, or the file is damaged."""
     try:
-        return from_plain(Job, read_json(attempt.job))
+        return from_plain(SchedulerJob, read_json(attempt.job))
     except (OSError, ValueError, TypeError):
         return None

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from trainctl.config.reading import open_file, read_json
 from trainctl.errors import TrainctlError
 from trainctl.runs.directory import last_attempt, read_record
-from trainctl.runs.job import Job, read_job
+from trainctl.runs.job import SchedulerJob, read_job
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import Holder, holder
 from trainctl.runs.records import parse_events
@@ -64,7 +64,7 @@ class RunSummary:
     host: str
     exit_code: int | None
     message: str
-    job: Job | None
+    job: SchedulerJob | None
     holder: Holder | None
 
     @property

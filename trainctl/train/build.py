@@ -10,7 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from trainctl.engines.protocol import MakeParameter
-from trainctl.engines.shards import Piece, Pieces, Read, Shard, read_shard
+from trainctl.engines.shards import ParameterPiece, Pieces, Read, Shard, read_shard
 from trainctl.train.weights import WeightSource
 
 
@@ -20,7 +20,7 @@ def whole_pieces(model: PreTrainedModel) -> Pieces:
     head = getattr(model.get_output_embeddings(), "weight", None)
     inputs_first = {module.weight for module in model.modules() if isinstance(module, Conv1D)}
     return {
-        parameter: Piece(
+        parameter: ParameterPiece(
             name,
             parameter.shape,
             Shard.whole(parameter.shape),

@@ -29,12 +29,12 @@ from trainctl.plan.identity import (
     check_shapes,
 )
 from trainctl.runs.manifest import read_manifest
-from trainctl.train.optimizers.partitioned import Side
+from trainctl.train.optimizers.partitioned import SideState
 from trainctl.train.state import AVERAGE, MASTER, OptimizerState
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """Where the run is: what a resume needs besides the tensors.
 
     Attributes:
@@ -89,8 +89,8 @@ class Checkpoint:
         return AVERAGE in self.manifest["states"]
 
     @property
-    def progress(self) -> Progress:
-        return Progress(self.manifest["step"], self.manifest["samples"], self.manifest["tokens"])
+    def progress(self) -> RunProgress:
+        return RunProgress(self.manifest["step"], self.manifest["samples"], self.manifest["tokens"])
 
     def check(self, model: ModelConfig, shapes: Mapping[str, list[int]]) -> None:
         """Refuse it unless it is of a model, and every tensor of it is one of the model's.
@@ -169,7 +169,7 @@ class Checkpoint:
             )
             target.copy_(values.view(target.shape))
 
-    def _read_side(self, parameter: str, state: str, side: Side) -> torch.Tensor:
+    def _read_side(self, parameter: str, state: str, side: SideState) -> torch.Tensor:
         """The values of a state that is not of the parameter's size."""
         result = torch.empty_like(side.values, device="cpu")
         missing = torch.ones_like(result, dtype=torch.bool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from trainctl.config.schema import DataConfig, OnBadText
 from trainctl.config.text.documents import Reader, sides
 from trainctl.config.text.files import TextFiles, split_files
 from trainctl.errors import TrainctlError
+from trainctl.options.data import spec_of
 from trainctl.plan.types import RunPlan
 from trainctl.train.corpus import Corpus
 from trainctl.train.order import sample_indices
@@ -35,7 +37,7 @@ class Passage:
     Attributes:
         document: Its number in the training split, from 0; None where nothing separates them.
         file: That the document is in now; None if that cannot be told.
-        line: Of a JSONL file, from 1.
+        line: Or row of that file, from 1; None where the file is one document.
         start: First token of the passage in the document.
         end: One past its last.
     """
@@ -183,9 +185,15 @@ class _Sources:
 
     def _all_places(self) -> list[tuple[Path, int | None]]:
         """The place of every document."""
-        if self._files.by_document or self._config.on_bad_text is OnBadText.skip:
+        places = spec_of(self._config).places
+        is_divided = self._files.by_document or self._config.on_bad_text is OnBadText.skip
+        if places is None or is_divided:
             return self._places_read()
-        return [(file, line) for file in self._files.train for line in _lines(file)]
+        found: list[tuple[Path, int | None]] = []
+        for file in self._files.train:
+            with suppress(OSError):  # it has gone
+                found += [(file, line) for line in places(file)]
+        return found
 
     def _places_read(self) -> list[tuple[Path, int | None]]:
         """The same where not every line is a document that was trained on: read as then."""
@@ -194,14 +202,3 @@ class _Sources:
             return [(document.file, document.line) for side, document in found if side == "train"]
         except TrainctlError:  # not as it was
             return []
-
-
-def _lines(file: Path) -> list[int | None]:
-    """Numbers of the lines of a JSONL file that are documents; of any other file, of one."""
-    if file.suffix != ".jsonl":
-        return [None]
-    try:
-        with file.open("rb") as lines:
-            return [number for number, line in enumerate(lines, 1) if line.strip()]
-    except OSError:
-        return []

@@ -15,6 +15,7 @@ from trainctl.config.schema import DataConfig
 from trainctl.config.text.documents import Reader, sides
 from trainctl.config.text.files import TextFiles, digest_of, split_files
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.data import identity_of
 from trainctl.train.corpus_file import FORMAT, Corpus, Split, read_corpus
 from trainctl.train.corpus_folder import locked, migrate, write_corpus
 from trainctl.train.tokenizer import Tokenizer
@@ -169,7 +170,7 @@ def _users_texts(config: DataConfig, split: str, reader: Reader) -> Iterator[str
 
 def _parts(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) -> list[str]:
     """All that the tokens depend on."""
-    parts = [tokenizer.fingerprint, config.text_key, str(config.max_bytes)]
+    parts = [tokenizer.fingerprint, identity_of(config), str(config.max_bytes)]
     for name, of_side in (("train", files.train), ("held_out", files.held_out)):
         parts.append(name)
         for file in of_side:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -70,8 +71,13 @@ class Corpus:
     former_digest: str = ""
     format: int = FORMAT
 
-    def tokens(self, split: Split) -> npt.NDArray[np.integer]:
+    def tokens(self, split: Split, *, in_order: bool = True) -> npt.NDArray[np.integer]:
         """The split's ids, shape (tokens,), memory-mapped.
+
+        Args:
+            split: Which side.
+            in_order: They are read from the first to the last. For samples here and there it is
+                False: the kernel would else read 128 KiB around each page that is missing.
 
         Raises:
             TrainctlError: Its file is gone or of another size (exit code 5).
@@ -85,7 +91,11 @@ class Corpus:
                 hint="start again: a launch or resume looks it through and tokenizes it anew",
                 exit_code=ExitCode.run_state,
             )
-        return np.memmap(Path(self.folder) / split.file, dtype=self.dtype, mode="r")
+        with (Path(self.folder) / split.file).open("rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        if not in_order and hasattr(mmap, "MADV_RANDOM"):  # Windows has none
+            mapped.madvise(mmap.MADV_RANDOM)
+        return np.frombuffer(mapped, dtype=self.dtype)
 
     def problem(self, *splits: Split) -> str:
         """What is wrong with the files of the splits (of all, if none is given); empty if nothing.

@@ -24,7 +24,7 @@ class PackedDataset:
     def __init__(
         self, corpus: Corpus, split: Split, *, sequence_length: int, mask_documents: bool
     ) -> None:
-        self._tokens = corpus.tokens(split)
+        self._tokens = corpus.tokens(split, in_order=False)
         self._end_of_document = corpus.end_of_document
         self._length = sequence_length
         self._mask_documents = mask_documents

@@ -21,9 +21,9 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.quantities import disk_text
-from trainctl.config.schema import ModelConfig, RunConfig, TokenizerConfig, TokenizerKind
-from trainctl.config.special_tokens import BYTE_END_OF_DOCUMENT, tokenizer_facts
+from trainctl.config.schema import ModelConfig, RunConfig, TokenizerConfig
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.tokenizer import spec_of, tokenizer_facts
 from trainctl.runs.atomic import sync_directory, write_json
 from trainctl.runs.processes import is_alive
 from trainctl.train.checkpoint import Checkpoint
@@ -38,19 +38,6 @@ SHARD_BYTES = 5 * 10**9
 
 _PIECE = 1 << 20
 """Elements in memory at a time."""
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
-
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """What `config.json` says of special tokens: not of the shape, and of use to whoever samples."""
@@ -242,20 +229,15 @@ def _source_ids(model: ModelConfig) -> dict[str, Any]:
 
 def _copy_tokenizer(config: TokenizerConfig, folder: Path) -> list[str]:
     """Copy the tokenizer's files; what to say about it."""
-    if config.kind is TokenizerKind.byte:
-        return [
-            "no tokenizer files: the byte tokenizer has none; "
-            f"ids 0 to 255 are bytes, {BYTE_END_OF_DOCUMENT} ends a document"
-        ]
-    path = Path(config.path or "").expanduser()
-    source = path if config.kind is TokenizerKind.hf else path.parent
-    for name in _TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copy(source / name, folder)
-    if config.kind is TokenizerKind.file:
-        shutil.copy(path, folder / "tokenizer.json")
+    spec = spec_of(config)
+    if spec.published is None:
+        return [f"no tokenizer files: {spec.why_not_published}"]
+    files = spec.published(config)
+    for name, file in files.items():
+        shutil.copy(file, folder / name)
     settings = folder / "tokenizer_config.json"
-    if not settings.is_file():  # without it transformers guesses the class from the model's
+    # Without it transformers guesses the class from the model's.
+    if "tokenizer.json" in files and not settings.is_file():
         end = tokenizer_facts(config).end_token
         named = {"eos_token": end} if end else {}
         write_json(settings, {"tokenizer_class": "PreTrainedTokenizerFast"} | named)

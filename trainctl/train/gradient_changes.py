@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from trainctl.config.schema import GradientsConfig
 from trainctl.engines.fragments import Place
 from trainctl.engines.mesh import Axis
-from trainctl.engines.shards import Piece, Pieces
+from trainctl.engines.shards import ParameterPiece, Pieces
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -51,7 +51,7 @@ def centralize(model: nn.Module, pieces: Pieces, axis: Axis | None) -> int:
 
 
 def _centralized(
-    inputs: int, piece: Piece, axis: Axis | None
+    inputs: int, piece: ParameterPiece, axis: Axis | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         total = gradient.sum(dim=inputs, keepdim=True, dtype=torch.float32)

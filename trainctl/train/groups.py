@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 
 from trainctl.config.schema import RunConfig
-from trainctl.engines.shards import Piece, Pieces
+from trainctl.engines.shards import ParameterPiece, Pieces
 from trainctl.plan.groups import GroupKey, group_of, in_order
 
 
-def group_key(piece: Piece, config: RunConfig) -> GroupKey:
+def group_key(piece: ParameterPiece, config: RunConfig) -> GroupKey:
     """The group of a parameter, by the plan's rule."""
     embedding, head = piece.is_embedding, piece.is_head
     return group_of(config, piece.name, piece.shape, embedding=embedding, head=head)

@@ -52,7 +52,7 @@ class _NoPositions(nn.Module):
         return torch.zeros((), device=position_ids.device)
 
 
-class Stage(WithLoss):
+class PipelineStage(WithLoss):
     """What a stage computes: from token ids or hidden states to hidden states or, last, logits.
 
     Where documents are masked the positions travel with the hidden states.

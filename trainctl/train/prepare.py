@@ -50,9 +50,11 @@ def prepare(
             hint=f"model.vocab_size={-(-tokenizer.vocab_size // 64) * 64}",
         )
     if config.data.factory is None:
-        corpus = build_corpus(config.data, tokenizer, Progress(show), tell)
+        corpus = build_corpus(config.data, tokenizer, TokenizingProgress(show), tell)
     else:
-        corpus = build_users_corpus(config.data, tokenizer, run.users_corpus, Progress(show), tell)
+        corpus = build_users_corpus(
+            config.data, tokenizer, run.users_corpus, TokenizingProgress(show), tell
+        )
     length = config.training.sequence_length
     if corpus.train.tokens <= length:
         raise TrainctlError(
@@ -126,7 +128,7 @@ def corpus_of(plan: RunPlan, run: RunPaths) -> Corpus:
     return again
 
 
-class Progress:
+class TokenizingProgress:
     """How many documents are tokenized: a plain line on stderr every few seconds, and shown more
     often."""
 

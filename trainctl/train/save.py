@@ -33,7 +33,7 @@ MANIFEST_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """What one rank writes.
 
     Attributes:
@@ -60,7 +60,7 @@ class Part:
         return tensors + MANIFEST_BYTES * (len(self.layout) + len(self.fragments))
 
 
-def part_of(state: OptimizerState, weights_in: torch.dtype | None = None) -> Part:
+def part_of(state: OptimizerState, weights_in: torch.dtype | None = None) -> RankPart:
     """This rank's part of a checkpoint of the optimizer as it stands.
 
     Args:
@@ -99,7 +99,7 @@ def part_of(state: OptimizerState, weights_in: torch.dtype | None = None) -> Par
         for index in indices
         for name in names[index]
     }
-    return Part(
+    return RankPart(
         states=sorted({name for listed in names.values() for name in listed} - {MASTER}),
         scalars=scalars,
         fragments=fragments,
@@ -116,7 +116,7 @@ def _type(state: OptimizerState, index: int, name: str) -> torch.dtype:
 def write_checkpoint(
     run: RunPaths,
     process: Process,
-    part: Part,
+    part: RankPart,
     facts: dict[str, Any],
     *,
     keep: int | None,
@@ -193,7 +193,7 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 def _write_part(
-    folder: Path, rank: int, part: Part, reached: checkpoints.Reached
+    folder: Path, rank: int, part: RankPart, reached: checkpoints.Reached
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Write this rank's file: its entry in the manifest, and those of its fragments."""
 

@@ -19,7 +19,7 @@ import torch
 from trainctl.config.schema import CheckpointConfig
 from trainctl.engines.process import Process
 from trainctl.runs.layout import RunPaths
-from trainctl.train.save import Part, part_of, write_checkpoint
+from trainctl.train.save import RankPart, part_of, write_checkpoint
 from trainctl.train.state import OptimizerState
 
 
@@ -118,7 +118,7 @@ class Saver:
         """Those committed since the last call."""
         return [self._saved.get() for _ in range(self._saved.qsize())]
 
-    def _copy(self, part: Part) -> Part:
+    def _copy(self, part: RankPart) -> RankPart:
         """The part with its tensors copied to host memory, which is kept for the next save."""
         some_on_device = False  # of a partly offloaded optimizer not all are
         for name, tensor in zip(part.layout, part.tensors(), strict=True):
@@ -139,7 +139,7 @@ class Saver:
         return replace(part, tensors=copies)
 
     def _write_behind(
-        self, part: Part, facts: dict[str, Any], started: float, stalled: float
+        self, part: RankPart, facts: dict[str, Any], started: float, stalled: float
     ) -> None:
         try:
             self._write(part, facts, started, stalled)
@@ -147,7 +147,7 @@ class Saver:
             self._error = error
 
     def _write(
-        self, part: Part, facts: dict[str, Any], started: float, stalled: float | None
+        self, part: RankPart, facts: dict[str, Any], started: float, stalled: float | None
     ) -> None:
         config, weights_only = self._config, facts["weights_only"]
         path = write_checkpoint(

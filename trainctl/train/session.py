@@ -23,7 +23,7 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.train import build
 from trainctl.train.average import WeightAverage
-from trainctl.train.checkpoint import Checkpoint, CheckpointWeights, Progress
+from trainctl.train.checkpoint import Checkpoint, CheckpointWeights, RunProgress
 from trainctl.train.clipping import NormHistory
 from trainctl.train.corpus import Corpus
 from trainctl.train.data import PackedDataset, TrainingData
@@ -36,7 +36,7 @@ from trainctl.train.loss import LanguageModel
 from trainctl.train.model import TORCH_TYPES, has_flash_attention, skeleton
 from trainctl.train.optimizers import own_optimizer
 from trainctl.train.patience import Patience
-from trainctl.train.pipeline import Stage, cut_to_stage, tied_weight
+from trainctl.train.pipeline import PipelineStage, cut_to_stage, tied_weight
 from trainctl.train.precision import convert_to_fp8
 from trainctl.train.recompute import wrap_blocks
 from trainctl.train.replay import Replay
@@ -76,7 +76,7 @@ class Session:
     state: OptimizerState
     training: TrainingData
     held_out: PackedDataset
-    progress: Progress
+    progress: RunProgress
     patience: Patience
     gradients: Gradients
     average: WeightAverage | None
@@ -124,7 +124,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     plan = room.settle_plan(plan, run, process)
     corpus = Corpus.load(run.corpus)
     checkpoint = _newest(run, process, corpus)
-    progress = checkpoint.progress if checkpoint else Progress()
+    progress = checkpoint.progress if checkpoint else RunProgress()
     mesh = join_mesh(plan.mesh, process.rank, process.timeout)
     model = skeleton(config.model, TORCH_TYPES[formats(config.precision).weights])
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
@@ -212,7 +212,7 @@ def _job(
     module: nn.Module
     tied = None
     if mesh.pipeline.size > 1:
-        module = Stage(model, mesh, z_loss)
+        module = PipelineStage(model, mesh, z_loss)
         if config.model.tie_word_embeddings:
             tied = tied_weight(model, mesh.pipeline)
     else:

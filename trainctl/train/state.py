@@ -18,7 +18,7 @@ from trainctl.config.schema import OptimizerConfig
 from trainctl.engines.fragments import Fragment
 from trainctl.engines.protocol import Engine
 from trainctl.options.optimizer import spec_of
-from trainctl.train.optimizers.partitioned import Part, PartitionedOptimizer, Side
+from trainctl.train.optimizers.partitioned import Part, PartitionedOptimizer, SideState
 
 MASTER = "master"
 """Name of the master weights among the states."""
@@ -97,7 +97,7 @@ class OptimizerState:
         names = {name for index in range(len(self.tensors)) for name in self.wanted_names(index)}
         return names.union(*(self.sides(fragment) for fragment in self.fragments))
 
-    def sides(self, fragment: Fragment) -> dict[str, Side]:
+    def sides(self, fragment: Fragment) -> dict[str, SideState]:
         """States of a fragment that are not as large as it; writing to them changes them."""
         if not isinstance(self.optimizer, PartitionedOptimizer):
             return {}

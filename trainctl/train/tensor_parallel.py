@@ -21,7 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from trainctl.engines.mesh import Axis
-from trainctl.engines.shards import Piece, Pieces, Shard
+from trainctl.engines.shards import ParameterPiece, Pieces, Shard
 from trainctl.train.collectives import (
     Copy,
     GatherSequence,
@@ -51,7 +51,7 @@ def shard_model(
     """
     family = family_of(model)
     decoder = getattr(model, family.decoder)
-    shards: dict[nn.Parameter, tuple[nn.Parameter, Piece]] = {}
+    shards: dict[nn.Parameter, tuple[nn.Parameter, ParameterPiece]] = {}
 
     def cut(module: nn.Module, name: str, dim: int, fused: int = 1) -> None:
         whole = getattr(module, name)

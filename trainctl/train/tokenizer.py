@@ -10,9 +10,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.config.schema import TokenizerConfig, TokenizerKind
-from trainctl.config.special_tokens import BYTE_END_OF_DOCUMENT, read_facts, tokenizer_file
+from trainctl.config.registry import function_of
+from trainctl.config.schema import TokenizerConfig, TokenizerFromPath
+from trainctl.config.special_tokens import read_facts
 from trainctl.errors import TrainctlError
+from trainctl.options.tokenizer import spec_of
+from trainctl.options.tokenizer.byte import END_OF_DOCUMENT
 
 
 class Tokenizer(Protocol):
@@ -22,13 +25,11 @@ class Tokenizer(Protocol):
         vocab_size: Ids are below it.
         end_of_document: Id put after each document; None puts nothing.
         fingerprint: Changes whenever the same text could give other ids.
-        is_byte_level: Whether ids below 256 are the text's own bytes.
     """
 
     vocab_size: int
     end_of_document: int | None
     fingerprint: str
-    is_byte_level: bool
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Ids of a text, shape (tokens,)."""
@@ -46,18 +47,32 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     Raises:
         TrainctlError: Its file is missing or is none.
     """
-    if config.kind is TokenizerKind.byte:
-        return ByteTokenizer()
-    return FileTokenizer(tokenizer_file(config))
+    made: Tokenizer = function_of("tokenizer", config.kind)(config)
+    return made
+
+
+def of_bytes(section: TokenizerConfig) -> Tokenizer:
+    """That of UTF-8 bytes."""
+    return ByteTokenizer()
+
+
+def of_library(section: TokenizerFromPath) -> Tokenizer:
+    """That of the file that the kind names.
+
+    Raises:
+        TrainctlError: It is missing or is none.
+    """
+    file = spec_of(section).file
+    assert file is not None
+    return FileTokenizer(file(section))
 
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255."""
 
     vocab_size = 257
-    end_of_document: int | None = BYTE_END_OF_DOCUMENT
+    end_of_document: int | None = END_OF_DOCUMENT
     fingerprint = "byte-1"
-    is_byte_level = True
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         raw = text.encode("utf-8", errors="surrogateescape")
@@ -72,8 +87,6 @@ class ByteTokenizer:
 
 class FileTokenizer:
     """A `tokenizer.json` of the `tokenizers` library."""
-
-    is_byte_level = False
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Backend

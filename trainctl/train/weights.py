@@ -20,7 +20,7 @@ from trainctl.config.safetensors_files import stored_tensors
 from trainctl.config.schema import ModelConfig, ModelFamily
 from trainctl.errors import TrainctlError
 from trainctl.plan import mup
-from trainctl.plan.disk_names import Part, parts_of
+from trainctl.plan.disk_names import StoredPart, parts_of
 
 CHUNK = 1 << 16
 """Elements drawn from one generator; part of what a seed means, so never change it."""
@@ -117,7 +117,7 @@ class SafetensorsWeights:
         ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _piece(self, part: Part, start: int, end: int) -> torch.Tensor:
+    def _piece(self, part: StoredPart, start: int, end: int) -> torch.Tensor:
         """Elements [start, end) of a flattened tensor of the files."""
         shape = part.shape
         with safe_open(self._folder / self._stored[part.name].file, framework="pt") as file:

@@ -55,11 +55,12 @@ from trainctl.config.schema.option import option, section
 from trainctl.config.schema.run import (
     CheckpointConfig,
     DataConfig,
-    DataKind,
+    DataFromPaths,
+    DataFromRecords,
     LoggingConfig,
     OnBadText,
     TokenizerConfig,
-    TokenizerKind,
+    TokenizerFromPath,
     TrainingConfig,
 )
 
@@ -74,7 +75,8 @@ __all__ = [
     "CpuBinding",
     "CrossEntropyKind",
     "DataConfig",
-    "DataKind",
+    "DataFromPaths",
+    "DataFromRecords",
     "DataType",
     "GradientsConfig",
     "GroupOverride",
@@ -98,7 +100,7 @@ __all__ = [
     "ScheduleUnit",
     "StabilityConfig",
     "TokenizerConfig",
-    "TokenizerKind",
+    "TokenizerFromPath",
     "TrainingConfig",
     "WeightsKind",
     "ZeroStageConfig",

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from trainctl.config.schema.option import option
-
-
-class DataKind(Enum):
-    """Where the text comes from."""
-
-    stdlib = "stdlib"
-    files = "files"
 
 
 class OnBadText(Enum):
@@ -25,19 +19,11 @@ class OnBadText(Enum):
 
 @dataclass
 class DataConfig:
-    """The corpus: which files, which of them are held out, and their order."""
+    """The corpus: where its text comes from, what of it is held out, and its order."""
 
-    kind: DataKind = option(
-        DataKind.stdlib, "stdlib: source files of this Python's standard library; files: globs."
-    )
-    paths: list[str] = option(
-        [],
-        "files: globs of text (any suffix) and JSONL (.jsonl); of a folder, its .jsonl, .md and "
-        ".txt files and those of the folders in it.",
-    )
-    held_out_paths: list[str] = option(
-        [], "files: the same of the held-out files; empty holds out a share of `paths`."
-    )
+    units: ClassVar[str] = "data"
+
+    kind: str = option("stdlib", "Where the text comes from.", units="data")
     held_out_fraction: float = option(
         0.05,
         "Share of the files held out for evaluation; of a single file, of its documents, and of a "
@@ -45,7 +31,6 @@ class DataConfig:
         minimum=0,
         maximum=0.5,
     )
-    text_key: str = option("text", "Key of the text in a JSONL object.")
     on_bad_text: OnBadText = option(
         OnBadText.error,
         "Text that is not UTF-8: error ends the launch at its file and line; replace puts U+FFFD "
@@ -63,23 +48,41 @@ class DataConfig:
     )
 
 
-class TokenizerKind(Enum):
-    """How text becomes token ids."""
+@dataclass
+class DataFromPaths(DataConfig):
+    """Of what reads files that are named."""
 
-    byte = "byte"
-    file = "file"
-    hf = "hf"
+    paths: list[str] = option(
+        [],
+        "Globs of files, or folders: of these the files with an ending of the kind's (.jsonl, .md "
+        "and .txt with `files`), and those of the folders in them.",
+    )
+    held_out_paths: list[str] = option(
+        [], "The same of the held-out files; empty holds out a share of `paths`."
+    )
+
+
+@dataclass
+class DataFromRecords(DataFromPaths):
+    """Of what finds a text under a key, in each of a file's records."""
+
+    text_key: str = option("text", "Key of the text in a record, such as a JSONL object.")
 
 
 @dataclass
 class TokenizerConfig:
     """How text becomes token ids."""
 
-    kind: TokenizerKind = option(
-        TokenizerKind.byte,
-        "byte: ids 0 to 255 and one end of document; file: tokenizers JSON; hf: directory.",
-    )
-    path: str | None = option(None, "File or directory; required unless kind is byte.")
+    units: ClassVar[str] = "tokenizer"
+
+    kind: str = option("byte", "What makes token ids of text.", units="tokenizer")
+
+
+@dataclass
+class TokenizerFromPath(TokenizerConfig):
+    """Of what is read from a file."""
+
+    path: str | None = option(None, "File or directory; required.")
 
 
 @dataclass
@@ -241,6 +244,12 @@ class CheckpointConfig:
 class LoggingConfig:
     """What is recorded and shown while training."""
 
+    to: list[str] = option(
+        [],
+        "Where the metrics go beside `events.jsonl`: the names of loggers.",
+        example="[csv]",
+        units="logger",
+    )
     every_steps: int = option(
         1,
         "Progress lines when the output is not a terminal; records are of every step.",

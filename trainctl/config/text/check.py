@@ -6,25 +6,22 @@ with the number of files that have it and the first of them.
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from trainctl.config.schema import DataConfig, DataKind, OnBadText, RunConfig
-from trainctl.config.text.documents import NoTextKey, Reader
+from trainctl.config.registry import load
+from trainctl.config.schema import DataConfig, DataFromPaths, RunConfig
 from trainctl.config.text.files import (
-    HEAD_BYTES,
-    Found,
+    FoundFiles,
     TextFiles,
     endings_of,
     find,
     hint_for,
-    no_text,
     nothing_in,
     split_files,
 )
-from trainctl.errors import Finding, Severity, TrainctlError
+from trainctl.errors import Finding, Severity
 
 MISSING = "TC115"
 BINARY = "TC138"
@@ -35,49 +32,58 @@ BAD_TEXT = "TC142"
 
 _FILES_OPENED = 1000
 """Of one key, in order: opening more would keep a launch waiting."""
-_LINES_READ = 20
-"""Of each JSONL file."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Problem:
-    """Of one file.
+class FileProblem:
+    """What is wrong with one file.
 
     Attributes:
         rule: Identifier of its finding.
         kind: What files that share a finding have in common.
         message: Naming the file.
         hint: What to do.
+        key: That has to do with it; empty is the one that names the file.
     """
 
     rule: str
     kind: str
     message: str
     hint: str
+    key: str = ""
+
+
+Look = Callable[[Path, DataConfig], FileProblem | None]
+"""What is wrong with a file, from its beginning; OSError where it cannot be read."""
 
 
 def check_text(config: RunConfig) -> list[Finding]:
     """Findings about the files that `data.paths` and `data.held_out_paths` name."""
     data = config.data
-    if data.kind is not DataKind.files or data.factory is not None:
+    if not isinstance(data, DataFromPaths) or data.factory is not None:
         return []
+    spec = load("data", data.kind)
     findings: list[Finding] = []
     for key, patterns in (("paths", data.paths), ("held_out_paths", data.held_out_paths)):
-        found = [(pattern, find(pattern)) for pattern in patterns]
-        findings += _of_patterns(f"data.{key}", found)
+        found = [(pattern, find(pattern, spec.endings)) for pattern in patterns]
+        findings += _of_patterns(f"data.{key}", found, spec.endings)
         files = sorted({file for _, each in found for file in each.files})
-        findings += _of_files(f"data.{key}", files, data)
-    if data.paths and not any(finding.is_error for finding in findings):
-        findings += _of_sides(config, split_files(data))
+        if spec.problem is not None:
+            findings += _of_files(f"data.{key}", files, data, spec.problem)
+    has_error = any(finding.is_error for finding in findings)
+    if data.paths and not has_error and spec.is_plain:
+        findings += _of_sides(config, data, split_files(data))
     return findings
 
 
-def _of_patterns(key: str, found: list[tuple[str, Found]]) -> Iterator[Finding]:
+def _of_patterns(
+    key: str, found: list[tuple[str, FoundFiles]], endings: Sequence[str]
+) -> Iterator[Finding]:
     for pattern, each in found:
         if not each.files:
             rule = FOLDER if each.is_folder else MISSING
             hint = hint_for(each).replace("FOLDER", pattern.rstrip("/"))
-            yield Finding(rule=rule, key=key, message=nothing_in(pattern, each), hint=hint)
+            yield Finding(rule=rule, key=key, message=nothing_in(pattern, each, endings), hint=hint)
         elif each.left_out:
             yield Finding(
                 rule=FOLDER,
@@ -89,78 +95,31 @@ def _of_patterns(key: str, found: list[tuple[str, Found]]) -> Iterator[Finding]:
             )
 
 
-def _of_files(key: str, files: list[Path], data: DataConfig) -> Iterator[Finding]:
+def _of_files(key: str, files: list[Path], data: DataConfig, look: Look) -> Iterator[Finding]:
     """One finding for each kind of problem."""
-    kinds: dict[tuple[str, str], list[_Problem]] = {}
+    kinds: dict[tuple[str, str], list[FileProblem]] = {}
     for file in files[:_FILES_OPENED]:
-        problem = _problem(file, data)
+        problem = _problem(file, data, look)
         if problem is not None:
             kinds.setdefault((problem.rule, problem.kind), []).append(problem)
     for (rule, _), problems in kinds.items():
-        others = len(problems) - 1
+        first, others = problems[0], len(problems) - 1
         more = f" (and so {others:,} more of {len(files):,} files)" if others else ""
-        message, hint = problems[0].message, problems[0].hint
-        yield Finding(rule=rule, key=_key_of(rule, key), message=message + more, hint=hint)
+        message = first.message + more
+        yield Finding(rule=rule, key=first.key or key, message=message, hint=first.hint)
 
 
-def _key_of(rule: str, key: str) -> str:
-    return {TEXT_KEY: "data.text_key", BAD_TEXT: "data.on_bad_text"}.get(rule, key)
-
-
-def _problem(file: Path, data: DataConfig) -> _Problem | None:
-    """What is wrong with the beginning of a file."""
+def _problem(file: Path, data: DataConfig, look: Look) -> FileProblem | None:
     try:
-        with file.open("rb") as stream:
-            head = stream.read(HEAD_BYTES)
+        return look(file, data)
     except OSError as error:
         why = error.strerror or "not read"
-        return _Problem(MISSING, why, f"cannot read {file}: {why}", "")
-    found = no_text(head)
-    if found is not None:
-        kind, hint = found
-        message = f"{file} is {kind}, not text"
-        return _Problem(BINARY, kind, message, hint.replace("FILE", str(file)))
-    look = _in_lines if file.suffix == ".jsonl" else _in_text
-    bad = look(file, head, data)
-    if bad is None:
-        return None
-    rule = TEXT_KEY if isinstance(bad, NoTextKey) else BAD_TEXT
-    return _Problem(rule, bad.hint, bad.message, bad.hint)
+        return FileProblem(MISSING, why, f"cannot read {file}: {why}", "")
 
 
-def _in_lines(file: Path, head: bytes, data: DataConfig) -> TrainctlError | None:
-    """The first problem of a JSONL file's first lines; where lines may be left out, of all."""
-    lines = head.removeprefix(codecs.BOM_UTF8).split(b"\n")
-    if len(head) == HEAD_BYTES:
-        lines.pop()  # it goes on
-    may_skip = data.on_bad_text is OnBadText.skip
-    reader = Reader(replace(data, on_bad_text=OnBadText.error) if may_skip else data)
-    problems, good = [], 0
-    for number, line in enumerate(lines[:_LINES_READ], 1):
-        if not line.strip():
-            continue
-        try:
-            reader.text_of_line(line.strip(), f"{file}:{number}")
-            good += 1
-        except TrainctlError as error:
-            problems.append(error)
-    return problems[0] if problems and not (may_skip and good) else None
-
-
-def _in_text(file: Path, head: bytes, data: DataConfig) -> TrainctlError | None:
-    if data.on_bad_text is not OnBadText.error:
-        return None
-    try:
-        # A character may go on after the head.
-        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
-    except UnicodeDecodeError:
-        return Reader(data).problem_of(head, str(file))
-    return None
-
-
-def _of_sides(config: RunConfig, files: TextFiles) -> Iterator[Finding]:
+def _of_sides(config: RunConfig, data: DataFromPaths, files: TextFiles) -> Iterator[Finding]:
     """Whether each side of the corpus has a sample in it: a text has no more tokens than bytes."""
-    data, length = config.data, config.training.sequence_length
+    length = config.training.sequence_length
     train, held_out = _most_tokens(files.train, data), _most_tokens(files.held_out, data)
     if files.by_document:
         held_out = round(train * data.held_out_fraction)
@@ -176,7 +135,7 @@ def _of_sides(config: RunConfig, files: TextFiles) -> Iterator[Finding]:
         )
         return
     key = "data.held_out_paths" if data.held_out_paths else "data.held_out_fraction"
-    if held_out <= length and _wants_evaluation(config):
+    if held_out <= length and _wants_evaluation(config, data):
         yield Finding(
             rule=SIDES,
             key=key,
@@ -204,8 +163,6 @@ def _most_tokens(files: list[Path], data: DataConfig) -> int:
     return len(files) + (size if data.max_bytes is None else min(size, data.max_bytes))
 
 
-def _wants_evaluation(config: RunConfig) -> bool:
-    training = config.training
-    return training.evaluation_samples > 0 and bool(
-        config.data.held_out_fraction or config.data.held_out_paths
-    )
+def _wants_evaluation(config: RunConfig, data: DataFromPaths) -> bool:
+    is_held_out = bool(data.held_out_fraction or data.held_out_paths)
+    return config.training.evaluation_samples > 0 and is_held_out

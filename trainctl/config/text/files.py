@@ -8,21 +8,17 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-import sysconfig
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainctl.config.schema import DataConfig, DataKind
+from trainctl.config.registry import load
+from trainctl.config.schema import DataConfig, DataFromPaths
 from trainctl.errors import TrainctlError
 
-FOLDER_ENDINGS = (".jsonl", ".md", ".txt")
-"""Of the files that are taken from a folder in `data.paths`; a glob takes what it matches."""
 HEAD_BYTES = 1 << 16
 """Of a file, that tell what it is."""
-
-# Folders of the standard library that are not its own source: tests, installed packages, caches.
-_STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 # What a file begins with, what that is called, and how to get text out of it.
 _UNPACK = "unpack it first: {}"
@@ -64,7 +60,7 @@ class TextFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundFiles:
     """What a path or glob of `data.paths` means.
 
     Attributes:
@@ -78,24 +74,24 @@ class Found:
     is_folder: bool = False
 
 
-def find(pattern: str) -> Found:
+def find(pattern: str, endings: Sequence[str]) -> FoundFiles:
     """The files of a path, a folder or a glob; perhaps none.
 
-    A folder gives its files that end in `FOLDER_ENDINGS`, and those of the folders in it, but for
-    hidden ones. The folders that a glob matches are not gone into.
+    A folder gives its files with these endings, and those of the folders in it, but for hidden
+    ones. A glob takes what it matches, and does not go into the folders among it.
     """
     path = Path(pattern).expanduser()
     if path.is_dir():
-        return _in_folder(path)
+        return _in_folder(path, endings)
     matches = [path] if path.is_file() else _glob(path)
-    return Found(sorted({match.resolve() for match in matches if match.is_file()}), Counter())
+    return FoundFiles(sorted({match.resolve() for match in matches if match.is_file()}), Counter())
 
 
 def _glob(path: Path) -> list[Path]:
     return [Path(match) for match in glob.iglob(str(path), recursive=True)]  # noqa: PTH207
 
 
-def _in_folder(folder: Path) -> Found:
+def _in_folder(folder: Path, endings: Sequence[str]) -> FoundFiles:
     files: set[Path] = set()
     left_out: Counter[str] = Counter()
     for where, folders, names in os.walk(folder):
@@ -104,11 +100,11 @@ def _in_folder(folder: Path) -> Found:
             file = Path(where, name)
             if name.startswith(".") or not file.is_file():
                 continue
-            if file.suffix in FOLDER_ENDINGS:
+            if file.suffix in endings:
                 files.add(file.resolve())
             else:
                 left_out[file.suffix or "no ending"] += 1
-    return Found(sorted(files), left_out, is_folder=True)
+    return FoundFiles(sorted(files), left_out, is_folder=True)
 
 
 def split_files(config: DataConfig) -> TextFiles:
@@ -119,10 +115,14 @@ def split_files(config: DataConfig) -> TextFiles:
     Raises:
         TrainctlError: A path or glob without a file.
     """
-    files = _stdlib_files() if config.kind is DataKind.stdlib else _all(config.paths, "data.paths")
-    if config.held_out_paths:
-        held_out = _all(config.held_out_paths, "data.held_out_paths")
-        return TextFiles([file for file in files if file not in set(held_out)], held_out)
+    spec = load("data", config.kind)
+    if isinstance(config, DataFromPaths):
+        files = _all(config.paths, "data.paths", spec.endings)
+        if config.held_out_paths:
+            held_out = _all(config.held_out_paths, "data.held_out_paths", spec.endings)
+            return TextFiles([file for file in files if file not in set(held_out)], held_out)
+    else:
+        files = spec.files(config)
     if config.held_out_fraction == 0:
         return TextFiles(files, [])
     if len(files) == 1:
@@ -138,28 +138,28 @@ def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", errors="surrogateescape")).hexdigest()
 
 
-def _all(patterns: list[str], key: str) -> list[Path]:
+def _all(patterns: list[str], key: str, endings: Sequence[str]) -> list[Path]:
     files: set[Path] = set()
     for pattern in patterns:
-        found = find(pattern)
+        found = find(pattern, endings)
         if not found.files:
-            raise TrainctlError(f"{key}: {nothing_in(pattern, found)}", hint=hint_for(found))
+            message = f"{key}: {nothing_in(pattern, found, endings)}"
+            raise TrainctlError(message, hint=hint_for(found))
         files |= set(found.files)
     if not files:
         raise TrainctlError(f"{key} is empty", hint=f"{key}=['corpus/**/*.txt']")
     return sorted(files)
 
 
-def nothing_in(pattern: str, found: Found) -> str:
+def nothing_in(pattern: str, found: FoundFiles, endings: Sequence[str]) -> str:
     """What is wrong with a path or glob that gives no file."""
     if not found.is_folder:
         return f"no file matches {pattern!r}"
-    endings = ", ".join(FOLDER_ENDINGS)
     what = f"it has {endings_of(found)}" if found.left_out else "it is empty"
-    return f"no file in {pattern} ends in {endings}: {what}"
+    return f"no file in {pattern} ends in {', '.join(endings)}: {what}"
 
 
-def hint_for(found: Found) -> str:
+def hint_for(found: FoundFiles) -> str:
     """What to write in place of a path or glob that gives no file."""
     if found.is_folder and found.left_out:
         endings = [ending for ending, _ in found.left_out.most_common() if ending.startswith(".")]
@@ -167,7 +167,7 @@ def hint_for(found: Found) -> str:
     return "globs are relative to the folder of the launch; ** crosses folders"
 
 
-def endings_of(found: Found) -> str:
+def endings_of(found: FoundFiles) -> str:
     """What a folder has besides its texts, such as ``12 .gz, 1 .json``; the commonest first."""
     return ", ".join(f"{count:,} {ending}" for ending, count in found.left_out.most_common(5))
 
@@ -186,13 +186,3 @@ def no_text(head: bytes) -> tuple[str, str] | None:
     if b"\x00" in head:
         return "binary (it has NUL bytes)", _LEAVE_OUT
     return None
-
-
-def _stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    found = (
-        file
-        for file in root.rglob("*.py")
-        if not _STDLIB_SKIPPED & set(file.parts[len(root.parts) :])
-    )
-    return sorted(found)

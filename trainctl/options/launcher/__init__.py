@@ -20,7 +20,7 @@ FOR_SEVERAL_NODES = "slurm"
 Keys = TypeVar("Keys", bound=LauncherConfig)
 
 
-class Problem(NamedTuple):
+class KeyProblem(NamedTuple):
     """What is wrong with a key of a launcher's: the key, a sentence, the nearest right value."""
 
     key: str
@@ -69,8 +69,8 @@ class Launcher(Spec):
     after_job: str = ""
     submit_sweep: str = ""
     sweep_hint: str = ""
-    reach: Callable[[Any, int], Iterable[Problem]] | None = None
-    bad_names: Callable[[Any], Iterable[Problem]] | None = None
+    reach: Callable[[Any, int], Iterable[KeyProblem]] | None = None
+    bad_names: Callable[[Any], Iterable[KeyProblem]] | None = None
 
     def is_in_job(self, environment: Mapping[str, str]) -> bool:
         """Whether a process with these variables is in a job of its scheduler."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trainctl.config.hosts import HOST_NAME_HINT, is_host_name, is_interface_name
 from trainctl.config.schema import LauncherConfig
 from trainctl.config.schema.option import option
-from trainctl.options.launcher import Launcher, Problem
+from trainctl.options.launcher import KeyProblem, Launcher
 
 RESTARTS = (lambda section: section.max_restarts > 0, "launcher.max_restarts above 0")
 
@@ -59,47 +59,47 @@ class SshConfig(LauncherConfig):
     )
 
 
-def _reach(section: SshConfig, nodes: int) -> Iterator[Problem]:
+def _reach(section: SshConfig, nodes: int) -> Iterator[KeyProblem]:
     """A host for each node, named in one place."""
     is_chosen = section.include is not None or section.exclude is not None
     if section.hosts and section.hostfile is not None:
-        yield Problem(
+        yield KeyProblem(
             "launcher.hosts",
             "launcher.hosts and launcher.hostfile are both set",
             "leave one of them out",
         )
     elif not section.hosts and section.hostfile is None:
-        yield Problem(
+        yield KeyProblem(
             "launcher.hosts",
             f"launcher.kind=ssh needs the host name of each node (nodes: {nodes})",
             "launcher.hosts=[node1,node2], or launcher.hostfile=/path/to/hostfile",
         )
     elif section.hosts and not is_chosen and len(section.hosts) != nodes:
-        yield Problem(
+        yield KeyProblem(
             "launcher.hosts",
             f"launcher.hosts names {len(section.hosts)} hosts, and the plan is for {nodes}",
             f"name {nodes} hosts, or hardware.nodes={len(section.hosts)}",
         )
     if section.min_nodes is not None and section.min_nodes > nodes:
-        yield Problem(
+        yield KeyProblem(
             "launcher.min_nodes",
             f"launcher.min_nodes={section.min_nodes}, and the plan is for {nodes}",
             f"launcher.min_nodes={nodes} or less",
         )
 
 
-def _bad_names(section: SshConfig) -> Iterator[Problem]:
+def _bad_names(section: SshConfig) -> Iterator[KeyProblem]:
     """What is given to ssh as a host is a host, and nothing that ssh or a shell reads otherwise."""
     named = [("launcher.hosts", name) for name in section.hosts]
     named += [("launcher.interfaces", name) for name in section.interfaces]
     for key, name in named:
         if not is_host_name(name):
-            yield Problem(key, f"{name!r} is not a host name", HOST_NAME_HINT)
+            yield KeyProblem(key, f"{name!r} is not a host name", HOST_NAME_HINT)
     interfaces = [("launcher.interface", section.interface)] if section.interface else []
     interfaces += [("launcher.interfaces", name) for name in section.interfaces.values()]
     for key, name in interfaces:
         if not is_interface_name(name):
-            yield Problem(key, f"{name!r} is not the name of a network interface", "as in eth0")
+            yield KeyProblem(key, f"{name!r} is not the name of a network interface", "as in eth0")
 
 
 SPEC = Launcher(

@@ -71,7 +71,7 @@ PLAIN = Update(moments=((8, 0),), by_tensor=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
+class OptimizerParameter:
     """One parameter of DeepSpeed's JSON, and the keys of ours that say the same; both ways.
 
     Attributes:
@@ -92,7 +92,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeepSpeedForm:
+class OptimizerForm:
     """An optimizer as DeepSpeed's JSON names it.
 
     Attributes:
@@ -108,7 +108,7 @@ class DeepSpeedForm:
 
     type: str
     also: tuple[str, ...] = ()
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[OptimizerParameter, ...]
     fixed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     has_torch_adam: bool = False
     is_zero_tested: bool = False
@@ -176,7 +176,7 @@ class Optimizer(Spec):
     matrix_update: Update | None = None
     width_rule: WidthRule | None = None
     decays_gradient: bool = False
-    deepspeed: DeepSpeedForm | None = None
+    deepspeed: OptimizerForm | None = None
 
     @property
     def has_matrix_rule(self) -> bool:
@@ -234,23 +234,25 @@ ROUNDED = "a momentum in bf16 drops what a step adds to it"
 CUT = "a tensor rank has only a shard of a matrix"
 
 
-def parameters(lr: float, *others: Parameter, weight_decay: float = 0.0) -> tuple[Parameter, ...]:
+def parameters(
+    lr: float, *others: OptimizerParameter, weight_decay: float = 0.0
+) -> tuple[OptimizerParameter, ...]:
     """Those of every optimizer, with the defaults of DeepSpeed's class, and its own."""
     return (
-        Parameter(name="lr", keys=("lr",), default=lr, is_rate=True),
-        Parameter(name="weight_decay", keys=("weight_decay",), default=weight_decay),
+        OptimizerParameter(name="lr", keys=("lr",), default=lr, is_rate=True),
+        OptimizerParameter(name="weight_decay", keys=("weight_decay",), default=weight_decay),
         *others,
     )
 
 
-def betas(beta1: float, beta2: float) -> Parameter:
+def betas(beta1: float, beta2: float) -> OptimizerParameter:
     """The two decays, which the JSON has in one list."""
-    return Parameter(name="betas", keys=("beta1", "beta2"), default=[beta1, beta2])
+    return OptimizerParameter(name="betas", keys=("beta1", "beta2"), default=[beta1, beta2])
 
 
-def eps(default: float = 1e-8) -> Parameter:
+def eps(default: float = 1e-8) -> OptimizerParameter:
     """The smallest divisor."""
-    return Parameter(name="eps", keys=("epsilon",), default=default, is_epsilon=True)
+    return OptimizerParameter(name="eps", keys=("epsilon",), default=default, is_epsilon=True)
 
 
 ADAM = parameters(1e-3, betas(0.9, 0.999), eps())

@@ -10,8 +10,8 @@ from trainctl.options.optimizer import (
     CUT,
     NO_HOST_KERNEL,
     NO_SWAP,
-    DeepSpeedForm,
     Optimizer,
+    OptimizerForm,
     Update,
     parameters,
 )
@@ -40,5 +40,5 @@ SPEC = Optimizer(
     },
     # The step, a parameter's second moment, and two fp64 copies of its step for the norm.
     update=Update(moments=((4, 20),), by_tensor=True),
-    deepspeed=DeepSpeedForm(type="Adafactor", parameters=parameters(1e-2)),
+    deepspeed=OptimizerForm(type="Adafactor", parameters=parameters(1e-2)),
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from trainctl.options.optimizer import (
     ADAM,
     EVERYWHERE,
-    DeepSpeedForm,
     Maker,
     Optimizer,
+    OptimizerForm,
     WidthRule,
     WithMoments,
 )
@@ -24,7 +24,7 @@ SPEC = Optimizer(
     fused_by=Maker.torch,
     width_rule=WidthRule.adam,
     decays_gradient=True,
-    deepspeed=DeepSpeedForm(
+    deepspeed=OptimizerForm(
         type="Adam",
         parameters=ADAM,
         fixed={

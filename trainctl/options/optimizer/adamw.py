@@ -5,9 +5,9 @@ from __future__ import annotations
 from trainctl.options.optimizer import (
     ADAM,
     EVERYWHERE,
-    DeepSpeedForm,
     Maker,
     Optimizer,
+    OptimizerForm,
     WidthRule,
     WithMoments,
 )
@@ -24,7 +24,7 @@ SPEC = Optimizer(
     made_on_host_by=Maker.deepspeed,
     fused_by=Maker.torch,
     width_rule=WidthRule.adam,
-    deepspeed=DeepSpeedForm(
+    deepspeed=OptimizerForm(
         type="AdamW",
         also=("adam",),
         parameters=ADAM,

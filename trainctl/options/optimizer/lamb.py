@@ -8,8 +8,8 @@ from trainctl.options.optimizer import (
     NO_HOST_KERNEL,
     NO_SWAP,
     ROUNDED,
-    DeepSpeedForm,
     Optimizer,
+    OptimizerForm,
     Update,
     WithMoments,
 )
@@ -32,5 +32,5 @@ SPEC = Optimizer(
     },
     # The step, divided out of the corrected first moment; its norms are those of copies in fp64.
     update=Update(moments=((8, 0), (4, 8)), by_tensor=True),
-    deepspeed=DeepSpeedForm(type="Lamb", parameters=ADAM, needs_adaptive_loss_scale=True),
+    deepspeed=OptimizerForm(type="Lamb", parameters=ADAM, needs_adaptive_loss_scale=True),
 )

@@ -6,9 +6,9 @@ from trainctl.options.optimizer import (
     HOST,
     NO_SWAP,
     ROUNDED,
-    DeepSpeedForm,
     Maker,
     Optimizer,
+    OptimizerForm,
     Update,
     WidthRule,
     WithBetas,
@@ -31,7 +31,7 @@ SPEC = Optimizer(
     device_operator="fused_lion",
     update=Update(moments=((4, 0),), by_tensor=True),  # the step
     width_rule=WidthRule.adam,
-    deepspeed=DeepSpeedForm(
+    deepspeed=OptimizerForm(
         type="Lion", parameters=parameters(1e-4, betas(0.9, 0.99)), is_zero_tested=True
     ),
 )

@@ -10,10 +10,10 @@ from trainctl.options.optimizer import (
     CUT,
     NO_SWAP,
     ROUNDED,
-    DeepSpeedForm,
     Maker,
     Optimizer,
-    Parameter,
+    OptimizerForm,
+    OptimizerParameter,
     Update,
     WidthRule,
     WithMoments,
@@ -51,14 +51,14 @@ SPEC = Optimizer(
     # one, the step before, its Gram matrix and the polynomial of that.
     matrix_update=Update(moments=((4, 10),), whole_tensors=True, by_tensor=True),
     width_rule=WidthRule.spectral,
-    deepspeed=DeepSpeedForm(
+    deepspeed=OptimizerForm(
         type="Muon",
         parameters=parameters(
             0.02,
             betas(0.9, 0.95),
             eps(1e-10),
-            Parameter(name="momentum", keys=("momentum",), default=0.95),
-            Parameter(name="muon_lr", keys=("matrix_lr",), is_rate=True, or_lr=True),
+            OptimizerParameter(name="momentum", keys=("momentum",), default=0.95),
+            OptimizerParameter(name="muon_lr", keys=("matrix_lr",), is_rate=True, or_lr=True),
         ),
         has_torch_adam=True,
         is_zero_tested=True,

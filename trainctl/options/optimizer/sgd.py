@@ -10,10 +10,10 @@ from trainctl.options.optimizer import (
     HOST,
     NO_SWAP,
     ROUNDED,
-    DeepSpeedForm,
     Maker,
     Optimizer,
-    Parameter,
+    OptimizerForm,
+    OptimizerParameter,
     WidthRule,
     parameters,
 )
@@ -38,8 +38,10 @@ SPEC = Optimizer(
     fused_by=Maker.torch,
     host_operator="",
     width_rule=WidthRule.sgd,
-    deepspeed=DeepSpeedForm(
+    deepspeed=OptimizerForm(
         type="SGD",
-        parameters=parameters(1e-3, Parameter(name="momentum", keys=("momentum",), default=0.0)),
+        parameters=parameters(
+            1e-3, OptimizerParameter(name="momentum", keys=("momentum",), default=0.0)
+        ),
     ),
 )

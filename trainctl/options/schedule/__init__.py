@@ -221,7 +221,7 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
+class ScheduleParameter:
     """One parameter of DeepSpeed's `scheduler.params`, and the key of ours that says the same.
 
     Attributes:
@@ -238,7 +238,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeepSpeedForm:
+class ScheduleForm:
     """A schedule as DeepSpeed's JSON names it: it is read, and trainctl's trainer has its own.
 
     Attributes:
@@ -247,7 +247,7 @@ class DeepSpeedForm:
     """
 
     type: str
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[ScheduleParameter, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +273,7 @@ class Schedule(Spec):
     is_flat: bool = False
     why_not_zero: str = ""
     in_unit: tuple[str, ...] = ()
-    deepspeed: DeepSpeedForm | None = None
+    deepspeed: ScheduleForm | None = None
 
 
 def spec_of(section: ScheduleConfig) -> Schedule:
@@ -335,12 +335,12 @@ def straight_down(course: Course, step: int) -> float:
 
 WHOLE_DROPS = (0.0, "no floor, so every drop is whole")
 
-WARMUP = Parameter(
+WARMUP = ScheduleParameter(
     name="warmup_num_steps", key="schedule.warmup_steps", default=1000, is_whole=True
 )
-TOTAL = Parameter(name="total_num_steps", key="training.steps", is_whole=True)
+TOTAL = ScheduleParameter(name="total_num_steps", key="training.steps", is_whole=True)
 
 
-def warmup_max_lr(default: float | None = None) -> Parameter:
+def warmup_max_lr(default: float | None = None) -> ScheduleParameter:
     """The peak, which may be the optimizer's."""
-    return Parameter(name="warmup_max_lr", key="optimizer.lr", default=default)
+    return ScheduleParameter(name="warmup_max_lr", key="optimizer.lr", default=default)

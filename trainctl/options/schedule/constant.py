@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainctl.config.schema import ScheduleConfig
-from trainctl.options.schedule import WARMUP, DeepSpeedForm, Schedule, warmup_max_lr
+from trainctl.options.schedule import WARMUP, Schedule, ScheduleForm, warmup_max_lr
 
 SPEC = Schedule(
     name="constant",
@@ -11,5 +11,5 @@ SPEC = Schedule(
     shape=lambda course, step: 1.0,
     floor=(1.0, "it is the peak"),
     is_flat=True,
-    deepspeed=DeepSpeedForm(type="WarmupLR", parameters=(WARMUP, warmup_max_lr())),
+    deepspeed=ScheduleForm(type="WarmupLR", parameters=(WARMUP, warmup_max_lr())),
 )

@@ -8,9 +8,9 @@ from trainctl.options.schedule import (
     TOTAL,
     WARMUP,
     Course,
-    DeepSpeedForm,
-    Parameter,
     Schedule,
+    ScheduleForm,
+    ScheduleParameter,
     WithFloor,
     between,
     warmup_max_lr,
@@ -27,12 +27,12 @@ SPEC = Schedule(
     keys=WithFloor,
     shape=shape,
     floor=(0.1, "to a tenth, as in the GPT-3 and Llama papers"),
-    deepspeed=DeepSpeedForm(
+    deepspeed=ScheduleForm(
         type="WarmupCosineLR",
         parameters=(
             WARMUP,
             TOTAL,
-            Parameter(name="cos_min_ratio", key="schedule.floor_ratio", default=1e-4),
+            ScheduleParameter(name="cos_min_ratio", key="schedule.floor_ratio", default=1e-4),
             warmup_max_lr(),
         ),
     ),

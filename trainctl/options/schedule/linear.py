@@ -5,8 +5,8 @@ from __future__ import annotations
 from trainctl.options.schedule import (
     TOTAL,
     WARMUP,
-    DeepSpeedForm,
     Schedule,
+    ScheduleForm,
     WithFloor,
     straight_down,
     warmup_max_lr,
@@ -18,7 +18,7 @@ SPEC = Schedule(
     shape=straight_down,
     floor=(0.0, "down to zero, arXiv:2502.15938"),
     # DeepSpeed's line ends at 0, as this does.
-    deepspeed=DeepSpeedForm(
+    deepspeed=ScheduleForm(
         type="WarmupDecayLR", parameters=(WARMUP, TOTAL, warmup_max_lr(default=1e-3))
     ),
 )

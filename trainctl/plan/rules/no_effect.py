@@ -11,7 +11,7 @@ from trainctl.config.keys import as_written
 from trainctl.config.schema import (
     AdaptiveClipping,
     CrossEntropyKind,
-    DataKind,
+    DataFromPaths,
     DataType,
     LrScaling,
     ModelFamily,
@@ -19,7 +19,6 @@ from trainctl.config.schema import (
     OnBadLoss,
     RunConfig,
     ScheduleConfig,
-    TokenizerKind,
     walk,
 )
 from trainctl.errors import Finding
@@ -223,19 +222,9 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "kernels.cross_entropy=chunked",
     ),
     (
-        ("data.paths", "data.held_out_paths", "data.text_key"),
-        lambda c: c.data.kind is DataKind.files,
-        "data=files",
-    ),
-    (
         ("data.held_out_fraction",),
-        lambda c: not c.data.held_out_paths,
+        lambda c: not (isinstance(c.data, DataFromPaths) and c.data.held_out_paths),
         "data.held_out_paths empty, which replaces it",
-    ),
-    (
-        ("tokenizer.path",),
-        lambda c: c.tokenizer.kind is not TokenizerKind.byte,
-        "tokenizer=file or tokenizer=hf",
     ),
     (("training.tokens",), lambda c: c.training.steps is None, "training.steps=null"),
     (

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainctl.config.schema import (
-    DataKind,
+    DataFromPaths,
     ModelFamily,
-    TokenizerKind,
+    TokenizerFromPath,
     WeightsKind,
 )
 from trainctl.errors import Finding
+from trainctl.options import data as sources
 from trainctl.options import launcher as launchers
+from trainctl.options import tokenizer as tokenizers
 from trainctl.options.optimizer import spec_of
 from trainctl.plan import average
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples, warning
-
-BYTE_VOCABULARY = 257
-"""256 bytes and the end of document."""
 
 METRICS = ("loss", average.METRIC)
 """What an evaluation measures."""
@@ -105,36 +104,38 @@ def heads_share_the_width(draft: Draft) -> Iterator[Finding]:
 
 
 def vocabulary_holds_the_tokenizer(draft: Draft) -> Iterator[Finding]:
-    """Every id of the byte tokenizer has a row in the embedding; 0 is not known yet."""
-    rows = draft.config.model.vocab_size
-    if draft.config.tokenizer.kind is TokenizerKind.byte and 0 < rows < BYTE_VOCABULARY:
+    """Every id of a tokenizer without a file has a row in the embedding; 0 is not known yet."""
+    rows, tokenizer = draft.config.model.vocab_size, draft.config.tokenizer
+    spec = tokenizers.spec_of(tokenizer)
+    ids = spec.facts(tokenizer).vocab_size if spec.file is None else 0
+    if 0 < rows < ids:
         yield error(
             "model.vocab_size",
-            f"model.vocab_size={rows} is smaller than the byte tokenizer's {BYTE_VOCABULARY} ids",
-            f"model.vocab_size={BYTE_VOCABULARY} or more",
+            f"model.vocab_size={rows} is smaller than the {spec.name} tokenizer's {ids} ids",
+            f"model.vocab_size={ids} or more",
         )
 
 
 def tokenizer_has_its_file(draft: Draft) -> Iterator[Finding]:
     """A file or directory that the tokenizer is read from."""
     tokenizer = draft.config.tokenizer
-    if tokenizer.kind is not TokenizerKind.byte and tokenizer.path is None:
-        what = "tokenizer.json" if tokenizer.kind is TokenizerKind.file else "directory"
+    if isinstance(tokenizer, TokenizerFromPath) and tokenizer.path is None:
         yield error(
             "tokenizer.path",
-            f"tokenizer.kind={tokenizer.kind.value} needs tokenizer.path",
-            f"tokenizer.path=/path/to/{what}",
+            f"tokenizer.kind={tokenizer.kind} needs tokenizer.path",
+            f"tokenizer.path=/path/to/{tokenizers.spec_of(tokenizer).path_is}",
         )
 
 
 def data_has_its_files(draft: Draft) -> Iterator[Finding]:
     """Files to read, and files to hold out."""
     data = draft.config.data
-    if data.kind is DataKind.files and not data.paths:
+    if isinstance(data, DataFromPaths) and not data.paths:
+        *_, ending = sources.spec_of(data).endings
         yield error(
             "data.paths",
-            "data.kind=files needs data.paths",
-            'data.paths=["/path/to/*.txt"]',
+            f"data.kind={data.kind} needs data.paths",
+            f'data.paths=["/path/to/*{ending}"]',
         )
 
 

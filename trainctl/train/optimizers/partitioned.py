@@ -74,7 +74,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class SideState:
     """A state of a part that is not of its size: such as a second moment by rows.
 
     Attributes:
@@ -156,12 +156,12 @@ class PartitionedOptimizer(Optimizer):
         """Of each state that is not of its part's size: first and last value, who saves it."""
         return {}
 
-    def sides(self, tensor: torch.Tensor, name: str) -> dict[str, Side]:
+    def sides(self, tensor: torch.Tensor, name: str) -> dict[str, SideState]:
         """Those of a parameter in a tensor, by their names; writing to them changes them."""
         part = next(part for part in self.parts(tensor) if part.name == name)
         ranges = self.side_ranges(part)
         return {
-            state: Side(start, self.side(tensor, part, state), saved)
+            state: SideState(start, self.side(tensor, part, state), saved)
             for state, (start, _, saved) in ranges.items()
         }
 

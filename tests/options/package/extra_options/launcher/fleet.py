@@ -9,7 +9,7 @@ from typing import Any
 from trainctl.config.schema import LauncherConfig
 from trainctl.config.schema.option import option
 from trainctl.errors import Finding
-from trainctl.options.launcher import Launcher, Problem
+from trainctl.options.launcher import KeyProblem, Launcher
 
 
 @dataclass
@@ -20,9 +20,9 @@ class FleetConfig(LauncherConfig):
     fleet_name: str | None = option(None, "Name of the fleet.")
 
 
-def _reach(section: FleetConfig, nodes: int) -> Iterator[Problem]:
+def _reach(section: FleetConfig, nodes: int) -> Iterator[KeyProblem]:
     if section.fleet_size < nodes:
-        yield Problem(
+        yield KeyProblem(
             "launcher.fleet_size",
             f"launcher.fleet_size={section.fleet_size}, and the plan is for {nodes} nodes",
             f"launcher.fleet_size={nodes}",

@@ -1,0 +1,48 @@
+"""Texts with a line of their own between them, as `fortune` has them. A source from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainctl.config.schema import DataConfig, DataFromPaths
+from trainctl.config.schema.option import option
+from trainctl.config.text.check import FileProblem
+from trainctl.config.text.documents import Document, Reader
+from trainctl.options.data import DataSource
+
+
+@dataclass
+class FortunesConfig(DataFromPaths):
+    """Its own keys."""
+
+    separator: str = option("%", "Line between two texts.")
+
+
+def problem(file: Path, section: DataConfig) -> FileProblem | None:
+    """An empty file has no text."""
+    if file.stat().st_size:
+        return None
+    return FileProblem("FORTUNES1", "empty", f"{file} is empty", "leave it out of data.paths")
+
+
+def read(reader: Reader, file: Path) -> Iterator[Document]:
+    """The texts of a file, each with its first line."""
+    section = reader.config
+    assert isinstance(section, FortunesConfig)
+    whole = reader.decoded(file.read_bytes(), str(file), whole=True) or ""
+    line = 1
+    for text in whole.split(f"\n{section.separator}\n"):
+        yield Document(text, file, line)
+        line += text.count("\n") + 2
+
+
+SPEC = DataSource(
+    name="fortunes",
+    keys=FortunesConfig,
+    build="extra_options.data.fortunes:read",
+    endings=(".fortunes",),
+    problem=problem,
+    is_plain=True,
+)

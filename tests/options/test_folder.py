@@ -1,0 +1,157 @@
+"""Options that a folder of the user's brings: they run only where someone said that they may."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainctl.config.own_files import own_files
+from trainctl.config.registry import FOLDER_VARIABLE, code_in, load, names, trusted_options
+from trainctl.config.schema import RunConfig
+from trainctl.errors import TrainctlError
+
+PACKAGE = Path(__file__).parent / "package" / "extra_options"
+CHOSEN = ("recipe=tiny", "optimizer=signum")
+SHORT = (
+    *CHOSEN,
+    "training.steps=4",
+    "training.sequence_length=64",
+    "training.global_batch_size=8",
+    "training.micro_batch_size=2",
+    "training.evaluation_samples=0",
+    "training.sample_tokens=0",
+    "data.max_bytes=1000000",
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.head_dim=8",
+    "model.intermediate_size=64",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with an optimizer: its code under options/, its YAML under conf/."""
+    code, values = (tmp_path / "own" / name / "optimizer" for name in ("options", "conf"))
+    code.mkdir(parents=True)
+    values.mkdir(parents=True)
+    text = (PACKAGE / "optimizer" / "signum.py").read_text()
+    (code / "signum.py").write_text(text.replace("extra_options.", "trainctl.options."))
+    shutil.copy(PACKAGE / "optimizer" / "signum.yaml", values)
+    return tmp_path / "own"
+
+
+@pytest.fixture
+def trainctl(folder: Path):
+    """Run the command beside the folder; its result."""
+
+    def run(*arguments: str, expect: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "trainctl", *arguments],
+            cwd=folder.parent,
+            env={**os.environ, "COLUMNS": "200", **variables},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == expect, done.stdout + done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture
+def trusted(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """In this process too, which forgets it."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder / "options"))
+    names.cache_clear()
+    load.cache_clear()
+    yield folder / "options"
+    names.cache_clear()
+    load.cache_clear()
+
+
+def test_without_trust_nothing_of_it_runs(trainctl, folder: Path) -> None:
+    file = folder / "options" / "optimizer" / "signum.py"
+    file.write_text("open('ran', 'w')\n" + file.read_text())
+    refused = trainctl("validate", "--config-dir", "own", *CHOSEN, expect=2)
+    assert f"{file} is code" in refused.stderr
+    assert "trainctl --trust-code COMMAND" in refused.stderr
+    assert not (folder.parent / "ran").exists()
+
+
+def test_it_is_listed_and_its_keys_are_checked(trainctl) -> None:
+    trust = ("--trust-code", "validate", "--config-dir", "own", "recipe=tiny")
+    trainctl(*trust, "optimizer=signum", "optimizer.smoothing=0.5")
+    wrong = trainctl(*trust, "optimizer=signun", expect=2)
+    assert "did you mean optimizer=signum?" in wrong.stderr
+    foreign = trainctl(*trust, "optimizer=signum", "optimizer.beta1=0.9", expect=2)
+    assert "there is no key optimizer.beta1 with optimizer.kind=signum" in foreign.stderr
+
+
+def test_it_is_completed(trainctl) -> None:
+    line = "trainctl --trust-code launch --config-dir own"
+    for word, offered in (("optimizer=sig", "optimizer=signum"), ("optimizer.kind=sig", "signum")):
+        shown = trainctl(
+            _TRAINCTL_COMPLETE="complete_fish",
+            _TYPER_COMPLETE_ARGS=f"{line} {word}",
+            _TYPER_COMPLETE_FISH_ACTION="get-args",
+        )
+        assert offered in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("broken", "import nothing_of_that_name\n", "broken.py cannot be used: ModuleNotFound"),
+        ("empty", "", "empty.py cannot be used: AttributeError"),
+        ("other", "SPEC = 1\n", "other.py cannot be used: it is no spec of the name other"),
+        ("adamw", "", "adamw.py cannot be used: optimizer=adamw is trainctl's own"),
+    ],
+)
+def test_a_file_that_is_no_option_is_named(trainctl, folder, name, text, message) -> None:
+    (folder / "options" / "optimizer" / f"{name}.py").write_text(text)
+    trust = ("--trust-code", "validate", "--config-dir", "own", *CHOSEN)
+    assert message in trainctl(*trust, expect=2 if name == "adamw" else 4).stderr
+
+
+def test_only_files_that_would_be_options_count(folder: Path) -> None:
+    for name in ("optimizer/_rule.py", "optimizer/notes.txt", "other/thing.py"):
+        path = folder / "options" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    assert [path.name for path in code_in(folder / "options")] == ["signum.py"]
+
+
+def test_every_other_process_is_told_and_every_host_has_the_file(trusted: Path) -> None:
+    assert trusted_options() == {FOLDER_VARIABLE: str(trusted)}
+    assert "signum" in names("optimizer")
+    spec = load("optimizer", "signum")
+    config = RunConfig(optimizer=spec.keys(kind="signum"))
+    assert own_files(config, Path.cwd()) == [trusted / "optimizer" / "signum.py"]
+    assert own_files(RunConfig(), Path.cwd()) == []
+
+
+def test_where_nobody_trusts_it_a_kind_is_not_there() -> None:
+    with pytest.raises(TrainctlError, match="optimizer has no kind 'signum' here") as raised:
+        load("optimizer", "signum")
+    assert "--trust-code" in raised.value.hint and FOLDER_VARIABLE in raised.value.hint
+
+
+@pytest.mark.slow
+def test_it_trains_and_goes_on_from_its_checkpoint(trainctl, folder: Path) -> None:
+    trust, own = ("--trust-code",), ("--config-dir", "own")
+    first = ("training.stop_after_steps=2", "--run-dir", "run")
+    trainctl(*trust, "launch", *own, *SHORT, *first)
+    later = ("run", "training.stop_after_steps=null")
+    assert "--trust-code" in trainctl("resume", *later, expect=4).stderr
+    trainctl(*trust, "resume", *own, *later)
+    events = (folder.parent / "run" / "events.jsonl").read_text().splitlines()
+    steps = [each["step"] for each in map(json.loads, events) if each["event"] == "step"]
+    assert steps == [1, 2, 3, 4]
+    trainctl("config", "show", "run", expect=4)
+    trainctl("config", "show", "run", **{FOLDER_VARIABLE: "own/options"})

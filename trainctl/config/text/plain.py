@@ -1,0 +1,178 @@
+"""Text and JSONL: how their documents are read, and what is wrong in the beginning of a file.
+
+A file that ends in `.jsonl` has a JSON object a line, with a text; any other is one document.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from trainctl.config.schema import DataConfig, DataFromRecords, OnBadText
+from trainctl.config.suggest import nearest
+from trainctl.config.text.check import BAD_TEXT, BINARY, TEXT_KEY, FileProblem
+from trainctl.config.text.documents import REPLACEMENT, Document, Reader
+from trainctl.config.text.files import HEAD_BYTES, no_text
+from trainctl.errors import TrainctlError
+
+_KEYS_SHOWN = 6
+_LINES_READ = 20
+"""Of each JSONL file, before the start."""
+_BOM = codecs.BOM_UTF8
+
+
+class NoTextKey(TrainctlError):
+    """A JSONL line without a text under `data.text_key`.
+
+    Args:
+        where: The line.
+        text_key: What was looked for.
+        record: What is there.
+    """
+
+    def __init__(self, where: str, text_key: str, record: dict[str, object]) -> None:
+        texts = {key: value for key, value in record.items() if isinstance(value, str)}
+        # A slip of the pen, or another name: the longest is likeliest to be what is meant.
+        keys = sorted(texts, key=lambda key: len(texts[key]), reverse=True)
+        meant = nearest(text_key, keys, count=1) or keys[:1]
+        has = f"it has texts under {_listed(keys)}"
+        hint = f"data.text_key={meant[0]}" if meant else "write the text under one key"
+        if not keys:
+            has = f"its keys are {_listed(list(record))}, with no text" if record else "it is empty"
+        super().__init__(f"{where}: no text under {text_key!r}: {has}", hint=hint)
+
+
+def read(reader: Reader, file: Path) -> Iterator[Document]:
+    """The documents of a file, in order."""
+    return _lines(reader, file) if file.suffix == ".jsonl" else _whole(reader, file)
+
+
+def places(file: Path) -> list[int | None]:
+    """Lines of a file's documents: all of JSONL's; None of any other file, which is one."""
+    if file.suffix != ".jsonl":
+        return [None]
+    with file.open("rb") as lines:
+        return [number for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def problem(file: Path, config: DataConfig) -> FileProblem | None:
+    """What is wrong with the beginning of a file."""
+    with file.open("rb") as stream:
+        head = stream.read(HEAD_BYTES)
+    found = no_text(head)
+    if found is not None:
+        kind, hint = found
+        message = f"{file} is {kind}, not text"
+        return FileProblem(BINARY, kind, message, hint.replace("FILE", str(file)))
+    look = _in_lines if file.suffix == ".jsonl" else _in_text
+    bad = look(file, head, config)
+    if bad is None:
+        return None
+    rule, key = (TEXT_KEY, "text_key") if isinstance(bad, NoTextKey) else (BAD_TEXT, "on_bad_text")
+    return FileProblem(rule, bad.hint, bad.message, bad.hint, f"data.{key}")
+
+
+def _whole(reader: Reader, file: Path) -> Iterator[Document]:
+    raw = file.read_bytes()
+    _refuse_binary(file, raw[:HEAD_BYTES])
+    text = reader.decoded(raw.removeprefix(_BOM), str(file), whole=True)
+    if text is not None and "\x00" in text:
+        where = f"{file}:{text.count(chr(10), 0, text.index(chr(0))) + 1}"
+        text = reader.judge(where, "a NUL is not text", text.replace("\x00", REPLACEMENT))
+    if text is not None:
+        yield Document(text.replace("\r\n", "\n").replace("\r", "\n"), file, None)
+
+
+def _lines(reader: Reader, file: Path) -> Iterator[Document]:
+    with file.open("rb") as stream:
+        _refuse_binary(file, stream.read(HEAD_BYTES))
+        stream.seek(0)
+        for number, raw in enumerate(stream, 1):
+            line = (raw.removeprefix(_BOM) if number == 1 else raw).strip()
+            if not line:
+                continue
+            text = _text_of_line(reader, line, f"{file}:{number}")
+            if text is not None:
+                yield Document(text, file, number)
+
+
+def _text_of_line(reader: Reader, raw: bytes, where: str) -> str | None:
+    """The text of a JSONL line; None to leave the line out."""
+    config = reader.config
+    assert isinstance(config, DataFromRecords)
+    before = reader.bad.replaced
+    line = reader.decoded(raw, where)
+    if line is None:
+        return None
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        return reader.judge(where, f"not JSON: {error.msg} at column {error.colno}")
+    except RecursionError:
+        return reader.judge(where, "not read: JSON nested too deeply")
+    except ValueError as error:  # an integer of thousands of digits
+        return reader.judge(where, f"not read: {error}")
+    text = record.get(config.text_key) if isinstance(record, dict) else None
+    if isinstance(text, str):
+        text = reader.clean(text, where)
+        reader.bad.replaced = min(reader.bad.replaced, before + 1)  # a document counts once
+        return text
+    if config.on_bad_text is OnBadText.skip:
+        return reader.judge(where, f"no text under {config.text_key!r}")
+    if not isinstance(record, dict):
+        return reader.judge(where, f"a JSON {_json_type(record)}, not an object")
+    raise NoTextKey(where, config.text_key, record)
+
+
+def _in_lines(file: Path, head: bytes, config: DataConfig) -> TrainctlError | None:
+    """The first problem of a JSONL file's first lines; where lines may be left out, of all."""
+    lines = head.removeprefix(_BOM).split(b"\n")
+    if len(head) == HEAD_BYTES:
+        lines.pop()  # it goes on
+    may_skip = config.on_bad_text is OnBadText.skip
+    reader = Reader(replace(config, on_bad_text=OnBadText.error) if may_skip else config)
+    problems, good = [], 0
+    for number, line in enumerate(lines[:_LINES_READ], 1):
+        if not line.strip():
+            continue
+        try:
+            _text_of_line(reader, line.strip(), f"{file}:{number}")
+            good += 1
+        except TrainctlError as error:
+            problems.append(error)
+    return problems[0] if problems and not (may_skip and good) else None
+
+
+def _in_text(file: Path, head: bytes, config: DataConfig) -> TrainctlError | None:
+    if config.on_bad_text is not OnBadText.error:
+        return None
+    try:
+        # A character may go on after the head.
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
+    except UnicodeDecodeError:
+        try:
+            Reader(config).decoded(head, str(file), whole=True)
+        except TrainctlError as error:
+            return error
+    return None
+
+
+def _refuse_binary(file: Path, head: bytes) -> None:
+    found = no_text(head)
+    if found is not None:
+        kind, hint = found
+        raise TrainctlError(f"{file} is {kind}, not text", hint=hint.replace("FILE", str(file)))
+
+
+def _listed(keys: list[str]) -> str:
+    """The first few of them, as they are typed."""
+    more = [f"{len(keys) - _KEYS_SHOWN} more"] if len(keys) > _KEYS_SHOWN else []
+    return ", ".join([*(repr(key) for key in keys[:_KEYS_SHOWN]), *more])
+
+
+def _json_type(value: object) -> str:
+    names = {list: "array", str: "string", bool: "literal", type(None): "literal"}
+    return names.get(type(value), "number")

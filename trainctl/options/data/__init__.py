@@ -1,0 +1,68 @@
+"""What a data source says of itself: its files, and what gives the documents that are in them.
+
+A source knows files and documents. What is held out, the order, the cache of tokens and packing are
+the same for all of them, and know no kind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.codec import to_plain
+from trainctl.config.registry import Spec, load
+from trainctl.config.schema import DataConfig, DataFromPaths
+from trainctl.config.text.check import Look
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSource(Spec):
+    """What one kind of data source reads, and how.
+
+    Its `build` gives the documents of a file: it is called as ``read(reader, file)``, with a
+    `config.text.documents.Reader` that has the section and the policy for bad text, and gives
+    `Document`s in order. No torch is loaded then.
+
+    Attributes:
+        endings: Of the files that it takes from a folder of `data.paths`; a glob takes any.
+        files: Of its section: its files, sorted; None takes those that `data.paths` names.
+        problem: What is wrong with the beginning of a file, before anything starts; None does not
+            look.
+        is_plain: Whether a file is at least as long as its text, so that a corpus that is too short
+            is seen by the sizes of its files.
+        places: Lines of a file's documents, from 1, where all of them are kept; None has the file
+            read again to know them.
+        identity: Of its section: what its documents depend on beside the files. It is a part of
+            the key of the cache; None is the kind and all of its own keys.
+    """
+
+    endings: tuple[str, ...] = ()
+    files: Callable[[Any], list[Path]] | None = None
+    problem: Look | None = None
+    is_plain: bool = False
+    places: Callable[[Path], list[int | None]] | None = None
+    identity: Callable[[Any], str] | None = None
+
+
+def spec_of(section: DataConfig) -> DataSource:
+    """Of the kind that a configuration has.
+
+    Raises:
+        TrainctlError: A package that brings it is not installed here.
+    """
+    spec = load("data", section.kind)
+    assert isinstance(spec, DataSource)
+    return spec
+
+
+def identity_of(section: DataConfig) -> str:
+    """What its documents depend on, beside the files and what all sources have."""
+    spec = spec_of(section)
+    if spec.identity is not None:
+        return spec.identity(section)
+    shared = {item.name for item in fields(DataFromPaths)}
+    own = {name: value for name, value in to_plain(section).items() if name not in shared}
+    return f"{spec.name} {json.dumps(own, sort_keys=True)}"

@@ -1,0 +1,20 @@
+"""Bytes: ids 0 to 255, and one that ends a document."""
+
+from __future__ import annotations
+
+from trainctl.config.schema import TokenizerConfig
+from trainctl.config.special_tokens import TokenizerFacts
+from trainctl.options.tokenizer import TokenizerSource
+
+END_OF_DOCUMENT = 256
+"""The one id that is not a byte."""
+
+SPEC = TokenizerSource(
+    name="byte",
+    keys=TokenizerConfig,
+    build="trainctl.train.tokenizer:of_bytes",
+    facts=lambda section: TokenizerFacts(END_OF_DOCUMENT + 1, END_OF_DOCUMENT),
+    is_byte_level=True,
+    why_not_published="the byte tokenizer has none; "
+    f"ids 0 to 255 are bytes, {END_OF_DOCUMENT} ends a document",
+)

@@ -1,0 +1,26 @@
+"""A file of the tokenizers library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainctl.config.schema import TokenizerFromPath
+from trainctl.config.special_tokens import read_facts
+from trainctl.options.tokenizer import TokenizerSource, path_of, published_in
+
+
+def published(section: TokenizerFromPath) -> dict[str, Path]:
+    """Itself, and what lies beside it."""
+    file = path_of(section)
+    return published_in(file.parent) | {"tokenizer.json": file}
+
+
+SPEC = TokenizerSource(
+    name="file",
+    keys=TokenizerFromPath,
+    build="trainctl.train.tokenizer:of_library",
+    facts=lambda section: read_facts(path_of(section)),
+    file=path_of,
+    path_is="tokenizer.json",
+    published=published,
+)

@@ -1,0 +1,25 @@
+"""The tokenizer of a transformers directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainctl.config.schema import TokenizerFromPath
+from trainctl.config.special_tokens import read_facts
+from trainctl.options.tokenizer import TokenizerSource, path_of, published_in
+
+
+def file(section: TokenizerFromPath) -> Path:
+    """Its file of the tokenizers library."""
+    return path_of(section) / "tokenizer.json"
+
+
+SPEC = TokenizerSource(
+    name="hf",
+    keys=TokenizerFromPath,
+    build="trainctl.train.tokenizer:of_library",
+    facts=lambda section: read_facts(file(section)),
+    file=file,
+    path_is="directory",
+    published=lambda section: published_in(path_of(section)),
+)
