@@ -15,7 +15,7 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.hardware import Hardware
-from trainctl.options.activation_checkpointing import by_what_they_keep, spec_of
+from trainctl.options.activation_checkpointing import by_what_they_keep, checkpointing_of
 from trainctl.options.launcher import launcher_for
 from trainctl.plan.nearest import divisors
 from trainctl.plan.types import Batch
@@ -168,7 +168,7 @@ def _devices(config: RunConfig, hardware: Hardware, doublings: int) -> KeyChange
 
 def _more_recomputation(config: RunConfig) -> list[KeyChange]:
     kinds = by_what_they_keep()
-    least = kinds[: kinds.index(spec_of(config.activation_checkpointing))]
+    least = kinds[: kinds.index(checkpointing_of(config.activation_checkpointing))]
     furthest = sum(kind.recomputes for kind in kinds)
     return [
         _change("recomputation", furthest - place, {"activation_checkpointing.mode": kind.name})
@@ -178,7 +178,7 @@ def _more_recomputation(config: RunConfig) -> list[KeyChange]:
 
 def _less_recomputation(config: RunConfig) -> list[KeyChange]:
     kinds = by_what_they_keep()
-    more = kinds[kinds.index(spec_of(config.activation_checkpointing)) + 1 :]
+    more = kinds[kinds.index(checkpointing_of(config.activation_checkpointing)) + 1 :]
     return [
         _change("recomputation", reach, {"activation_checkpointing.mode": kind.name})
         for reach, kind in enumerate(more, 1)

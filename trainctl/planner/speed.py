@@ -15,7 +15,7 @@ from math import ceil
 
 from trainctl.config.schema import ModelConfig, OffloadDevice, RunConfig
 from trainctl.memory.constants import BYTES
-from trainctl.options.activation_checkpointing import recomputed, spec_of
+from trainctl.options.activation_checkpointing import checkpointing_of, recomputed
 from trainctl.plan import shapes
 from trainctl.plan.precision import formats
 from trainctl.plan.types import Sketch
@@ -74,7 +74,7 @@ def step_time(plan: Sketch) -> StepTime:
     block = block_time(config, speed, tokens, batch.sequence_length, mesh.tensor)
     head = head_time(config, speed, tokens, mesh.tensor)
     activation = tokens * config.model.hidden_size * element
-    again = 0.0 if spec_of(config.activation_checkpointing).keeps_products else 1.0
+    again = 0.0 if checkpointing_of(config.activation_checkpointing).keeps_products else 1.0
 
     # An all-reduce after attention and after the feed-forward layer, and as many on the way back.
     in_tensor = links.all_reduce(activation, links.tensor)

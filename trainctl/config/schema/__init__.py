@@ -37,7 +37,6 @@ from trainctl.config.schema.layout import (
 from trainctl.config.schema.model import (
     AttentionKind,
     ModelConfig,
-    ModelFamily,
     WeightsKind,
 )
 from trainctl.config.schema.optimization import (
@@ -86,7 +85,6 @@ __all__ = [
     "LoggingConfig",
     "LrScaling",
     "ModelConfig",
-    "ModelFamily",
     "OffloadConfig",
     "OffloadDevice",
     "OnBadLoss",

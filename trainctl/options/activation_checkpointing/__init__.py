@@ -47,7 +47,7 @@ class ActivationCheckpointing(Spec):
         return issubclass(self.keys, Recomputing)
 
 
-def spec_of(section: ActivationCheckpointingConfig) -> ActivationCheckpointing:
+def checkpointing_of(section: ActivationCheckpointingConfig) -> ActivationCheckpointing:
     """Of the kind that a configuration has.
 
     Raises:
