@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import os
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,8 @@ FOLDER_VARIABLE = "TRAINCTL_OPTIONS"
 """Names a folder of `GROUP/NAME.py`; whoever sets it has trainctl run that code."""
 
 WITHOUT_A_SECTION = ("engine", "logger")
-"""Groups of which no option is the kind of a section: a plan names the engine, and a list of names
-the loggers."""
+"""Groups of which no option is the kind of a section: a plan names the engine, and a run may have
+several loggers, by a list of names; those that have keys have them in a section each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +161,18 @@ def section_class(group: str, kind: str) -> type:
     """The dataclass of a group's section under a kind."""
     keys: type = load(group, kind).keys
     return keys
+
+
+@cache
+def with_parts(cls: type) -> type:
+    """A section's dataclass with a section in it for each option that has keys, of the group that
+    its `parts` names: `logging.NAME.KEY`."""
+    own = [
+        (spec.name, spec.keys, field(default_factory=spec.keys, metadata={"section": spec.keys}))
+        for spec in specs(cls.parts)  # type: ignore[attr-defined]
+        if fields(spec.keys)
+    ]
+    return make_dataclass(cls.__name__, own, bases=(cls,)) if own else cls
 
 
 def new_section(group: str, kind: str, **values: Any) -> Any:
