@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 from coordinates import check, table
 
 from trainctl.config.registry import specs
-from trainctl.config.schema import ModelFamily
+from trainctl.options.model import families as known_families
 
 
 def main() -> int:
     """Check with and without muP; the exit code is 1 if muP fails or the other passes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    families = [family.value for family in ModelFamily if family is not ModelFamily.hf]
+    families = [spec.name for spec in known_families()]
     parser.add_argument("--family", choices=families, default="llama")
     kinds = [spec.name for spec in specs("optimizer") if spec.width_rule is not None]
     parser.add_argument("--optimizer", choices=kinds, default="adamw")
@@ -37,7 +37,7 @@ def main() -> int:
             results[mup] = check(
                 Path(folder),
                 mup=mup,
-                family=ModelFamily(arguments.family),
+                family=arguments.family,
                 optimizer=arguments.optimizer,
             )
         print(f"{'with' if mup else 'without'} muP: flat is {results[mup].is_flat}")

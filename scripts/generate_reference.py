@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from trainctl.config.catalog import options
 from trainctl.config.keys import Leaf, leaves
@@ -72,7 +72,8 @@ def _kinds(leaf: Leaf) -> str:
 def _values(leaf: Leaf) -> str:
     """Type, range and unit, such as ``integer, at least 1, tokens``."""
     if leaf.choices:
-        return ", ".join(f"`{choice}`" for choice in leaf.choices)
+        choices = ", ".join(f"`{choice}`" for choice in leaf.choices)
+        return f"list of {choices}" if get_origin(leaf.hint) is list else choices
     hint, metadata = leaf.hint, leaf.metadata
     inner = next((each for each in get_args(hint) if each is not type(None)), hint)
     names = {int: "integer", float: "number", bool: "true, false", str: "text"}

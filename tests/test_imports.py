@@ -20,7 +20,7 @@ ORDER = [
     {"plan", "memory"},
     {"planner"},
     {"runs"},
-    {"engines"},
+    {"engines", "loggers"},
     {"launch", "agent", "train", "reports"},
     {"cli"},
     {"__main__"},

@@ -12,7 +12,7 @@ from dataclasses import replace
 from memory_rows import NotExpressible, Row
 from memory_shapes import QUERY_WIDTHS, TIED
 
-from trainctl.config.schema import ModelConfig, ModelFamily
+from trainctl.config.schema import ModelConfig
 from trainctl.memory.stages import Piece, Stage, stages
 
 GATED = (
@@ -101,7 +101,7 @@ def stages_of(
     held = stages(model, tensor=tensor, stage_blocks=stage_blocks)
     hidden = model.hidden_size
     keys = row.number("kv_heads", 0) or model.num_attention_heads
-    if model.family is not ModelFamily.gpt2 or keys == model.num_attention_heads:
+    if model.family != "gpt2" or keys == model.num_attention_heads:
         return held
     packed = hidden + 2 * keys * (hidden // model.num_attention_heads)
     sizes = {
@@ -133,7 +133,7 @@ def _shape(row: Row, *, gated: bool, tied: bool) -> ModelConfig:
     width = next((size for words, size in QUERY_WIDTHS if re.search(words, name)), None)
     if hidden % heads and width is None:
         raise NotExpressible(f"hidden {hidden} cannot be divided by {heads} heads")
-    family = ModelFamily.qwen3 if is_qwen3 else ModelFamily.llama if gated else ModelFamily.gpt2
+    family = "qwen3" if is_qwen3 else "llama" if gated else "gpt2"
     return ModelConfig(
         name=row["model"],
         family=family,

@@ -12,7 +12,7 @@ from functools import cache
 
 from memory_cases import Case
 
-from trainctl.config.schema import CheckpointingMode, ModelFamily, OffloadDevice
+from trainctl.config.schema import CheckpointingMode, OffloadDevice
 from trainctl.plan.shapes import count_parameters, head_dim, key_value_heads
 
 
@@ -98,7 +98,7 @@ def eleuther(case: Case) -> float | None:
     mesh, hidden, layers = plan.mesh, model.hidden_size, model.num_layers
     world = mesh.world_size
     keys = key_value_heads(model) / model.num_attention_heads
-    matrices = 3 if model.family is not ModelFamily.gpt2 else 2
+    matrices = 3 if model.family != "gpt2" else 2
     total = (
         2 * model.vocab_size * hidden
         + hidden * plan.batch.sequence_length
@@ -132,7 +132,7 @@ def megatron(case: Case) -> float | None:
     if not case.row["heads"]:
         return None
     mesh, hidden = plan.mesh, model.hidden_size
-    gated = model.family is not ModelFamily.gpt2
+    gated = model.family != "gpt2"
     keys = key_value_heads(model) / model.num_attention_heads
     ratio = head_dim(model) * model.num_attention_heads / hidden
     norm = 1 if gated else 2

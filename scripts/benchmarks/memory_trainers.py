@@ -27,7 +27,6 @@ from memory_settings import (
 from trainctl.config.schema import (
     AttentionKind,
     ModelConfig,
-    ModelFamily,
     OffloadDevice,
 )
 from trainctl.memory import constants
@@ -215,7 +214,7 @@ TRANSFORMERS = (
 def _code(row: Row, model: ModelConfig) -> blocks.Code | None:
     """How a row's blocks are written; None is transformers' way, which the budget knows."""
     framework = row.words("framework")
-    gated = model.family is not ModelFamily.gpt2
+    gated = model.family != "gpt2"
     if model.name == "SimpleTransformer":
         return blocks.TORCH_AUTOCAST if is_autocast(row) else blocks.TORCH
     if "megatron" in framework:

@@ -15,7 +15,6 @@ from trainctl.config.schema import (
     DataType,
     HardwareConfig,
     ModelConfig,
-    ModelFamily,
 )
 
 FILES = sorted((shipped_root() / "conf").rglob("*.yaml"))
@@ -93,7 +92,7 @@ def parameters(model: ModelConfig) -> int:
     """Parameters of a decoder, counted by hand from its architecture."""
     hidden, layers, width = model.hidden_size, model.num_layers, model.intermediate_size
     embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
-    if model.family is ModelFamily.gpt2:
+    if model.family == "gpt2":
         block = 4 * hidden * hidden + 2 * hidden * width + 9 * hidden + width
         norms = 2 * hidden
         assert width == 4 * hidden
@@ -102,7 +101,7 @@ def parameters(model: ModelConfig) -> int:
     queries = model.num_attention_heads * model.head_dim
     keys = model.num_key_value_heads * model.head_dim
     attention = 2 * hidden * queries + 2 * hidden * keys
-    norms = 2 * hidden + (2 * model.head_dim if model.family is ModelFamily.qwen3 else 0)
+    norms = 2 * hidden + (2 * model.head_dim if model.family == "qwen3" else 0)
     return embeddings + layers * (attention + 3 * hidden * width + norms) + hidden
 
 

@@ -13,7 +13,6 @@ from small_model import SHAPE
 
 from trainctl.config.compose import Composed, compose, examine
 from trainctl.config.hub import fetch_weights
-from trainctl.config.schema import ModelFamily
 from trainctl.errors import TrainctlError
 
 pytestmark = pytest.mark.usefixtures("nothing_is_traced")
@@ -108,7 +107,7 @@ def test_experts_are_read_and_their_balancing_is_not_silent(
 ) -> None:
     found = composed(directory(tmp_path / "a", kind, router_aux_loss_coef=0.02, **keys))
     model = found.config.model
-    assert (model.family, model.num_experts, model.experts_per_token) == (ModelFamily.hf, 8, 2)
+    assert (model.family, model.num_experts, model.experts_per_token) == ("hf", 8, 2)
     (warning,) = found.findings
     assert warning.rule == "TC155" and "router_aux_loss_coef=0.02" in warning.message
     (warning,) = composed(directory(tmp_path / "b", kind, **keys)).findings

@@ -32,6 +32,7 @@ from trainctl.hardware import (
     storage,
 )
 from trainctl.hardware.facts import Hardware
+from trainctl.options import logger
 
 CPU = Hardware(name="2xcpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=2)
 CUDA = Hardware(name="2xh100", accelerator=Accelerator.cuda, nodes=1, devices_per_node=2)
@@ -96,6 +97,16 @@ def test_every_rule_of_the_machine_has_one_place() -> None:
 
 
 # ---------------------------------------------------------------- packages
+
+
+def test_what_a_logger_imports_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = config("logging.to=[csv,tensorboard]")
+    assert list(packages.loggers_are_installed(chosen, CPU)) == ["csv, tensorboard"]
+    monkeypatch.setattr(logger, "find_spec", lambda module: None)
+    finding = only(packages.loggers_are_installed(chosen, CPU))
+    assert (finding.rule, finding.key) == ("TC124", "logging.to")
+    assert "'trainctl[tensorboard]'" in finding.hint
+    assert list(packages.loggers_are_installed(config(), CPU)) == []
 
 
 def put_package(folder: Path, name: str, version: str, *requires: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainctl.config.registry import new_section
-from trainctl.config.schema import Accelerator, ModelConfig, ModelFamily, RunConfig
+from trainctl.config.schema import Accelerator, ModelConfig, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.stages import blocks_of_stages
 from trainctl.plan.types import Batch, Mesh, RunPlan
@@ -33,7 +33,7 @@ LLAMA_2_7B = ModelConfig(
 )
 GPT2 = ModelConfig(
     name="gpt2",
-    family=ModelFamily.gpt2,
+    family="gpt2",
     vocab_size=50_257,
     hidden_size=768,
     intermediate_size=3072,

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from trainctl.config.schema import AttentionKind, ModelConfig, ModelFamily
+from trainctl.config.schema import AttentionKind, ModelConfig
 from trainctl.memory.activations import block_activations
 
 BATCH, SEQUENCE = 2, 128
 MODELS = {
     family: ModelConfig(
-        family=ModelFamily(family),
+        family=family,
         hidden_size=256,
         intermediate_size=704,
         num_attention_heads=8,
@@ -58,13 +58,13 @@ def real_block(model: ModelConfig, attention: str, dtype_name: str):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     dtype = getattr(torch, dtype_name)
-    if model.family is ModelFamily.gpt2:
+    if model.family == "gpt2":
         config = transformers.GPT2Config(
             n_embd=256, n_inner=704, n_head=8, n_layer=1, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0
         )
     else:
         config = transformers.AutoConfig.for_model(
-            model.family.value,
+            model.family,
             hidden_size=256,
             intermediate_size=704,
             num_attention_heads=8,
@@ -78,7 +78,7 @@ def real_block(model: ModelConfig, attention: str, dtype_name: str):
     hidden = torch.randn(BATCH, SEQUENCE, 256, dtype=dtype, requires_grad=True)
     shared = list(whole.parameters())
     arguments = {}
-    if model.family is ModelFamily.gpt2:
+    if model.family == "gpt2":
         block = whole.transformer.h[0]
     else:
         block = whole.model.layers[0]
@@ -141,7 +141,7 @@ def test_tensor_ranks_share_heads_and_feed_forward_but_not_norms() -> None:
 
 
 def test_window_shorter_than_the_sequence_expands_keys() -> None:
-    model = ModelConfig(family=ModelFamily.mistral, num_key_value_heads=1, sliding_window=64)
+    model = ModelConfig(family="mistral", num_key_value_heads=1, sliding_window=64)
     masked = block_activations(model, sequence_length=128, element=2)
     unmasked = block_activations(model, sequence_length=64, element=2)
     assert masked.attention > unmasked.attention

@@ -18,7 +18,6 @@ from trainctl.config.schema import (
     AttentionKind,
     CheckpointingMode,
     ModelConfig,
-    ModelFamily,
     OffloadDevice,
 )
 from trainctl.memory.budget import MemoryBudget, budget
@@ -225,7 +224,7 @@ MODES = st.fixed_dictionaries(
                 LLAMA_2_7B,
                 GPT2,
                 replace(TINY, attention=AttentionKind.eager),
-                replace(TINY, family=ModelFamily.qwen3),
+                replace(TINY, family="qwen3"),
             ]
         ),
     }

@@ -10,7 +10,6 @@ from trainctl.config.schema import (
     CheckpointingMode,
     DataType,
     ModelConfig,
-    ModelFamily,
     OffloadDevice,
 )
 from trainctl.memory.components import Components
@@ -72,7 +71,7 @@ def test_offload_states_readme_to_the_byte() -> None:
 
 
 TRANSFORMER_7B = ModelConfig(
-    family=ModelFamily.gpt2,
+    family="gpt2",
     vocab_size=50_000,
     hidden_size=4096,
     intermediate_size=16_384,

@@ -12,7 +12,7 @@ import pytest
 
 from trainctl.cli.main import run
 from trainctl.config.hf import fill_from_directory
-from trainctl.config.schema import AttentionKind, DataType, ModelConfig, ModelFamily, RunConfig
+from trainctl.config.schema import AttentionKind, DataType, ModelConfig, RunConfig
 from trainctl.config.tensor_table import to_table
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.memory.activations import block_activations
@@ -41,7 +41,7 @@ def _config(model: ModelConfig, compute: str = "bf16", *, autocast: bool = False
 
 def _ours(family: str, attention: str = "sdpa") -> ModelConfig:
     return ModelConfig(
-        family=ModelFamily(family),
+        family=family,
         hidden_size=256,
         intermediate_size=704,
         num_layers=3,
@@ -58,7 +58,7 @@ def _directory(folder: Path, kind: str, **changes: int) -> ModelConfig:
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(kind, **(SHAPE | changes))
     config.save_pretrained(folder)
-    return fill_from_directory(ModelConfig(name="hf", family=ModelFamily.hf, path=str(folder)))
+    return fill_from_directory(ModelConfig(name="hf", family="hf", path=str(folder)))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -235,7 +235,7 @@ def test_a_model_that_cannot_be_traced_says_why(tmp_path: Path) -> None:
     bloom = transformers.AutoConfig.for_model("bloom", hidden_size=64, n_layer=2, n_head=4)
     bloom.save_pretrained(tmp_path / "bloom")
     model = _ours("llama")
-    model = replace(model, family=ModelFamily.hf, path=str(tmp_path / "bloom"))
+    model = replace(model, family="hf", path=str(tmp_path / "bloom"))
     with pytest.raises(TrainctlError):  # it has no sdpa attention in transformers either
         trace(_config(model), tmp_path)
     gemma = _directory(tmp_path / "gemma", "gemma2")

@@ -82,6 +82,8 @@ def test_without_trust_nothing_of_it_runs(trainctl, folder: Path) -> None:
     assert f"{file} is code" in refused.stderr
     assert "trainctl --trust-code COMMAND" in refused.stderr
     assert not (folder.parent / "ran").exists()
+    behind = trainctl("validate", "--config-dir", "own", "--trust-code", *CHOSEN, expect=2)
+    assert "it stands before the command: trainctl --trust-code validate" in behind.stderr
 
 
 def test_it_is_listed_and_its_keys_are_checked(trainctl) -> None:

@@ -8,13 +8,13 @@ import pytest
 from plan_cases import config_with, cpus
 
 from trainctl.config.registry import specs
-from trainctl.config.schema import ModelFamily
+from trainctl.options.model import families
 from trainctl.plan import mup
 from trainctl.plan.groups import parameter_groups
 from trainctl.plan.mup import TensorKind
 from trainctl.plan.resolve import resolve
 
-FAMILIES = [family.value for family in ModelFamily if family is not ModelFamily.hf]
+FAMILIES = [spec.name for spec in families() if spec.has_mup]
 WIDE = {
     "model__mup": True,
     "model__mup_base_width": 64,

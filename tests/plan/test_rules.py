@@ -240,7 +240,7 @@ ERRORS = [
         {**MUP, "model__family": "hf", "model__path": "m", "model__model_type": "bloom"},
         gpus(1),
         "model.family=hf (bloom)",
-        "llama, mistral, qwen3, gpt2",
+        "gpt2, llama, mistral, qwen3",
     ),
     ("TC016", {**MUP, "model__factory": "a:b"}, gpus(1), "model.factory=a:b", "model.mup=false"),
     (

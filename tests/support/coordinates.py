@@ -14,7 +14,7 @@ from mup_probe import Sizes
 from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
 from trainctl.config.registry import new_section
-from trainctl.config.schema import DataType, ModelFamily, RunConfig
+from trainctl.config.schema import DataType, RunConfig
 from trainctl.runs.layout import RunPaths
 
 WIDTHS = (64, 128, 256, 512)
@@ -57,7 +57,7 @@ def config_of(
     width: int,
     *,
     mup: bool,
-    family: ModelFamily = ModelFamily.llama,
+    family: str = "llama",
     optimizer: str = "adamw",
     steps: int = STEPS,
     seed: int = 1,
@@ -71,7 +71,7 @@ def config_of(
     model.family, model.num_layers = family, 2
     model.hidden_size, model.intermediate_size = width, 3 * width
     model.num_attention_heads = width // HEAD_DIM
-    model.num_key_value_heads = None if family is ModelFamily.gpt2 else width // HEAD_DIM // 2
+    model.num_key_value_heads = None if family == "gpt2" else width // HEAD_DIM // 2
     if mup:
         model.mup, model.mup_base_width = True, WIDTHS[0]
     model.initializer_range = 0.1
@@ -91,7 +91,7 @@ def check(
     folder: Path,
     *,
     mup: bool,
-    family: ModelFamily = ModelFamily.llama,
+    family: str = "llama",
     optimizer: str = "adamw",
     widths: Sequence[int] = WIDTHS,
     seeds: Sequence[int] = SEEDS,

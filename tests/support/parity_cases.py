@@ -22,7 +22,6 @@ from trainctl.config.schema import (
     CheckpointingMode,
     DataConfig,
     DataType,
-    ModelFamily,
     OffloadDevice,
     RunConfig,
 )
@@ -192,9 +191,9 @@ def _config(combination: Combination, steps: int, nvme: Path) -> RunConfig:
     config.training.evaluation_samples = 0
     config.training.sample_tokens = 0
     family, _, untied = combination.model.partition("-")
-    config.model.family = ModelFamily(family)
+    config.model.family = family
     config.model.tie_word_embeddings = not untied
-    if config.model.family is ModelFamily.gpt2:
+    if config.model.family == "gpt2":
         config.model.num_key_value_heads = None
     config.precision.compute = DataType(combination.precision)
     config.zero_stage.stage = int(combination.stage)

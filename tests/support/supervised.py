@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import new_section
-from trainctl.config.schema import Accelerator, RunConfig
+from trainctl.config.schema import Accelerator, LoggingConfig, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.types import Batch, Mesh, RunPlan
 from trainctl.runs.atomic import write_json
@@ -26,11 +26,16 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CLEAN_SECONDS = 5.0
 
 
-def make_plan(ranks: int = 2, kind: str = "local", **launcher: Any) -> RunPlan:
+def make_plan(
+    ranks: int = 2, kind: str = "local", *, loggers: Sequence[str] = (), **launcher: Any
+) -> RunPlan:
     """A plan of which only the launcher's part matters; no save is asked for, few would follow."""
     launcher.setdefault("interrupt_grace_seconds", 0.0)
     return RunPlan(
-        config=RunConfig(launcher=new_section("launcher", kind, **launcher)),
+        config=RunConfig(
+            launcher=new_section("launcher", kind, **launcher),
+            logging=LoggingConfig(to=list(loggers)),
+        ),
         hardware=Hardware(
             name=f"{ranks}xcpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=ranks
         ),

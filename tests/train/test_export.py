@@ -21,7 +21,6 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import (
     AttentionKind,
     DataType,
-    ModelFamily,
 )
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.checkpoints import newest_checkpoint
@@ -86,9 +85,9 @@ def test_the_export_of_every_zero_stage_computes_what_the_engine_did(tmp_path):
 
 
 def test_every_family_tied_and_untied_in_fp32_and_bf16(tmp_path):
-    gpt2 = {"family": ModelFamily.gpt2, "num_key_value_heads": None}
-    qwen3 = {"family": ModelFamily.qwen3, "head_dim": 32}
-    mistral = {"family": ModelFamily.mistral, "sliding_window": 64}
+    gpt2 = {"family": "gpt2", "num_key_value_heads": None}
+    qwen3 = {"family": "qwen3", "head_dim": 32}
+    mistral = {"family": "mistral", "sliding_window": 64}
     plans = [
         plan(0, **gpt2, tie_word_embeddings=True),
         plan(1, **gpt2, tie_word_embeddings=False),

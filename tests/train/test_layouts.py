@@ -14,13 +14,11 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from trainctl.config.registry import new_section
-from trainctl.config.schema import DataType, ModelFamily, PipelinePartition
+from trainctl.config.schema import DataType, PipelinePartition
 from trainctl.engines.deepspeed.pipeline import group_of_ends
 from trainctl.engines.mesh import Axis
-from trainctl.plan.rules.layout import PARALLEL_ARCHITECTURES
 from trainctl.runs.records import read_events
 from trainctl.train.build import whole_pieces
-from trainctl.train.families import FAMILIES
 from trainctl.train.groups import parameter_groups
 from trainctl.train.model import skeleton, transformers_config
 from trainctl.train.pipeline import tied_weight
@@ -31,7 +29,7 @@ STEPS = 4
 def config_of(family="llama", stage=1, **changes):
     config = tiny_config(steps=STEPS, evaluate_every_steps=STEPS, sample_tokens=8)
     config.precision.compute = DataType.fp32
-    config.model.family = ModelFamily(family)
+    config.model.family = family
     if family == "gpt2":
         config.model.num_key_value_heads = None
     config.optimizer.gradient_clipping = 0.5  # always active
@@ -102,10 +100,6 @@ def test_the_curve_is_that_of_one_process(name, tmp_path):
     (loss, text), (expected_loss, expected_text) = at_the_end(run), at_the_end(alone)
     assert loss == pytest.approx(expected_loss, abs=2e-6)
     assert text == expected_text
-
-
-def test_the_plan_and_the_trainer_know_the_same_architectures():
-    assert set(PARALLEL_ARCHITECTURES) == set(FAMILIES)
 
 
 def test_every_stage_makes_a_group_when_the_ends_share_a_weight(monkeypatch):

@@ -7,14 +7,13 @@ from transformers import modeling_flash_attention_utils
 
 from trainctl.config.schema import (
     ModelConfig,
-    ModelFamily,
 )
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.train.build import materialise
 from trainctl.train.model import has_flash_attention, skeleton
 from trainctl.train.weights import SeedWeights
 
-FAMILIES = [ModelFamily.llama, ModelFamily.mistral, ModelFamily.qwen3, ModelFamily.gpt2]
+FAMILIES = ["llama", "mistral", "qwen3", "gpt2"]
 
 
 def small(family):

@@ -15,9 +15,9 @@ from trainctl.config.schema import (
     CrossEntropyKind,
     DataType,
     ModelConfig,
-    ModelFamily,
 )
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.model import families
 from trainctl.plan.mup import check_multipliers, multipliers
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
@@ -30,7 +30,7 @@ from trainctl.train.loaded import load
 from trainctl.train.model import skeleton
 from trainctl.train.weights import SeedWeights
 
-FAMILIES = [family for family in ModelFamily if family is not ModelFamily.hf]
+FAMILIES = [spec.name for spec in families() if spec.has_mup]
 STEPS = 3
 
 
@@ -63,7 +63,7 @@ def test_activations_depend_on_the_width_without_mup_and_not_with_it(tmp_path):
     ],
 )
 def test_every_family_and_optimizer_that_has_a_table(family, optimizer, tmp_path):
-    kinds = ModelFamily(family), optimizer
+    kinds = family, optimizer
     flat = coordinates.check(tmp_path / "with", mup=True, family=kinds[0], optimizer=kinds[1])
     assert flat.is_flat, coordinates.table(flat)
     steep = coordinates.check(
@@ -83,7 +83,7 @@ def config_of(family="llama", *, mup=True, **changes):
     config.precision.compute = DataType.fp32
     config.optimizer.lr = 1e-2
     model = config.model
-    model.family = ModelFamily(family)
+    model.family = family
     model.num_attention_heads, model.num_key_value_heads = 4, 2
     if family == "gpt2":
         model.num_key_value_heads = None
@@ -156,7 +156,7 @@ def test_outside_training_and_in_transformers_the_model_is_the_same(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_export_of_any_weights_computes_the_same_without_multipliers(family, tied, tmp_path):
     """Norms and biases too, which training has hardly moved."""
-    config = config_of(family.value, model__tie_word_embeddings=tied)
+    config = config_of(family, model__tie_word_embeddings=tied)
     checkpoint = fabricate(RunPaths(tmp_path / "run"), config.model, deviation=0.3)
     assert_exports(config, checkpoint, tmp_path / "out")
 
@@ -171,7 +171,7 @@ def assert_exports(config, checkpoint, out):
         largest = float(expected.abs().max())
         torch.testing.assert_close(theirs(ids).logits, expected, rtol=0, atol=5e-6 * largest)
         for setting in ("mup_base_width", "mup_base_head_dim"):  # each of the two does something
-            plain = config_of(config.model.family.value).model
+            plain = config_of(config.model.family).model
             plain.tie_word_embeddings = config.model.tie_word_embeddings
             setattr(plain, setting, 64 if setting == "mup_base_width" else None)
             other = skeleton(plain, torch.float32)
@@ -184,7 +184,7 @@ def assert_exports(config, checkpoint, out):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_initial_weights_shrink_with_the_width_inside_the_blocks_only(family):
     model = ModelConfig(family=family, num_layers=2, tie_word_embeddings=False)
-    model.num_key_value_heads = None if family is ModelFamily.gpt2 else 2
+    model.num_key_value_heads = None if family == "gpt2" else 2
     plain = SeedWeights.of(model, 3)
     wide = ModelConfig(**{**vars(model), "mup": True, "mup_base_width": 32})
     scaled = SeedWeights.of(wide, 3)

@@ -14,7 +14,6 @@ from trainctl.config.schema import (
     CheckpointingMode,
     DataType,
     ModelConfig,
-    ModelFamily,
 )
 from trainctl.errors import TrainctlError
 from trainctl.runs.layout import RunPaths
@@ -23,15 +22,15 @@ from trainctl.train.model import blocks, skeleton
 from trainctl.train.recompute import KEPT_OPERATIONS, wrap_blocks
 from trainctl.train.weights import SeedWeights
 
-FAMILIES = [ModelFamily.llama, ModelFamily.mistral, ModelFamily.qwen3, ModelFamily.gpt2]
+FAMILIES = ["llama", "mistral", "qwen3", "gpt2"]
 LAYERS = 4
 NONE, FULL, SELECTIVE = CheckpointingMode.none, CheckpointingMode.full, CheckpointingMode.selective
 
 
-def built(family=ModelFamily.llama):
+def built(family="llama"):
     config = ModelConfig(
         family=family, vocab_size=64, hidden_size=32, intermediate_size=96, num_layers=LAYERS,
-        num_key_value_heads=None if family is ModelFamily.gpt2 else 2, tie_word_embeddings=True,
+        num_key_value_heads=None if family == "gpt2" else 2, tie_word_embeddings=True,
     )  # fmt: skip
     model = skeleton(config, torch.float32)
     materialise(model, SeedWeights(3, std=0.3), torch.device("cpu"))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from trainctl.config.schema import ModelConfig, ModelFamily
+from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
 from trainctl.train.model import skeleton, transformers_config
 from trainctl.train.weights import CHUNK, SafetensorsWeights, SeedWeights
@@ -35,10 +35,10 @@ def test_names_seeds_and_chunks_differ():
 
 
 FAMILIES = {
-    ModelFamily.llama: {},
-    ModelFamily.qwen3: {"head_dim": 32},
-    ModelFamily.mistral: {},
-    ModelFamily.gpt2: {"num_key_value_heads": None, "tie_word_embeddings": True},
+    "llama": {},
+    "qwen3": {"head_dim": 32},
+    "mistral": {},
+    "gpt2": {"num_key_value_heads": None, "tie_word_embeddings": True},
 }
 
 
@@ -50,8 +50,7 @@ def test_statistics_equal_the_ones_of_transformers(family):
     shape = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_layers": 2}
     model = ModelConfig(family=family, **{**shape, "num_key_value_heads": 2, **FAMILIES[family]})
     theirs = dict(AutoModelForCausalLM.from_config(transformers_config(model)).named_parameters())
-    residual = (2 * model.num_layers) ** -0.5 if family is ModelFamily.gpt2 else 1.0
-    source = SeedWeights(1, std=model.initializer_range, residual_scale=residual)
+    source = SeedWeights.of(model, 1)
     ours = dict(skeleton(model, torch.float32).named_parameters())
     assert list(ours) == list(theirs)
     for name, parameter in ours.items():

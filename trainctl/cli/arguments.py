@@ -171,3 +171,6 @@ def split_target(arguments: list[str] | None) -> tuple[str | None, list[str]]:
     if first and "=" not in first and not first.startswith("~"):
         return first, rest
     return None, list(arguments or [])
+
+
+NamedRuns = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, get_args, get_origin
 
 import typer
 
@@ -104,7 +104,8 @@ def _values(leaf: Leaf) -> list[str]:
     if bool in kinds:
         return [*found, "true", "false"]
     if leaf.choices:
-        return [*found, *leaf.choices]
+        is_list = get_origin(leaf.hint) is list
+        return [*found, *(f"[{name}]" if is_list else name for name in leaf.choices)]
     if isinstance(default, (int, float, str)) and str(default) and " " not in str(default):
         found.append(str(default))
     return found

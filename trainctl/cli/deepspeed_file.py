@@ -97,7 +97,7 @@ def installed_deepspeed() -> str:
 
 
 def _shape(directory: Path) -> ModelConfig:
-    return fill_from_directory(ModelConfig(name="hf", path=str(directory)))
+    return fill_from_directory(ModelConfig(name="hf", family="hf", path=str(directory)))
 
 
 def _with_line(finding: Finding, document: JsonDocument, path: Path) -> Finding:

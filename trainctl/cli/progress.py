@@ -234,6 +234,13 @@ def event_lines(event: Event) -> list[str]:
         case "waiting":
             missing = ", ".join(event["missing"]) or "their preflight"
             return [f"waiting for nodes: {event['there']} of {event['of']} answer, not {missing}"]
+        case "logger" if event["problem"]:
+            return [
+                f"logger {event['name']}: {printable(event['problem'])}; the run does not wait for "
+                "it: `trainctl runs sync` sends what is missing"
+            ]
+        case "logger":
+            return [f"logger {event['name']}: sends again"]
         case "sample":
             return [
                 "sampled text:",

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainctl.cli.arguments import Json, Run
+from trainctl.cli.arguments import Json, NamedRuns, Run
+from trainctl.cli.sync import sync
 from trainctl.errors import ExitCode, TrainctlError
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ _FORCE_PATIENCE_SECONDS = 60.0
 """And how much longer when it was ended by force: a scheduler takes its time."""
 
 app = typer.Typer(help="List, follow, stop and remove runs.", add_completion=False)
-
-NamedRuns = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")]
 
 
 @app.command("ls")
@@ -247,6 +246,9 @@ def attach(run: Run = None, as_json: Json = False) -> None:
     code = follow_run(open_or_newest(run), as_json=as_json)
     if code:
         raise typer.Exit(code)
+
+
+app.command()(sync)
 
 
 def _print_table(found: list[RunSummary]) -> None:

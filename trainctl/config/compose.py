@@ -23,7 +23,7 @@ from trainctl.config.kinds import keep_own_keys
 from trainctl.config.layers import TAKEN_BACK, Layer, Stack
 from trainctl.config.literals import literal_secrets
 from trainctl.config.overrides import Choice, Overrides, read_overrides
-from trainctl.config.schema import GROUPS, ModelFamily, RunConfig
+from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.config.tensor_table import to_table
 from trainctl.config.tracing import needs_trace, trace_in_child
 from trainctl.config.yaml_files import read_document
@@ -226,7 +226,7 @@ def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
         typed: Keys that the command line sets.
     """
     model = from_plain(RunConfig, stack.plain).model
-    if model.family is not ModelFamily.hf:
+    if not model.is_directory:
         return []
     try:
         read = fill_from_directory(model)
@@ -235,17 +235,17 @@ def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
             Finding(rule=NO_MODEL, message=error.message, hint=error.hint, key="model.path"),
         )
         return [finding.set_by(_last_source(stack, "model.path")) for finding in wrong]
-    filled = to_plain(read)
+    had, filled = to_plain(model), to_plain(read)
     findings: list[Finding] = []
     source = f"{model.path}/config.json"
-    for name in FILLED:
+    for name in (*FILLED, *read.own_keys):
         key, value = f"model.{name}", filled[name]
-        own = stack.value_of(key)
+        own = had.get(name)
         has_own = stack.is_set(key) and name not in UNTYPED
         if own == value:
             continue
         if has_own and (key in typed or "model.path" not in typed):
-            if read.family is ModelFamily.hf and name not in APPLIED:
+            if read.is_directory and name not in APPLIED:
                 findings.append(_not_applied(key, own, value, stack, source))
                 continue
             stack.layers[key].insert(0, Layer(source, value))

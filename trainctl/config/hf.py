@@ -10,8 +10,9 @@ from typing import Any
 
 from trainctl.config.hub import is_hub_folder, is_hub_name, local_folder
 from trainctl.config.keys import ValueProblem, accept, leaves
+from trainctl.config.registry import changed_section, load, names, new_section
 from trainctl.config.safetensors_files import has_pickled_weights, has_weights
-from trainctl.config.schema import ModelConfig, ModelFamily, WeightsKind
+from trainctl.config.schema import ModelConfig, WeightsKind
 from trainctl.errors import Finding, Severity, TrainctlError
 
 NO_MODEL, NO_SHAPE, NO_WEIGHTS, NOT_BALANCED = "TC113", "TC114", "TC145", "TC155"
@@ -36,7 +37,7 @@ NAMES = {
 """Field of ours, and the keys that transformers' configurations call it."""
 
 FILLED = ("name", "family", "model_type", "path", "initial_weights", *NAMES)
-"""Fields that `fill_from_directory` sets."""
+"""Fields that `fill_from_directory` sets, besides a family's own."""
 
 APPLIED = ("name", "initializer_range")
 """Of a model that stays `hf`, what has an effect when set beside the directory: the rest of its
@@ -44,45 +45,16 @@ shape is what transformers reads from the file."""
 
 REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")
 
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048, "norm_epsilon": 1e-6, "rope_theta": 10000.0},
-    "mistral": {
-        "max_position_embeddings": 131072,
-        "norm_epsilon": 1e-6,
-        "rope_theta": 10000.0,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-    "qwen3": {
-        "max_position_embeddings": 32768,
-        "norm_epsilon": 1e-6,
-        "rope_theta": 10000.0,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-    },
-    "gpt2": {"max_position_embeddings": 1024, "norm_epsilon": 1e-5, "tie_word_embeddings": True},
-}
-"""What transformers' configuration classes take for a key that the file leaves out."""
-
-PLAIN = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
-PLAIN_GPT2 = {
-    "activation_function": "gelu_new",
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-}
-"""Keys that our families have one value for: any other value makes the model `hf`."""
-
 
 def fill_from_directory(model: ModelConfig) -> ModelConfig:
     """The model with the shape that `model.path`/config.json gives, and the weights beside it.
 
-    The family becomes llama, mistral, qwen3 or gpt2 where the directory is exactly one of those;
-    the shape then says it all, and only an export reads the directory again (token ids, settings
-    of generation). It stays `hf` otherwise (biases, scaled rotary embeddings, experts, other
-    architectures). Unless model.weights or model.initial_weights says otherwise, training starts
-    from the weights that the directory has. A name on the Hugging Face hub becomes the folder that
-    it is downloaded to.
+    The family becomes that of the directory where it is exactly of one that is known (llama or
+    gpt2, say); the shape then says it all, and only an export reads the directory again (token ids,
+    settings of generation). It stays what it is otherwise (biases, scaled rotary embeddings,
+    experts, other architectures). Unless model.weights or model.initial_weights says otherwise,
+    training starts from the weights that the directory has. A name on the Hugging Face hub becomes
+    the folder that it is downloaded to.
 
     Raises:
         TrainctlError: No such directory or file, no JSON, the shape is incomplete, or the weights
@@ -97,36 +69,42 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
     path, raw = _read(model.path)
     kind = str(raw.get("model_type", ""))
     raw = {**raw, **_mapping(raw.get("rope_parameters"))}
-    shape = {**DEFAULTS.get(kind, {}), **_known(raw)}
+    family = _family(kind)
+    form = family.directory if family is not None else None
+    is_whole = family is not None and _is_whole(family, raw)
+    own = new_section("model", kind).own_keys if is_whole else ()
+    called = {**NAMES, **{name: (name,) for name in own}}
+    shape = {**(form.defaults if form is not None else {}), **_known(raw, called)}
     findings = _incomplete(path, shape)
     accepted: dict[str, Any] = {}
     for name, value in shape.items():
         try:
             accepted[name] = accept(leaves()[f"model.{name}"], value)
         except ValueProblem as problem:
-            message = f"{path}: {NAMES[name][0]} is unusable: {problem.message}"
+            message = f"{path}: {called[name][0]} is unusable: {problem.message}"
             findings.append(_finding(NO_SHAPE, message, problem.hint))
     findings += _unreadable_weights(model, path.parent)
     if findings:
         raise TrainctlError.from_findings(findings)
-    if kind == "gpt2" or "intermediate_size" not in accepted:
-        accepted.setdefault("intermediate_size", 4 * accepted["hidden_size"])
-    if kind == "qwen3" and not raw.get("use_sliding_window"):
-        accepted["sliding_window"] = None
-    return replace(
+    accepted.setdefault("intermediate_size", 4 * accepted["hidden_size"])
+    for name, switch in (form.switches if form is not None else {}).items():
+        if not raw.get(switch):
+            accepted[name] = None
+    filled: ModelConfig = changed_section(
         model,
         name=path.parent.name if model.name == "hf" else model.name,
-        family=ModelFamily(kind) if _is_ours(kind, raw) else ModelFamily.hf,
+        family=kind if is_whole else model.family,
         model_type=kind or None,
         path=str(path.parent),
         initial_weights=_weights(model, path.parent),
         **accepted,
     )
+    return filled
 
 
 def warnings(model: ModelConfig) -> list[Finding]:
     """What the directory of a model asks for and training does not do."""
-    if model.family is not ModelFamily.hf or (model.num_experts or 1) < 2:
+    if not model.is_directory or (model.num_experts or 1) < 2:
         return []
     path, raw = _read(model.path)
     asked = raw.get("router_aux_loss_coef")
@@ -190,10 +168,10 @@ def _read(directory: str | None) -> tuple[Path, dict[str, Any]]:
     return path, raw
 
 
-def _known(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _known(raw: Mapping[str, Any], called: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     """Our fields that the file gives; nulls count as left out."""
     known = {}
-    for name, theirs in NAMES.items():
+    for name, theirs in called.items():
         values = [raw[key] for key in theirs if raw.get(key) is not None]
         if values:
             known[name] = values[0]
@@ -210,14 +188,19 @@ def _incomplete(path: Path, shape: Mapping[str, Any]) -> list[Finding]:
     return [_finding(NO_SHAPE, f"{path} lacks {', '.join(missing)}", hint)]
 
 
-def _is_ours(kind: str, raw: Mapping[str, Any]) -> bool:
-    if kind == "gpt2":
-        return all(raw.get(key, value) == value for key, value in PLAIN_GPT2.items())
-    scaling = _mapping(raw.get("rope_scaling"))
+def _family(kind: str) -> Any:
+    """The spec of the family that an architecture is, by transformers' name; None of others."""
+    spec = load("model", kind) if kind in names("model") else None
+    return None if spec is None or spec.is_directory else spec
+
+
+def _is_whole(family: Any, raw: Mapping[str, Any]) -> bool:
+    """Whether a family's keys say all that the file says."""
+    form, scaling = family.directory, _mapping(raw.get("rope_scaling"))
     rope = raw.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-    is_plain = all(raw.get(key, value) == value for key, value in PLAIN.items())
-    slides = kind == "qwen3" and raw.get("use_sliding_window")
-    return kind in ("llama", "mistral", "qwen3") and is_plain and rope == "default" and not slides
+    is_plain = all(raw.get(key, value) == value for key, value in form.plain.items())
+    is_switched = any(raw.get(switch) for switch in form.switches.values())
+    return is_plain and not is_switched and (rope == "default" or not family.is_rotary)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

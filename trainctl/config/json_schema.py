@@ -100,7 +100,9 @@ def _by_kind(group: str, keys: list[Leaf]) -> list[dict[str, Any]]:
 def types_of(leaf: Leaf) -> list[dict[str, Any]]:
     """The JSON types of a key's values."""
     if leaf.metadata.get("units"):
-        return [{"enum": list(leaf.choices)}]
+        choice = {"enum": list(leaf.choices)}
+        is_list = get_origin(leaf.hint) is list
+        return [{"type": "array", "items": choice} if is_list else choice]
     return _types(leaf.hint, leaf.metadata)
 
 

@@ -142,7 +142,7 @@ def accept(leaf: Leaf, value: Any, text: str | None = None) -> Any:
         ValueProblem: The value is of another type, or out of range.
     """
     if leaf.metadata.get("units"):
-        return _accept_name(leaf.choices, value, text)
+        return _accept_names(leaf, value, text)
     if leaf.metadata.get("unit") == "tokens" and isinstance(value, str):
         value = _with_suffix(value)
     try:
@@ -338,6 +338,14 @@ def _accept_name(members: tuple[str, ...], value: Any, text: str | None) -> str:
         f"{written!r} is not a legal value",
         f"did you mean {close[0]}? It is {legal}" if close else f"it is {legal}",
     )
+
+
+def _accept_names(leaf: Leaf, value: Any, text: str | None) -> Any:
+    """The name of a unit, or a list of some."""
+    if get_origin(leaf.hint) is not list:
+        return _accept_name(leaf.choices, value, text)
+    written = _accept(leaf.hint, value, text, leaf.default)
+    return list(dict.fromkeys(_accept_name(leaf.choices, name, None) for name in written))
 
 
 def _accept_bool(value: Any, text: str | None) -> bool:

@@ -29,6 +29,10 @@ ENTRY_POINTS = "trainctl.options"
 FOLDER_VARIABLE = "TRAINCTL_OPTIONS"
 """Names a folder of `GROUP/NAME.py`; whoever sets it has trainctl run that code."""
 
+SEVERAL = ("logger",)
+"""Groups of which a run may have several options, by a list of names; of the others each is the
+kind of a section."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
@@ -50,8 +54,9 @@ class Spec:
 
 @cache
 def unit_groups() -> tuple[str, ...]:
-    """The groups whose options are units."""
-    return tuple(sorted(path.parent.name for path in SHIPPED.glob("*/__init__.py")))
+    """The groups whose options are units, and the kinds of a section."""
+    found = {path.parent.name for path in SHIPPED.glob("*/__init__.py")}
+    return tuple(sorted(found.difference(SEVERAL)))
 
 
 @cache
@@ -209,9 +214,10 @@ def function_of(group: str, kind: str, entry: str = "build") -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as missing:
+        chosen = kind if group in SEVERAL else f"{chooser(group)}={kind}"
         what = f"pip install 'trainctl[{spec.extra}]'" if spec.extra else "install it"
         raise TrainctlError(
-            f"{group}.{chooser(group)}={kind} needs a package that is missing ({missing})",
+            f"{group}.{chosen} needs a package that is missing ({missing})",
             hint=f"{what}, or choose another {group}",
             exit_code=ExitCode.environment,
         ) from None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import to_plain
-from trainctl.config.schema import ModelFamily, RunConfig
+from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, TrainctlError
 
 SECONDS = 600
@@ -36,7 +36,7 @@ _known: dict[str, dict[str, Any]] = {}
 def needs_trace(config: RunConfig) -> bool:
     """Whether a model has no closed form: what its directory says is not all that it is."""
     model = config.model
-    return model.family is ModelFamily.hf and bool(model.path)
+    return model.is_directory and bool(model.path)
 
 
 def trace_in_child(config: RunConfig, folder: Path | None = None) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _key(config: RunConfig, folder: Path) -> str:
 def _files(config: RunConfig, folder: Path) -> list[str]:
     """Digests of the files that say what the model is."""
     model, found = config.model, []
-    if model.path and model.family is ModelFamily.hf:
+    if model.path and model.is_directory:
         found.append(Path(model.path) / "config.json")
         found += sorted(Path(model.path).glob("*.py")) if model.trust_remote_code else []
     if model.factory:

@@ -9,11 +9,13 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from trainctl.config.registry import load
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware.detect import driver_cuda_version
 from trainctl.hardware.facts import Hardware
 from trainctl.hardware.finding import problem
+from trainctl.options.logger import missing
 
 ASKED = ("trainctl", "deepspeed", "transformers", "accelerate")
 """Packages whose requirements are compared with what is installed; the last one is optional."""
@@ -59,6 +61,14 @@ def _compared() -> Iterator[str | Finding]:
     if is_well:
         known = [(name, version(name)) for name in SHOWN]
         yield ", ".join(f"{name} {found}" for name, found in known if found)
+
+
+def loggers_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """What the loggers of `logging.to` import is there, on the machine that sends to them."""
+    found = [missing(load("logger", name)) for name in config.logging.to]
+    if found and not any(found):
+        yield ", ".join(config.logging.to)
+    yield from filter(None, found)
 
 
 def torch_matches_the_device(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from signal import Signals
 
 from trainctl.launch.agents import Agents, OneProcess
+from trainctl.launch.loggers import Loggers
 from trainctl.launch.order import Launch, Start
 from trainctl.launch.outcome import Outcome
 from trainctl.launch.processes import start_agent, start_tied
@@ -74,6 +75,8 @@ def run_attempts(
     run, plan, launcher = launch.run, launch.plan, launch.plan.config.launcher
     with hold(run) as lock:
         identity = run_id(run)
+        loggers = Loggers(run, plan.config.logging.to, RunTag(identity, run.root), launch.on_event)
+        launch = replace(launch, on_event=loggers.on_event)
 
         def run_one(attempt: AttemptPaths, plan: RunPlan, stop: Stop) -> Outcome:
             order = launch.start(attempt, plan)
@@ -88,7 +91,7 @@ def run_attempts(
                 grace_seconds=launcher.grace_seconds,
             )
 
-        with Stop.of_launch(run, plan) as stop:
+        with Stop.of_launch(run, plan) as stop, loggers:
             if restarts_itself:
                 outcome = run_with_restarts(launch, stop, run_one, plan_again)
             else:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainctl.errors import Finding, TrainctlError
+from trainctl.hardware.packages import loggers_are_installed
 from trainctl.launch import program
 from trainctl.launch.attempts import Begun, run_attempts
 from trainctl.launch.order import Launch, Start
@@ -38,7 +39,12 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     run = RunPaths(folder)
     code_folder = program.folder(plan.config, run) if run.record.is_file() else None
     findings = look(plan, hosts_of(plan), folder, checkpoint_bytes, code_folder).findings
-    return [*findings, *not_forwarded(plan, os.environ)]
+    here = [
+        found
+        for found in loggers_are_installed(plan.config, plan.hardware)
+        if isinstance(found, Finding)
+    ]
+    return [*here, *findings, *not_forwarded(plan, os.environ)]
 
 
 def render(start: Start, *, site: Site | None = None) -> Rendered:

@@ -15,17 +15,13 @@ from trainctl.config.schema import (
     AttentionKind,
     CheckpointingMode,
     ModelConfig,
-    ModelFamily,
 )
 from trainctl.memory.constants import BYTES
+from trainctl.options.model import Norm, spec_of
 from trainctl.plan import shapes
 from trainctl.plan.types import Sketch
 
 FP32 = 4
-NORM_STATISTICS = {ModelFamily.gpt2: 2 * FP32}
-"""Bytes per token of a norm's statistics: mean and deviation, or the root mean square alone."""
-GELU_COPIES = 4
-"""gelu_new of transformers keeps its input, half of it, the tanh, and one plus the tanh."""
 SCORE_GRADIENT_COPIES = 2
 """fp32 gradients of attention scores alive at once when attention is eager."""
 
@@ -105,8 +101,8 @@ def block_activations(
         autocast: Whether weights and residual stream are fp32.
         liger: Whether Liger's norms and SwiGLU take the place of transformers'.
     """
-    gpt2 = model.family is ModelFamily.gpt2
-    hidden = model.hidden_size
+    spec = spec_of(model)
+    hidden, up = model.hidden_size, spec.feed_forward
     width = shapes.head_dim(model)
     heads = model.num_attention_heads / tensor
     key_heads = shapes.key_value_heads(model) / tensor
@@ -116,28 +112,27 @@ def block_activations(
 
     scores = 0.0
     if eager:
-        # Softmax runs in fp32 (GPT-2's in the compute type, unless autocast knows better), then is
-        # cast for the product.
-        fp32_copy = FP32 if element < FP32 and (autocast or not gpt2) else 0
+        # Where softmax runs in fp32, as autocast has it, the result is cast for the product.
+        fp32_copy = FP32 if element < FP32 and (autocast or spec.softmax_in_fp32) else 0
         scores = heads * sequence_length * (element + fp32_copy)
     if eager or _expands_keys(model, sequence_length):
         key_heads = heads
     # One result for each projection, and attention's; the last two have the block's full width.
     attended = 0.0 if eager else heads * width * element + FP32 * heads
     own_keys = shapes.key_value_heads(model) / tensor
-    projected = width * (heads + 2 * own_keys) + (1 if gpt2 else 2) * ffn + 2 * hidden
+    projected = width * (heads + 2 * own_keys) + up.matrices * ffn + 2 * hidden
     products = element * projected + attended
     query_norms = 0.0
-    if model.family is ModelFamily.qwen3:
+    if spec.attention.per_head:
         normed = (model.num_attention_heads + shapes.key_value_heads(model)) / tensor
-        query_norms = normed * (width * _rms_norm_bytes(element, liger) + FP32)
+        query_norms = normed * _norm_bytes(spec.norm, width, element, liger)
     qkvo = element * width * (2 * heads + 2 * key_heads)
     statistics = 0.0 if eager else FP32 * heads
     # Two norms, and what each hands to the products; autocast casts it once for each of them.
-    norm = hidden * (residual if gpt2 else _rms_norm_bytes(residual, liger))
-    inputs = 5 if autocast and not gpt2 else 2
-    norms = 2 * (norm + NORM_STATISTICS.get(model.family, FP32)) + inputs * hidden * element
-    inner = ffn * element * (GELU_COPIES + 1 if gpt2 else 3 if liger else 4)
+    norm = _norm_bytes(spec.norm, hidden, residual, liger)
+    inputs = len(spec.attention.columns) + len(up.columns) if autocast else 2
+    norms = 2 * norm + inputs * hidden * element
+    inner = ffn * element * (spec.activation.kept_by_liger if liger else spec.activation.kept)
     return BlockActivations(
         norms=round(norms),
         attention=round(qkvo + query_norms + statistics),
@@ -229,15 +224,18 @@ def _boundary(block: BlockActivations, settings: ActivationCheckpointingConfig, 
     return block.boundary // (tensor if settings.partition_across_tensor_ranks else 1)
 
 
-def _rms_norm_bytes(element: int, liger: bool) -> int:
-    """Bytes per element that an RMSNorm keeps besides its output: the input in fp32 (its own
-    storage if it is fp32 already) and the scaled values in the input's type, which meet the weight.
-    Liger's keeps the input as it came (ops/rms_norm.py of liger-kernel).
+def _norm_bytes(norm: Norm, width: int, element: int, liger: bool) -> int:
+    """Bytes that a norm keeps per token besides its output: its statistics and its input, which
+    some keep in fp32 (its own storage if it is fp32 already) beside the scaled values in the
+    input's type, which meet the weight. Liger's keeps the input as it came (ops/rms_norm.py of
+    liger-kernel).
     """
-    return element if liger else FP32 + element
+    copies = norm.copies_in_fp32 and not liger
+    return width * (FP32 + element if copies else element) + FP32 * norm.statistics
 
 
 def _expands_keys(model: ModelConfig, sequence_length: int) -> bool:
     """Whether a mask makes transformers repeat keys and values for every query head."""
-    window = model.sliding_window if model.family is ModelFamily.mistral else None
+    spec = spec_of(model)
+    window = model.sliding_window if spec.has_window and not spec.is_directory else None
     return model.attention is AttentionKind.sdpa and window is not None and window < sequence_length

@@ -11,7 +11,6 @@ from trainctl.config.schema import (
     Accelerator,
     CompileKind,
     DataType,
-    ModelFamily,
 )
 from trainctl.memory.activations import block_activations, compute_bytes
 from trainctl.memory.components import Components, fullest
@@ -265,7 +264,7 @@ def _notes(plan: RunPlan, traced: TracedModel | None) -> list[str]:
         notes.append(
             "On cpu a device is a process: the host's figure contains the devices' memory."
         )
-    if config.model.family is ModelFamily.hf and traced is None:
+    if config.model.is_directory and traced is None:
         notes.append("Activations are counted as those of a Llama of the same shape.")
     if config.precision.compute is DataType.fp8:
         notes.append("fp8 is counted as bf16: its savings are in compute, not in states.")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from trainctl.config.schema import (
     DataType,
-    ModelFamily,
 )
 from trainctl.memory.activations import (
     compute_bytes,
@@ -25,6 +24,7 @@ from trainctl.memory.engine import EngineMemory
 from trainctl.memory.loss import fused_head, head_input, logits
 from trainctl.memory.rank import RankMemory
 from trainctl.memory.stages import Stage
+from trainctl.options.model import spec_of
 from trainctl.plan.types import Sketch
 
 FP32 = 4
@@ -167,7 +167,7 @@ def _retained(rank: RankMemory) -> int:
         matrices //= max(stage.blocks, 1)
     if engine.autocast:
         return compute_bytes(rank.plan) * matrices
-    uses_linear = rank.plan.config.model.family is not ModelFamily.gpt2
+    uses_linear = not spec_of(rank.plan.config.model).inputs_first
     if engine.stage < 3 or _is_whole(engine) or (engine.memory_efficient_linear and uses_linear):
         return 0
     return engine.weight_bytes * matrices

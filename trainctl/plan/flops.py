@@ -16,10 +16,11 @@ What is done again to save memory (recomputed activations) is not counted: it is
 
 from __future__ import annotations
 
-from trainctl.config.schema import ModelConfig, ModelFamily
+from trainctl.config.schema import ModelConfig
 from trainctl.plan.shapes import (
     active_share,
     all_tensors,
+    attention_window,
     block_of,
     block_tensors,
     head_dim,
@@ -53,9 +54,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
         model: Its shape. Its heads are those of its shape, its matrices those of its table.
         sequence_length: Tokens that attend to each other.
     """
-    keys = sequence_length
-    if model.family is not ModelFamily.gpt2 and model.sliding_window is not None:
-        keys = min(keys, model.sliding_window)
+    keys = min(sequence_length, attention_window(model) or sequence_length)
     width = model.num_attention_heads * head_dim(model)
     return 6 * multiplied_weights(model) + 12 * model.num_layers * width * keys
 

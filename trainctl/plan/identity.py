@@ -14,8 +14,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.schema import ModelConfig, ModelFamily, RunConfig
+from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options import model as families
 from trainctl.options.optimizer import spec_of
 from trainctl.plan.mup import check_multipliers, multipliers
 from trainctl.plan.shapes import head_dim, key_value_heads
@@ -68,15 +69,15 @@ def identity(model: ModelConfig) -> dict[str, Any]:
     Raises:
         TrainctlError: Its directory has no readable config.json (exit code 5).
     """
-    found: dict[str, Any] = {"family": model.family.value}
-    found |= {name: getattr(model, name) for name in _SHAPE}
+    found: dict[str, Any] = {"family": model.family}
+    found |= {name: getattr(model, name) for name in (*_SHAPE, *model.own_keys)}
     found |= {"num_key_value_heads": key_value_heads(model), "head_dim": head_dim(model)}
-    everything = model.factory is not None or model.family is ModelFamily.hf
-    if model.family is not ModelFamily.gpt2 or everything:
+    spec, everything = families.spec_of(model), not model.has_closed_form
+    if spec.is_rotary or everything:
         found["rope_theta"] = model.rope_theta
-    if model.family is ModelFamily.mistral or everything:
+    if spec.has_window or everything:
         found["sliding_window"] = model.sliding_window
-    if model.family is ModelFamily.gpt2 or everything:
+    if not spec.is_rotary or everything:
         found["max_position_embeddings"] = model.max_position_embeddings
     if model.factory is not None:
         found["factory"] = model.factory

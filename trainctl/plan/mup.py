@@ -29,16 +29,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from trainctl.config.derived import Derived
 from trainctl.config.schema import ModelConfig, OptimizerConfig, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.model import families
 from trainctl.options.optimizer import WidthRule, spec_of
 from trainctl.plan.shapes import head_dim, key_value_heads
-
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight")
-OUTPUT = "lm_head.weight"
 
 
 class TensorKind(Enum):
@@ -54,14 +53,23 @@ def kind_of(name: str, shape: tuple[int, ...]) -> TensorKind:
     """The kind of a tensor.
 
     Args:
-        name: Canonical name, of a llama, mistral, qwen3 or gpt2.
+        name: Canonical name, of a family with a shape of ours.
         shape: Of the whole tensor. A tied output projection is the embedding.
     """
     if len(shape) < 2:
         return TensorKind.vector
-    if name.endswith(OUTPUT):
+    heads, embeddings = _ends()
+    if name.endswith(heads):
         return TensorKind.output
-    return TensorKind.embedding if name.endswith(EMBEDDINGS) else TensorKind.hidden
+    return TensorKind.embedding if name.endswith(embeddings) else TensorKind.hidden
+
+
+@cache
+def _ends() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Endings of the names of output projections, and of embeddings, in all families."""
+    heads = {f"{spec.head}.weight" for spec in families()}
+    embeddings = {f"{module}.weight" for spec in families() for module in spec.embeddings}
+    return tuple(sorted(heads)), tuple(sorted(embeddings))
 
 
 def width_factor(model: ModelConfig) -> float:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from trainctl.config.schema import ModelConfig, ModelFamily
+from trainctl.config.schema import ModelConfig
 from trainctl.config.tensor_table import from_table
+from trainctl.options.model import Family, Region, spec_of
 
 LOOKUPS = ("wte", "wpe", "embeddings")
 """Names of modules that are looked up by token or position, besides those with `embed` in them."""
@@ -81,44 +82,53 @@ def head_dim(model: ModelConfig) -> int:
 
 
 def key_value_heads(model: ModelConfig) -> int:
-    """Key and value heads; GPT-2 has one for each query head."""
-    if model.family is ModelFamily.gpt2:
+    """Key and value heads."""
+    if spec_of(model).has_equal_heads:
         return model.num_attention_heads
     return model.num_key_value_heads or model.num_attention_heads
 
 
+def attention_window(model: ModelConfig) -> int | None:
+    """Tokens that one attends to; None attends to everything."""
+    return model.sliding_window if spec_of(model).has_window or model.factory else None
+
+
 def embedding_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
     """What stands before the first block."""
-    vocabulary = (model.vocab_size, model.hidden_size)
-    if model.family is not ModelFamily.gpt2:
-        return (TensorShape(name="model.embed_tokens.weight", shape=vocabulary, embedding=True),)
-    positions = (model.max_position_embeddings, model.hidden_size)
-    return (
-        TensorShape(name="transformer.wte.weight", shape=vocabulary, embedding=True),
-        TensorShape(name="transformer.wpe.weight", shape=positions, sharded=False, embedding=True),
+    # Rows of the token embedding are shared by the tensor ranks, those of positions are not.
+    rows, spec = ((model.vocab_size, True), (model.max_position_embeddings, False)), spec_of(model)
+    return tuple(
+        TensorShape(
+            name=f"{spec.decoder}.{module}.weight",
+            shape=(count, model.hidden_size),
+            sharded=sharded,
+            embedding=True,
+        )
+        for module, (count, sharded) in zip(spec.embeddings, rows, strict=False)
     )
 
 
 def block_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
-    """The tensors of one block."""
-    return tuple(_gpt2_block(model) if model.family is ModelFamily.gpt2 else _llama_block(model))
+    """The tensors of one block, in transformers' order."""
+    return tuple(_block(model, spec_of(model)))
 
 
 def block_prefix(model: ModelConfig) -> str:
     """Name of the list of blocks in transformers."""
-    return "transformer.h" if model.family is ModelFamily.gpt2 else "model.layers"
+    spec = spec_of(model)
+    return f"{spec.decoder}.{spec.blocks}"
 
 
 def final_norm_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
     """The norm after the last block."""
-    if model.family is ModelFamily.gpt2:
-        return tuple(_vectors("transformer.ln_f", model.hidden_size))
-    return (_norm("model.norm", model.hidden_size),)
+    spec = spec_of(model)
+    return tuple(_norm(f"{spec.decoder}.{spec.final_norm}", model.hidden_size, spec))
 
 
 def head_tensor(model: ModelConfig) -> TensorShape:
     """The output projection; the same tensor as the embedding when tied."""
-    return TensorShape(name="lm_head.weight", shape=(model.vocab_size, model.hidden_size))
+    name = f"{spec_of(model).head}.weight"
+    return TensorShape(name=name, shape=(model.vocab_size, model.hidden_size))
 
 
 def block_of(name: str) -> int | None:
@@ -195,45 +205,39 @@ def _count_table(model: ModelConfig) -> ParameterCount:
     )
 
 
-def _llama_block(model: ModelConfig) -> Iterator[TensorShape]:
-    hidden, ffn, width = model.hidden_size, model.intermediate_size, head_dim(model)
+def _block(model: ModelConfig, spec: Family) -> Iterator[TensorShape]:
+    width, ffn = head_dim(model), model.intermediate_size
     queries, keys = model.num_attention_heads * width, key_value_heads(model) * width
-    matrices = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (ffn, hidden),
-        "mlp.up_proj": (ffn, hidden),
-        "mlp.down_proj": (hidden, ffn),
-    }
-    for name, shape in matrices.items():
-        yield TensorShape(name=f"{name}.weight", shape=shape)
-    if model.family is ModelFamily.qwen3:
-        yield _norm("self_attn.q_norm", width)
-        yield _norm("self_attn.k_norm", width)
-    yield _norm("input_layernorm", hidden)
-    yield _norm("post_attention_layernorm", hidden)
+    inside = {spec.attention: (queries, keys, keys), spec.feed_forward: (ffn, ffn)}
+    for part in spec.block:
+        if isinstance(part, Region):
+            yield from _region(model, spec, part, inside[part])
+        else:
+            yield from _norm(part, model.hidden_size, spec)
 
 
-def _gpt2_block(model: ModelConfig) -> Iterator[TensorShape]:
-    hidden, ffn = model.hidden_size, model.intermediate_size
-    yield from _vectors("ln_1", hidden)
-    yield TensorShape(name="attn.c_attn.weight", shape=(hidden, 3 * hidden))
-    yield TensorShape(name="attn.c_attn.bias", shape=(3 * hidden,))
-    yield TensorShape(name="attn.c_proj.weight", shape=(hidden, hidden))
-    yield TensorShape(name="attn.c_proj.bias", shape=(hidden,), sharded=False)
-    yield from _vectors("ln_2", hidden)
-    yield TensorShape(name="mlp.c_fc.weight", shape=(hidden, ffn))
-    yield TensorShape(name="mlp.c_fc.bias", shape=(ffn,))
-    yield TensorShape(name="mlp.c_proj.weight", shape=(ffn, hidden))
-    yield TensorShape(name="mlp.c_proj.bias", shape=(hidden,), sharded=False)
+def _region(
+    model: ModelConfig, spec: Family, region: Region, widths: tuple[int, ...]
+) -> Iterator[TensorShape]:
+    """The tensors of a region, by the widths of what its matrices give; the first goes back."""
+    outputs = (sum(widths),) if region.fused > 1 else widths
+    for name, width in zip(region.columns, outputs, strict=False):
+        yield _matrix(f"{region.module}.{name}", width, model.hidden_size, spec)
+        if region.column_bias:
+            yield TensorShape(name=f"{region.module}.{name}.bias", shape=(width,))
+    row = f"{region.module}.{region.row}"
+    yield _matrix(row, model.hidden_size, widths[0], spec)
+    if region.row_bias:
+        yield TensorShape(name=f"{row}.bias", shape=(model.hidden_size,), sharded=False)
+    for name in region.per_head:
+        yield from _norm(f"{region.module}.{name}", head_dim(model), spec)
 
 
-def _norm(name: str, width: int) -> TensorShape:
-    return TensorShape(name=f"{name}.weight", shape=(width,), sharded=False)
+def _matrix(name: str, outputs: int, inputs: int, spec: Family) -> TensorShape:
+    shape = (inputs, outputs) if spec.inputs_first else (outputs, inputs)
+    return TensorShape(name=f"{name}.weight", shape=shape)
 
 
-def _vectors(name: str, width: int) -> Iterator[TensorShape]:
-    yield _norm(name, width)
-    yield TensorShape(name=f"{name}.bias", shape=(width,), sharded=False)
+def _norm(name: str, width: int, spec: Family) -> Iterator[TensorShape]:
+    for part in ("weight", "bias") if spec.norm.has_bias else ("weight",):
+        yield TensorShape(name=f"{name}.{part}", shape=(width,), sharded=False)

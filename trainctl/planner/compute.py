@@ -12,12 +12,12 @@ from trainctl.config.schema import (
     CrossEntropyKind,
     DataType,
     ModelConfig,
-    ModelFamily,
     PrecisionConfig,
     RunConfig,
 )
 from trainctl.hardware import Hardware
 from trainctl.memory.constants import BYTES
+from trainctl.options.model import spec_of
 from trainctl.plan import shapes
 from trainctl.planner import constants
 
@@ -125,9 +125,7 @@ def _attention(
     middle ones when compiled).
     """
     model = config.model
-    keys = sequence_length
-    if model.family is not ModelFamily.gpt2 and model.sliding_window is not None:
-        keys = min(keys, model.sliding_window)
+    keys = min(sequence_length, shapes.attention_window(model) or sequence_length)
     width = model.num_attention_heads * shapes.head_dim(model) / tensor
     if model.attention is AttentionKind.eager:
         score_bytes = 8 if _is_fused(config) else 22
@@ -146,7 +144,7 @@ def _traffic(config: RunConfig, tensor: int) -> float:
     and writes fp32 copies (36 bytes per element) where a fused one reads and writes once (4); a
     residual addition 6; a rotation 16 or 4; SwiGLU 10 or 6; GELU in its tanh form 36 or 4.
     """
-    model = config.model
+    model, spec = config.model, spec_of(config.model)
     hidden, ffn = float(model.hidden_size), model.intermediate_size / tensor
     if config.parallelism.sequence_sharded_norms:
         hidden /= tensor
@@ -154,11 +152,10 @@ def _traffic(config: RunConfig, tensor: int) -> float:
     turned = heads * shapes.head_dim(model)
     fused = _is_fused(config)
     wide = BYTES[config.precision.compute] / 2
-    if model.family is ModelFamily.gpt2:
-        return wide * (20 * hidden + (4 if fused else 36) * ffn)
-    if fused:
-        return wide * (20 * hidden + 4 * turned + 6 * ffn)
-    return wide * (84 * hidden + 16 * turned + 10 * ffn)
+    norm = spec.norm.moved_fused if fused else spec.norm.moved
+    rotation = (4 if fused else 16) if spec.is_rotary else 0
+    inner = spec.activation.moved_fused if fused else spec.activation.moved
+    return wide * ((2 * norm + 2 * 6) * hidden + rotation * turned + inner * ffn)
 
 
 def head_time(config: RunConfig, speed: Rates, tokens: int, tensor: int) -> float:
@@ -189,9 +186,9 @@ def _is_fused(config: RunConfig) -> bool:
     return config.kernels.liger or config.kernels.compile is not CompileKind.none
 
 
-def _shape(model: ModelConfig) -> tuple[str, int, int, int, int, int]:
+def _shape(model: ModelConfig) -> tuple[int, int, int, int, int, int]:
     return (
-        model.family.value,
+        spec_of(model).feed_forward.matrices,
         model.hidden_size,
         model.intermediate_size,
         model.num_attention_heads,
@@ -202,10 +199,9 @@ def _shape(model: ModelConfig) -> tuple[str, int, int, int, int, int]:
 
 @lru_cache(maxsize=64)
 def _products(
-    family: str, hidden: int, ffn: int, heads: int, key_heads: int, width: int
+    up: int, hidden: int, ffn: int, heads: int, key_heads: int, width: int
 ) -> tuple[int, int]:
     """Weights of a block's matrix products; elements that they read and write for each token."""
-    up = 1 if family == ModelFamily.gpt2.value else 2
     queries, keys = heads * width, key_heads * width
     matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
     matrices += [(hidden, ffn)] * up + [(ffn, hidden)]

@@ -10,6 +10,8 @@ RUN/
   events.lock            held (flock) by whoever appends to them
   corpus/                the tokenized documents of `data.factory`; else they are in the cache
   checkpoints/           committed checkpoints `step-00000040/`, and `latest`, a pointer
+  loggers/               NAME.json: how far each logger of `logging.to` has come; NAME.log
+  NAME/                  what a logger of that name writes here
   requests/              what a running launch is asked to do at its next step
   attempts/N/            one launch or resume, N from 1
     plan.json            the frozen plan
@@ -87,6 +89,28 @@ class AttemptPaths:
 
 
 @dataclass(frozen=True, slots=True)
+class LoggerPaths:
+    """Files of the process that sends a run's metrics to one logger."""
+
+    folder: Path
+    name: str
+
+    @property
+    def cursor(self) -> Path:
+        return self.folder / f"{self.name}.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held (flock) by the process that sends."""
+        return self.folder / f"{self.name}.lock"
+
+    @property
+    def log(self) -> Path:
+        """Output of that process."""
+        return self.folder / f"{self.name}.log"
+
+
+@dataclass(frozen=True, slots=True)
 class RunPaths:
     """Files of one run."""
 
@@ -135,6 +159,9 @@ class RunPaths:
     @property
     def attempts(self) -> Path:
         return self.root / "attempts"
+
+    def logger(self, name: str) -> LoggerPaths:
+        return LoggerPaths(self.root / "loggers", name)
 
     def attempt(self, number: int) -> AttemptPaths:
         return AttemptPaths(self.attempts / str(number), number)

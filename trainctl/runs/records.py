@@ -120,7 +120,6 @@ class EventFollower:
         self._path = path
         self._attempt = attempt
         self._offset = path.stat().st_size if path.exists() else 0
-        self._partial = b""
 
     def poll(self) -> list[Event]:
         """Complete records since the last call, or since the follower was made.
@@ -129,16 +128,30 @@ class EventFollower:
         EIO), and nobody who only watches a run is to end it for that.
         """
         try:
-            with open_file(self._path) as stream:
-                stream.seek(self._offset)
-                data = stream.read()
+            events, self._offset = events_after(self._path, self._offset)
         except OSError:
             return []
-        self._offset += len(data)
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        return [
-            event for event in parse_events(lines) if self._attempt in (None, event.get("attempt"))
-        ]
+        return [event for event in events if self._attempt in (None, event.get("attempt"))]
+
+
+def events_after(path: Path, offset: int, most_bytes: int | None = None) -> tuple[list[Event], int]:
+    """Complete records from a byte of the file on, and the byte after the last of them.
+
+    Args:
+        path: The run's `events.jsonl`.
+        offset: The byte: 0, or one that was returned.
+        most_bytes: How much is read at a time, but always a whole line; None reads to the end.
+
+    Raises:
+        OSError: The file is not there, or cannot be read.
+    """
+    with open_file(path) as stream:
+        stream.seek(offset)
+        data = stream.read(-1 if most_bytes is None else most_bytes)
+        if most_bytes is not None and b"\n" not in data:
+            data += stream.readline()
+    whole, newline, _ = data.rpartition(b"\n")
+    return list(parse_events(whole.split(b"\n"))), offset + len(whole) + len(newline)
 
 
 def read_events(path: Path, *kinds: str) -> list[Event]:

@@ -17,12 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.schema import (
-    AttentionKind,
-    DataType,
-    ModelConfig,
-    ModelFamily,
-)
+from trainctl.config.registry import function_of
+from trainctl.config.schema import AttentionKind, DataType, ModelConfig
 from trainctl.errors import TrainctlError
 from trainctl.train.mup import apply_multipliers
 from trainctl.train.user_code import load
@@ -35,16 +31,20 @@ TORCH_TYPES = {
 
 
 def transformers_config(model: ModelConfig) -> PretrainedConfig:
-    """The transformers config of a model: its directory's for family=hf, else by its shape."""
-    if model.family is ModelFamily.hf:
-        return AutoConfig.from_pretrained(
-            model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
-        )
-    return _FAMILIES[model.family](model)
+    """The transformers config of a model, as its family makes it."""
+    made: PretrainedConfig = function_of("model", model.family)(model)
+    return made
 
 
-def _decoder_arguments(model: ModelConfig) -> dict[str, Any]:
-    """What llama, mistral and qwen3 have in common."""
+def directory_config(model: ModelConfig) -> PretrainedConfig:
+    """What the directory has, whatever the shape says."""
+    return AutoConfig.from_pretrained(
+        model.path, local_files_only=True, trust_remote_code=model.trust_remote_code
+    )
+
+
+def decoder_arguments(model: ModelConfig) -> dict[str, Any]:
+    """What most decoders of transformers call the shape."""
     head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
     return {
         "vocab_size": model.vocab_size,
@@ -67,25 +67,29 @@ def _decoder_arguments(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _llama(model: ModelConfig) -> PretrainedConfig:
+def llama_config(model: ModelConfig) -> PretrainedConfig:
+    """A Llama of that shape."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(**_decoder_arguments(model))
+    return LlamaConfig(**decoder_arguments(model))
 
 
-def _mistral(model: ModelConfig) -> PretrainedConfig:
+def mistral_config(model: ModelConfig) -> PretrainedConfig:
+    """A Mistral of that shape."""
     from transformers import MistralConfig
 
-    return MistralConfig(sliding_window=model.sliding_window, **_decoder_arguments(model))
+    return MistralConfig(sliding_window=model.sliding_window, **decoder_arguments(model))
 
 
-def _qwen3(model: ModelConfig) -> PretrainedConfig:
+def qwen3_config(model: ModelConfig) -> PretrainedConfig:
+    """A Qwen3 of that shape."""
     from transformers import Qwen3Config
 
-    return Qwen3Config(**_decoder_arguments(model))
+    return Qwen3Config(**decoder_arguments(model))
 
 
-def _gpt2(model: ModelConfig) -> PretrainedConfig:
+def gpt2_config(model: ModelConfig) -> PretrainedConfig:
+    """A GPT-2 of that shape; its dropout is off."""
     from transformers import GPT2Config
 
     return GPT2Config(
@@ -105,14 +109,6 @@ def _gpt2(model: ModelConfig) -> PretrainedConfig:
         bos_token_id=None,
         eos_token_id=None,
     )
-
-
-_FAMILIES = {
-    ModelFamily.llama: _llama,
-    ModelFamily.mistral: _mistral,
-    ModelFamily.qwen3: _qwen3,
-    ModelFamily.gpt2: _gpt2,
-}
 
 
 def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.schema import ModelConfig, ModelFamily
+from trainctl.config.schema import ModelConfig
+from trainctl.options.model import spec_of
 from trainctl.plan.mup import multipliers
-from trainctl.plan.shapes import final_norm_tensors
+from trainctl.plan.shapes import final_norm_tensors, head_dim
 from trainctl.train.families import blocks_of, family_of
 
 
@@ -28,7 +29,7 @@ def apply_multipliers(model: PreTrainedModel, config: ModelConfig) -> None:
     family, factors = family_of(model), multipliers(config)
     getattr(model, family.head).register_forward_pre_hook(_multiplied_input(factors["output"]))
     for block in blocks_of(model):
-        attention: Any = getattr(block, family.regions[0].module)
+        attention: Any = getattr(block, family.attention.module)
         # Where transformers' attentions keep their factor; no configuration of theirs gives it.
         attention.scaling *= factors["attention"]
 
@@ -63,9 +64,16 @@ def folded(
     module = name.rpartition(".")[0]
     if factors["attention"] == 1:
         return values
-    if model.family is ModelFamily.gpt2 and module.endswith(".attn.c_attn"):
-        # Queries, keys and values lie side by side in a row.
-        columns = (torch.arange(start, start + values.numel()) % shape[-1]).to(values.device)
-        return torch.where(columns < shape[-1] // 3, values * factors["attention"], values)
-    queries = "q_norm" if model.family is ModelFamily.qwen3 else "q_proj"
-    return values * factors["attention"] if module.endswith(f".{queries}") else values
+    spec = spec_of(model)
+    attention = spec.attention
+    queries = (*attention.per_head, *attention.columns)[0]
+    if not module.endswith(f".{attention.module}.{queries}"):
+        return values
+    if attention.fused == 1:
+        return values * factors["attention"]
+    # Queries, keys and values lie side by side: which output is an element of?
+    element = torch.arange(start, start + values.numel(), device=values.device)
+    is_by_row = len(shape) > 1 and not spec.inputs_first
+    output = element // shape[-1] if is_by_row else element % shape[-1]
+    is_query = output < model.num_attention_heads * head_dim(model)
+    return torch.where(is_query, values * factors["attention"], values)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainctl.config.schema import DataType, ModelFamily
+from trainctl.config.schema import DataType
 from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.types import RunPlan
@@ -134,7 +134,7 @@ def _loss_after_an_update(plan: RunPlan) -> Any:
 
 def _draws_otherwise(before: RunPlan, now: RunPlan) -> bool:
     """Whether dropout may differ: ranks draw their own, and only a foreign model has any."""
-    foreign = now.config.model.family is ModelFamily.hf
+    foreign = now.config.model.is_directory
     return foreign and (before.mesh, before.batch) != (now.mesh, now.batch)
 
 

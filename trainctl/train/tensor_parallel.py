@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainctl.engines.mesh import Axis
 from trainctl.engines.shards import ParameterPiece, Pieces, Shard
+from trainctl.options.model import Region
 from trainctl.train.collectives import (
     Copy,
     GatherSequence,
@@ -32,7 +33,7 @@ from trainctl.train.collectives import (
     gather,
     sum_over,
 )
-from trainctl.train.families import Region, blocks_of, family_of
+from trainctl.train.families import blocks_of, family_of
 
 
 def shard_model(

@@ -31,7 +31,7 @@ from transformers import (
 from transformers.integrations import moe
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.schema import AttentionKind, ModelConfig, ModelFamily, RunConfig
+from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
 from trainctl.engines import declared
 from trainctl.engines.patches import At
 from trainctl.errors import Finding, TrainctlError
@@ -110,7 +110,7 @@ def _in_words(model: ModelConfig) -> Iterator[None]:
     except TrainctlError:
         raise
     except Exception as error:
-        where = f"{model.path}/config.json: " if model.family is ModelFamily.hf else ""
+        where = f"{model.path}/config.json: " if model.is_directory else ""
         raise TrainctlError(
             f"{where}{model.name} cannot be traced: {in_words(error)}", hint=_way_out(model)
         ) from error
@@ -119,7 +119,7 @@ def _in_words(model: ModelConfig) -> Iterator[None]:
 
 
 def _way_out(model: ModelConfig) -> str:
-    if model.family is not ModelFamily.hf:
+    if not model.is_directory:
         return "leave --exact out: the budget then follows from the model's shape"
     return (
         "transformers could not train from this directory either"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -17,8 +16,9 @@ import torch
 from safetensors import safe_open
 
 from trainctl.config.safetensors_files import stored_tensors
-from trainctl.config.schema import ModelConfig, ModelFamily
+from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
+from trainctl.options.model import spec_of
 from trainctl.plan import mup
 from trainctl.plan.disk_names import StoredPart, parts_of
 
@@ -37,14 +37,15 @@ class SeedWeights:
     """Initial weights as a pure function of (seed, canonical name, shape).
 
     Matrices and embeddings are normal with the model's standard deviation, norms one, biases zero.
-    Projections back into the residual stream of gpt2 are scaled by 1 / sqrt(2 num_layers) (GPT-2
-    report, section 2.3), as transformers initialises them. The normals are drawn in chunks, each
-    from its own generator, so that any range costs its own length only.
+    Projections back into the residual stream are scaled by 1 / sqrt(2 num_layers) where the family
+    has them so, as transformers initialises them. The normals are drawn in chunks, each from its
+    own generator, so that any range costs its own length only.
 
     Args:
         seed: Of the run.
         std: Of matrices and embeddings.
-        residual_scale: Of gpt2's projections into the residual stream, besides.
+        scaled: Endings of the names of projections into the residual stream, where they differ.
+        scale: Of their deviation, besides.
         factor: Of a tensor's deviation, besides, by its name and shape.
     """
 
@@ -53,20 +54,22 @@ class SeedWeights:
         seed: int,
         *,
         std: float,
-        residual_scale: float = 1.0,
+        scaled: tuple[str, ...] = (),
+        scale: float = 1.0,
         factor: Callable[[str, torch.Size], float] = lambda name, shape: 1.0,
     ) -> None:
-        self._seed, self._std, self._residual_scale = seed, std, residual_scale
-        self._factor = factor
+        self._seed, self._std = seed, std
+        self._scaled, self._scale, self._factor = scaled, scale, factor
 
     @classmethod
     def of(cls, model: ModelConfig, seed: int) -> SeedWeights:
         """Those that a model starts from."""
-        residual = 1 / math.sqrt(2 * model.num_layers) if model.family is ModelFamily.gpt2 else 1.0
+        spec = spec_of(model)
         return cls(
             seed,
             std=model.initializer_range,
-            residual_scale=residual,
+            scaled=spec.rows if spec.scales_residuals else (),
+            scale=1 / math.sqrt(2 * max(model.num_layers, 1)),
             factor=lambda name, shape: mup.initial_factor(model, mup.kind_of(name, shape)),
         )
 
@@ -75,7 +78,7 @@ class SeedWeights:
             return torch.zeros(end - start)
         if len(shape) < 2:
             return torch.ones(end - start)
-        std = self._std * (self._residual_scale if _is_gpt2_residual(name) else 1.0)
+        std = self._std * (self._scale if name.endswith(self._scaled) else 1.0)
         std *= self._factor(name, shape)
         values, chunk = torch.empty(end - start), torch.empty(CHUNK)
         for index in range(start // CHUNK, math.ceil(end / CHUNK)):
@@ -86,10 +89,6 @@ class SeedWeights:
             first, last = max(start, base), min(end, base + CHUNK)
             values[first - start : last - start] = chunk[first - base : last - base]
         return values
-
-
-def _is_gpt2_residual(name: str) -> bool:
-    return re.search(r"\.h\.\d+\.(attn|mlp)\.c_proj\.weight$", name) is not None
 
 
 class SafetensorsWeights:

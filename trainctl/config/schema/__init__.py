@@ -38,7 +38,6 @@ from trainctl.config.schema.layout import (
 from trainctl.config.schema.model import (
     AttentionKind,
     ModelConfig,
-    ModelFamily,
     WeightsKind,
 )
 from trainctl.config.schema.optimization import (
@@ -88,7 +87,6 @@ __all__ = [
     "LoggingConfig",
     "LrScaling",
     "ModelConfig",
-    "ModelFamily",
     "OffloadConfig",
     "OffloadDevice",
     "OnBadLoss",

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
+from typing import ClassVar
 
+from trainctl.config.registry import load
 from trainctl.config.schema.option import option
 
 WIDEST = 10_000_000
 """Of any dimension: far beyond every model, and near enough that all arithmetic stays quick."""
-
-
-class ModelFamily(Enum):
-    """Architecture of a decoder; `hf` reads everything from a transformers directory."""
-
-    llama = "llama"
-    mistral = "mistral"
-    qwen3 = "qwen3"
-    gpt2 = "gpt2"
-    hf = "hf"
 
 
 class AttentionKind(Enum):
@@ -41,8 +33,10 @@ class WeightsKind(Enum):
 class ModelConfig:
     """The decoder to train: its published shape, so that planning needs no torch."""
 
+    units: ClassVar[str] = "model"
+
     name: str = option("tiny-llama", "Name shown in plans, reports and exports.")
-    family: ModelFamily = option(ModelFamily.llama, "Architecture.")
+    family: str = option("llama", "Architecture.", units="model")
     model_type: str | None = option(
         None, "transformers' name of the architecture; read from config.json for family=hf."
     )
@@ -125,4 +119,16 @@ class ModelConfig:
     @property
     def has_closed_form(self) -> bool:
         """Whether its tensors follow from its shape: a family of ours, made by transformers."""
-        return self.family is not ModelFamily.hf and self.factory is None
+        return not self.is_directory and self.factory is None
+
+    @property
+    def is_directory(self) -> bool:
+        """Whether it is what a transformers directory says: the shape describes it."""
+        said: bool = load("model", self.family).is_directory
+        return said
+
+    @property
+    def own_keys(self) -> tuple[str, ...]:
+        """Keys of its family, beside the shape that all families have."""
+        shared = {item.name for item in fields(ModelConfig)}
+        return tuple(item.name for item in fields(self) if item.name not in shared)

@@ -244,6 +244,12 @@ class CheckpointConfig:
 class LoggingConfig:
     """What is recorded and shown while training."""
 
+    to: list[str] = option(
+        [],
+        "Where the metrics go beside `events.jsonl`: the names of loggers.",
+        example="[csv]",
+        units="logger",
+    )
     every_steps: int = option(
         1,
         "Progress lines when the output is not a terminal; records are of every step.",

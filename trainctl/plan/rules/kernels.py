@@ -10,22 +10,16 @@ from trainctl.config.schema import (
     CompileKind,
     CrossEntropyKind,
     ModelConfig,
-    ModelFamily,
     OffloadDevice,
 )
 from trainctl.errors import Finding
+from trainctl.options.model import architecture, families
 from trainctl.plan.rules.draft import Draft, error
-
-LIGER_ARCHITECTURES = ("llama", "mistral", "qwen3")
-"""Those whose blocks are made of what Liger replaces, by transformers' `model_type`."""
-
-PLAIN_HEADS = ("gpt2", "llama", "mistral", "qwen3")
-"""Those that do nothing but a product between the last hidden states and the logits."""
 
 
 def liger_runs_here(draft: Draft) -> Iterator[Finding]:
     """Liger is written in Triton, for GPUs, one architecture at a time."""
-    kernels, architecture = draft.config.kernels, _architecture(draft.config.model)
+    kernels, model = draft.config.kernels, draft.config.model
     on_cpu = draft.hardware.accelerator is Accelerator.cpu
     if kernels.liger and on_cpu:
         yield error(
@@ -40,11 +34,12 @@ def liger_runs_here(draft: Draft) -> Iterator[Finding]:
             f"{draft.hardware.name}",
             "kernels.cross_entropy=chunked",
         )
-    if kernels.liger and architecture not in LIGER_ARCHITECTURES:
-        known = ", ".join(LIGER_ARCHITECTURES)
+    known = architecture(model)
+    if kernels.liger and (known is None or not known.has_liger):
+        names = ", ".join(spec.name for spec in families() if spec.has_liger)
         yield error(
             "kernels.liger",
-            f"kernels.liger is for {known}, and the model is {architecture}",
+            f"kernels.liger is for {names}, and the model is {_architecture(model)}",
             "kernels.liger=false",
         )
     if kernels.liger and draft.config.parallelism.pipeline > 1:
@@ -61,7 +56,8 @@ def loss_sees_the_hidden_states(draft: Draft) -> Iterator[Finding]:
     kind, key = config.kernels.cross_entropy, "kernels.cross_entropy"
     if kind is CrossEntropyKind.plain:
         return
-    if _architecture(config.model) not in PLAIN_HEADS:
+    known = architecture(config.model)
+    if known is None or not known.has_plain_head:
         yield error(
             key,
             f"{key}={kind.value} with the {_architecture(config.model)} architecture: what it does "
@@ -156,7 +152,4 @@ def deepcompile_runs_here(draft: Draft) -> Iterator[Finding]:
 
 def _architecture(model: ModelConfig) -> str:
     """transformers' `model_type`."""
-    if model.family is ModelFamily.hf:
-        return model.model_type or "unknown"
-    name: str = model.family.value
-    return name
+    return model.model_type or "unknown" if model.is_directory else model.family

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.config.schema import Accelerator, AttentionKind, ModelFamily
+from trainctl.config.schema import Accelerator, AttentionKind
 from trainctl.errors import Finding
+from trainctl.options.model import AXES, architecture, families
 from trainctl.plan.rules.draft import (
     Draft,
     choices,
@@ -14,9 +15,6 @@ from trainctl.plan.rules.draft import (
     nearest_multiples,
     warning,
 )
-
-PARALLEL_ARCHITECTURES = ("gpt2", "llama", "mistral", "qwen3")
-"""Values of transformers' `model_type` that `trainctl.train.families` knows."""
 
 
 def devices_fill_the_mesh(draft: Draft) -> Iterator[Finding]:
@@ -190,24 +188,30 @@ def listed_stages_fit(draft: Draft) -> Iterator[Finding]:
 
 
 def parallelism_knows_the_architecture(draft: Draft) -> Iterator[Finding]:
-    """Which matrices to cut, and where, is known of some architectures (train/families.py)."""
+    """Which matrices to cut, and where, is known of some architectures (options/model)."""
     model, axes = draft.config.model, draft.config.parallelism
-    if model.factory is not None:
-        what = f"the model of model.factory={model.factory}"
-    elif model.family is ModelFamily.hf and model.model_type not in PARALLEL_ARCHITECTURES:
-        what = f"the {model.model_type} architecture"
-    else:
-        return
     if not draft.config.trains_itself:
         return
-    for name in ("tensor", "pipeline", "sequence"):
-        if getattr(axes, name) > 1:
-            yield error(
-                f"parallelism.{name}",
-                f"parallelism.{name}={getattr(axes, name)} with {what}; known are "
-                f"{', '.join(PARALLEL_ARCHITECTURES)}",
-                f"parallelism.{name}=1",
-            )
+    known = None
+    if model.factory is not None:
+        what = f"the model of model.factory={model.factory}"
+    else:
+        known = architecture(model)
+        what = f"the {known.name if known else model.model_type} architecture"
+
+    def why(axis: str) -> str:
+        if known is not None:
+            return known.why_not[axis]
+        return f"known are {', '.join(spec.name for spec in families())}"
+
+    for name in AXES:
+        if getattr(axes, name) <= 1 or (known is not None and name in known.axes):
+            continue
+        yield error(
+            f"parallelism.{name}",
+            f"parallelism.{name}={getattr(axes, name)} with {what}; {why(name)}",
+            f"parallelism.{name}=1",
+        )
 
 
 def pipeline_is_filled(draft: Draft) -> Iterator[Finding]:
@@ -241,10 +245,10 @@ def pipeline_without_sequence(draft: Draft) -> Iterator[Finding]:
 def experts_exist(draft: Draft) -> Iterator[Finding]:
     """The families that can be described have no expert layers."""
     model, expert = draft.config.model, draft.config.parallelism.expert
-    if expert > 1 and model.family is not ModelFamily.hf:
+    if expert > 1 and not model.is_directory:
         yield error(
             "parallelism.expert",
-            f"parallelism.expert={expert}, but the {model.family.value} family has no experts",
+            f"parallelism.expert={expert}, but the {model.family} family has no experts",
             "parallelism.expert=1",
         )
     elif draft.mesh is not None and draft.mesh.data % expert:

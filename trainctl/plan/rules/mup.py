@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from trainctl.config.schema import ModelFamily
 from trainctl.errors import Finding
+from trainctl.options import model as families
 from trainctl.options.optimizer import spec_of
 from trainctl.plan.mup import base_heads, width_factor
 from trainctl.plan.rules.draft import Draft, error, warning
@@ -57,13 +57,14 @@ def mup_knows_the_model(draft: Draft) -> Iterator[Finding]:
     model = draft.config.model
     if not model.mup or not draft.config.trains_itself:
         return
-    if model.factory is not None or model.family is ModelFamily.hf:
+    if model.factory is not None or not families.spec_of(model).has_mup:
+        type_ = f" ({model.model_type})" if model.is_directory else ""
         what = (
             f"model.factory={model.factory}"
             if model.factory is not None
-            else f"model.family=hf ({model.model_type})"
+            else f"model.family={model.family}{type_}"
         )
-        known = ", ".join(family.value for family in ModelFamily if family is not ModelFamily.hf)
+        known = ", ".join(spec.name for spec in families.families() if spec.has_mup)
         yield error(
             "model.mup",
             f"model.mup=true with {what}: which of its tensors grow with the width is not known",

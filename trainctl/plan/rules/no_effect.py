@@ -8,6 +8,7 @@ from typing import Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.keys import as_written
+from trainctl.config.registry import specs
 from trainctl.config.schema import (
     AdaptiveClipping,
     CheckpointingMode,
@@ -15,7 +16,6 @@ from trainctl.config.schema import (
     DataFromPaths,
     DataType,
     LrScaling,
-    ModelFamily,
     OffloadDevice,
     OnBadLoss,
     RunConfig,
@@ -23,6 +23,8 @@ from trainctl.config.schema import (
     walk,
 )
 from trainctl.errors import Finding
+from trainctl.options import model
+from trainctl.options.model import Family
 from trainctl.options.schedule import spec_of
 from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.rules.draft import Draft, warning
@@ -46,29 +48,9 @@ def _has_a_limit(config: RunConfig) -> bool:
 
 NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
     (
-        (
-            "model.trust_remote_code",
-            "model.tensors",
-            "model.num_experts",
-            "model.experts_per_token",
-        ),
-        lambda c: c.model.family is ModelFamily.hf,
-        "model.family=hf",
-    ),
-    (
         ("model.path",),
-        lambda c: c.model.family is ModelFamily.hf or c.model.model_type is not None,
+        lambda c: c.model.is_directory or c.model.model_type is not None,
         "model=hf",
-    ),
-    (
-        ("model.sliding_window",),
-        lambda c: c.model.family in (ModelFamily.mistral, ModelFamily.hf),
-        "model.family=mistral",
-    ),
-    (
-        ("model.rope_theta",),
-        lambda c: c.model.family is not ModelFamily.gpt2,
-        "another family than gpt2",
     ),
     (
         ("model.mup_base_width", "model.mup_base_head_dim"),
@@ -342,6 +324,21 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
 """Keys, when they have an effect, and that condition in words; of conditions within one section the
 key itself says it (`option(needs=...)`)."""
 
+FAMILIES: tuple[tuple[tuple[str, ...], Callable[[Family], bool]], ...] = (
+    (
+        (
+            "model.trust_remote_code",
+            "model.tensors",
+            "model.num_experts",
+            "model.experts_per_token",
+        ),
+        lambda family: family.is_directory,
+    ),
+    (("model.sliding_window",), lambda family: family.has_window),
+    (("model.rope_theta",), lambda family: family.is_rotary),
+)
+"""Keys of the shape, and the families that have what they are about."""
+
 
 def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
     """A value that nobody reads is said so: it was typed for a reason."""
@@ -354,6 +351,13 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
         for key in keys
         if key in changed
     ]
+    idle += [
+        (key, _families_with(has))
+        for keys, has in FAMILIES
+        if not has(model.spec_of(config.model))
+        for key in keys
+        if key in changed
+    ]
     for key, (item, _) in changed.items():
         needs = item.metadata.get("needs")
         if needs is not None and not needs[0](getattr(config, key.partition(".")[0])):
@@ -361,6 +365,17 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
     for key, words in idle:
         value = as_written(to_plain(changed[key][1]))
         yield warning(key, f"{key}={value} has no effect: it needs {words}", f"leave {key} out")
+
+
+def _families_with(has: Callable[[Family], bool]) -> str:
+    """The families that have something, in words; the shorter way round."""
+    shaped = model.families()
+    having = [spec.name for spec in shaped if has(spec)]
+    others = [spec.name for spec in shaped if not has(spec)]
+    if len(others) < len(having):
+        return f"another family than {' and '.join(others)}"
+    everyone = having or [spec.name for spec in specs("model") if has(spec)]
+    return f"model.family={' or '.join(everyone)}"
 
 
 def _default(item: Field[Any]) -> Any:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from trainctl.config.schema import (
     Accelerator,
     DataType,
-    ModelFamily,
     OffloadDevice,
 )
 from trainctl.errors import Finding
+from trainctl.options import model as families
 from trainctl.options.optimizer import spec_of
 from trainctl.plan.precision import formats
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples
@@ -81,11 +81,11 @@ def fp8_has_matrices_that_fit(draft: Draft) -> Iterator[Finding]:
         return
     model, batch = config.model, draft.batch
     key = "precision.compute"
-    if model.family is ModelFamily.gpt2:
+    if families.spec_of(model).inputs_first:
         yield error(
             key,
-            "precision.compute=fp8 converts linear layers, and gpt2 has none: its matrices are "
-            "transformers' Conv1D",
+            f"precision.compute=fp8 converts linear layers, and {model.family} has none: its "
+            "matrices are transformers' Conv1D",
             "precision=bf16",
         )
     if config.parallelism.tensor > 1:

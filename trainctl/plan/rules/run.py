@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from trainctl.config.schema import (
     DataFromPaths,
-    ModelFamily,
     TokenizerFromPath,
     WeightsKind,
 )
 from trainctl.errors import Finding
 from trainctl.options import data as sources
 from trainctl.options import launcher as launchers
+from trainctl.options import model as families
 from trainctl.options import tokenizer as tokenizers
 from trainctl.options.optimizer import spec_of
 from trainctl.plan import average
@@ -28,10 +28,11 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 def model_has_its_directory(draft: Draft) -> Iterator[Finding]:
     """The family hf is whatever a directory says."""
     model = draft.config.model
-    if model.family is ModelFamily.hf and model.path is None:
+    if model.is_directory and model.path is None:
         yield error(
             "model.path",
-            "model.family=hf needs model.path, a transformers directory with config.json",
+            f"model.family={model.family} needs model.path, a transformers directory with "
+            "config.json",
             "model.path=/path/to/model",
         )
 
@@ -57,7 +58,7 @@ def weights_have_one_source(draft: Draft) -> Iterator[Finding]:
 def model_has_a_shape(draft: Draft) -> Iterator[Finding]:
     """No size is 0, which stands for one that a directory or a function of the user's gives."""
     config = draft.config
-    if config.model.family is ModelFamily.hf or config.model.factory is not None:
+    if not config.model.has_closed_form:
         return
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers"):
         if getattr(config.model, name) == 0:
@@ -85,19 +86,18 @@ def heads_share_the_width(draft: Draft) -> Iterator[Finding]:
             f"model.num_attention_heads={heads}",
             f"model.num_key_value_heads={heads}",
         )
-    if model.family is ModelFamily.gpt2 and kv_heads not in (None, heads):
+    if not families.spec_of(model).has_equal_heads:
+        return
+    if kv_heads not in (None, heads):
         yield error(
             "model.num_key_value_heads",
-            f"model.num_key_value_heads={kv_heads}: gpt2 has no grouped-query attention",
+            f"model.num_key_value_heads={kv_heads}: {model.family} has no grouped-query attention",
             "leave it out",
         )
-    if model.family is ModelFamily.gpt2 and model.head_dim not in (
-        None,
-        model.hidden_size // heads,
-    ):
+    if model.head_dim not in (None, model.hidden_size // heads):
         yield error(
             "model.head_dim",
-            f"model.head_dim={model.head_dim}: gpt2's heads share model.hidden_size="
+            f"model.head_dim={model.head_dim}: {model.family}'s heads share model.hidden_size="
             f"{model.hidden_size} evenly",
             f"model.head_dim={model.hidden_size // heads}, or leave it out",
         )

@@ -1,0 +1,49 @@
+"""`trainctl runs sync`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import cursor, following, wait_for
+from records_of_runs import append, draw, losses, new_run
+
+from trainctl.cli.main import run as command
+from trainctl.runs.layout import RunPaths
+
+
+def rows(run: RunPaths) -> int:
+    return len((run.root / "csv" / "train.csv").read_text().splitlines()) - 1
+
+
+def test_it_sends_what_was_not_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = new_run(tmp_path)
+    sync = ["runs", "sync", str(run.root)]
+    assert command(sync) == 0
+    assert "it has no logger in logging.to" in capsys.readouterr().err
+    append(run, draw(1, 30))
+    assert command([*sync, "--to", "csv"]) == 0
+    assert capsys.readouterr().out == f"{run.root}: csv is at step 30\n"
+    assert rows(run) == len(losses(run)[0]) == 30
+    (run.root / "csv" / "train.csv").unlink()
+    assert command([*sync, "--to", "csv"]) == 0
+    assert not (run.root / "csv" / "train.csv").exists(), "sent already"
+    assert command([*sync, "--to", "csv", "--again"]) == 0
+    assert rows(run) == 30
+
+
+def test_it_says_what_is_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = new_run(tmp_path)
+    append(run, draw(2, 3))
+    assert command(["runs", "sync", str(run.root), "--to", "csw"]) == 4
+    assert "logger has no kind 'csw' here" in capsys.readouterr().err
+    (run.root / "csv").write_text("a file where its folder should be")
+    assert command(["runs", "sync", str(run.root), "--to", "csv"]) == 4
+    told = capsys.readouterr().err
+    assert "FileExistsError" in told or "NotADirectoryError" in told
+    assert "not everything was sent: run: csv" in told
+    (run.root / "csv").unlink()
+    with following(run, "csv"):
+        wait_for(lambda: cursor(run, "csv")["points"])
+        assert command(["runs", "sync", str(run.root), "--to", "csv"]) == 0
+    assert "another process sends to csv now" in capsys.readouterr().err

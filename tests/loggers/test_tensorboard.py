@@ -1,0 +1,97 @@
+"""TensorBoard's files: what TensorBoard reads is the run as it stands, each step once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from processes import cursor, following, send, wait_for
+from records_of_runs import append, draw, losses, new_run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events
+
+
+def read(run: RunPaths, tag: str) -> list[tuple[int, float]]:
+    """As TensorBoard reads a folder."""
+    files = EventAccumulator(str(run.root / "tensorboard"), size_guidance={"scalars": 0})
+    files.Reload()
+    return [(event.step, event.value) for event in files.Scalars(tag)]
+
+
+def check(run: RunPaths) -> None:
+    train, evaluations = losses(run)
+    for tag, curve in (("train/loss", train), ("evaluation/loss", evaluations)):
+        found, expected = read(run, tag), sorted(curve.items())
+        assert [step for step, _ in found] == [step for step, _ in expected]
+        np.testing.assert_array_equal(
+            [loss for _, loss in found], np.float32([loss for _, loss in expected])
+        )
+
+
+def written(run: RunPaths) -> Counter[tuple[int, float]]:
+    """Step and time of all points in the files, those that others have replaced among them."""
+    files = sorted((run.root / "tensorboard").iterdir())
+    raw = [record for path in files for record in RawEventFileLoader(str(path)).Load()]
+    events = [Event.FromString(record) for record in raw]
+    return Counter((event.step, event.wall_time) for event in events if event.HasField("summary"))
+
+
+def test_tensorboard_reads_the_run_as_it_stands(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    append(run, draw(1, 300))
+    assert send(run, "tensorboard") == (0, "")
+    check(run)
+    learning_rates = read(run, "train/learning_rate/1")
+    assert len(learning_rates) == 300 and {rate for _, rate in learning_rates} == {0.25}
+
+
+def test_kills_write_no_point_twice(tmp_path: Path) -> None:
+    run, chance = new_run(tmp_path), random.Random(2)
+    records = list(draw(2, 1_000))
+    while records:
+        with following(run, "tensorboard") as process:
+            sent = cursor(run, "tensorboard")["points"]
+            part, records = records[:400], records[400:]
+            append(run, iter(part[:200]))
+            wait_for(lambda sent=sent: cursor(run, "tensorboard")["points"] > sent)
+            append(run, iter(part[200:]))
+            time.sleep(chance.random() * 0.6)
+            os.kill(process.pid, signal.SIGKILL)
+    assert send(run, "tensorboard") == (0, "")
+    check(run)
+    of_run = Counter(
+        (event["step"], event["time"])
+        for event in read_events(run.events)
+        if event["event"] in ("step", "evaluation")
+    )
+    assert written(run) == of_run
+
+
+def test_what_was_written_after_the_commit_is_taken_back(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    records = list(draw(3, 200))
+    append(run, iter(records[:100]))
+    assert send(run, "tensorboard") == (0, "")
+    before = run.logger("tensorboard").cursor.read_text()
+    (first,) = (run.root / "tensorboard").iterdir()
+    append(run, iter(records[100:]))
+    assert send(run, "tensorboard") == (0, "")
+    run.logger("tensorboard").cursor.write_text(before)
+    with first.open("ab") as stream:
+        stream.write(b"half a rec")
+    assert send(run, "tensorboard") == (0, "")
+    check(run)
+    assert max(written(run).values()) == 1
+    run.logger("tensorboard").cursor.unlink()
+    assert send(run, "tensorboard") == (0, "")
+    check(run)
+    assert max(written(run).values()) == 1

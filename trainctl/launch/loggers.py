@@ -1,0 +1,158 @@
+"""The processes that send a run's metrics to its loggers, beside the launcher: one each.
+
+They read the run's records, and nothing of the run waits for them. One that dies is started again;
+one that has not sent everything a while after the run's end is killed, and `trainctl runs sync`
+sends the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from trainctl.errors import TrainctlError
+from trainctl.launch.processes import Process, start_tied
+from trainctl.loggers.cursor import read_cursor
+from trainctl.loggers.sending import command
+from trainctl.runs.access import ensure_folder
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.processes import RunTag
+from trainctl.runs.records import Event, EventWriter
+
+_GRACE_SECONDS = 10.0
+"""For what is still to be sent when the run has ended."""
+_LOOK_SECONDS = 5.0
+_RESTARTS = 5
+_POLL_SECONDS = 0.05
+
+
+class Loggers:
+    """The processes, from entering to leaving. No method raises or waits while the run goes on.
+
+    Args:
+        run: The run.
+        names: Its loggers.
+        tag: What their processes carry: of no attempt, as they live through all.
+        on_event: Called with the records of what goes wrong with them.
+    """
+
+    def __init__(
+        self,
+        run: RunPaths,
+        names: list[str],
+        tag: RunTag,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self._loggers = [_Logger(run, name, tag) for name in names]
+        self._run, self._on_event = run, on_event
+        self._looked = time.monotonic()
+        self._attempt = 1
+
+    def on_event(self, event: Event) -> None:
+        """Pass a record of the run on, and look after the processes now and then."""
+        self._on_event(event)
+        self._attempt = event["attempt"]
+        if self._loggers and time.monotonic() - self._looked > _LOOK_SECONDS:
+            self._looked = time.monotonic()
+            for logger in self._loggers:
+                logger.keep_alive()
+                self._tell(logger)
+
+    def __enter__(self) -> Self:
+        for logger in self._loggers:
+            logger.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for logger in self._loggers:
+            logger.keep_alive()
+            logger.ask_to_end()
+        deadline = time.monotonic() + _GRACE_SECONDS
+        try:
+            for logger in self._loggers:
+                while logger.is_alive and time.monotonic() < deadline:
+                    time.sleep(_POLL_SECONDS)
+        finally:
+            for logger in self._loggers:
+                logger.kill()
+                event = self._tell(logger)
+                if event is not None:  # the records are not read any more
+                    self._on_event(event)
+
+    def _tell(self, logger: _Logger) -> Event | None:
+        """Record what has come into a logger's way, or is out of it again; the record."""
+        problem = logger.problem()
+        if problem == logger.told:
+            return None
+        logger.told = problem
+        with suppress(OSError), EventWriter(self._run.events, self._attempt) as events:
+            return events.write("logger", name=logger.name, problem=problem)
+        return None
+
+
+class _Logger:
+    """One of the processes."""
+
+    def __init__(self, run: RunPaths, name: str, tag: RunTag) -> None:
+        self.name = name
+        self.told = ""
+        self._run, self._tag = run, tag
+        self._paths = run.logger(name)
+        self._process: Process | None = None
+        self._failure = ""
+        self._restarts = 0
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the process; a disk or a system that has no room for it is a problem to be told."""
+        argv = command(self._run, self.name, "--follow")
+        try:
+            ensure_folder(self._paths.folder)
+            self._process = start_tied(argv, tag=self._tag, log=self._paths.log, has_input=True)
+            self._failure = ""
+        except OSError as error:
+            self._failure = f"it cannot be started: {error.strerror}"
+
+    def keep_alive(self) -> None:
+        """Start it again if it has died, a few times."""
+        if self.is_alive:
+            return
+        if self._restarts < _RESTARTS:
+            self._restarts += 1
+            self.start()
+        else:
+            self._failure = f"its process died {_RESTARTS + 1} times, see {self._paths.log}"
+
+    def ask_to_end(self) -> None:
+        """Have it send the rest and end."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        """End it, if it is still there, and say so."""
+        if self._process is None:
+            return
+        if self.is_alive:
+            self._process.kill()
+            self._failure = f"it had not sent everything {_GRACE_SECONDS:.0f} s after the end"
+        code = self._process.wait()
+        if code and not self._failure:
+            self._failure = f"its process ended with {code}, see {self._paths.log}"
+
+    def problem(self) -> str:
+        """Why not everything was sent; empty if nothing is in its way."""
+        try:
+            return read_cursor(self._paths.cursor).problem or self._failure
+        except TrainctlError as error:
+            return error.message

@@ -1,0 +1,119 @@
+"""Reads a run's records in order and hands their metrics to one logger, each step once.
+
+After each batch the logger commits, then the cursor is replaced. Whoever is killed in between comes
+to the same batch again, with the logger's state of before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from trainctl.config.registry import function_of, load
+from trainctl.errors import TrainctlError
+from trainctl.loggers.cursor import Cursor, read_cursor
+from trainctl.loggers.points import point_of
+from trainctl.options.logger import Followed, Point, Sink, missing
+from trainctl.runs.access import ensure_folder
+from trainctl.runs.attempts import config_of
+from trainctl.runs.directory import run_id
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import Event, events_after
+
+BATCH_BYTES = 1 << 20
+"""Read and committed at a time: about 1,700 steps."""
+
+
+class Follower:
+    """One logger of a run, from where it was; its sink is made with the first batch.
+
+    Args:
+        run: The run.
+        name: The logger.
+
+    Raises:
+        TrainctlError: Its cursor is damaged.
+    """
+
+    def __init__(self, run: RunPaths, name: str) -> None:
+        self._run, self._name = run, name
+        self._path = run.logger(name).cursor
+        self._sink: Sink | None = None
+        self.cursor = read_cursor(self._path)
+
+    def send(self) -> bool:
+        """Send the next batch of records; whether there was one.
+
+        Raises:
+            Exception: Whatever the logger raises, or writing the cursor. Nothing of the batch
+                counts as sent then.
+        """
+        cursor = self.cursor
+        try:
+            events, offset = events_after(self._run.events, cursor.offset, BATCH_BYTES)
+        except FileNotFoundError:
+            return False
+        if offset == cursor.offset:
+            return False
+        if self._sink is None:
+            self._sink = self._build(cursor.state)
+        after = self._pass_on(events, self._sink)
+        state = dict(self._sink.commit())
+        after = replace(after, offset=offset, state=state, problem="")
+        after.write(self._path)
+        self.cursor = after
+        return True
+
+    def give_up(self, problem: str) -> None:
+        """Let go of the sink, of which nothing can be expected, and write down why.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        self.close()
+        if problem != self.cursor.problem:
+            self.cursor = replace(self.cursor, problem=problem)
+            self.cursor.write(self._path)
+
+    def close(self) -> None:
+        """Let go of the sink."""
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            with suppress(Exception):  # all that counts was committed
+                sink.close()
+
+    def _build(self, state: Mapping[str, Any] | None) -> Sink:
+        run, lacking = self._run, missing(load("logger", self._name))
+        if lacking is not None:
+            raise TrainctlError(lacking.message, hint=lacking.hint)
+        folder = run.root / self._name
+        ensure_folder(folder)
+        followed = Followed(
+            folder=folder, id=run_id(run), name=run.root.name, config=config_of(run)
+        )
+        sink: Sink = function_of("logger", self._name)(followed, state)
+        return sink
+
+    def _pass_on(self, events: list[Event], sink: Sink) -> Cursor:
+        """Hand over the metrics of records; the cursor behind them.
+
+        The last attempt wins, and in it what came last: as `runs.records.step_curve` has it.
+        """
+        attempt, step, points = self.cursor.attempt, self.cursor.step, self.cursor.points
+        waiting: list[Point] = []
+        for event in events:
+            point = point_of(event, points + 1)
+            if point is None or event["attempt"] < attempt:
+                continue
+            if event["event"] == "step":
+                if point.step <= step:
+                    sink.write(waiting)
+                    waiting = []
+                    sink.go_back(point.step)
+                step = point.step
+            attempt, points = event["attempt"], points + 1
+            waiting.append(point)
+        sink.write(waiting)
+        return Cursor(attempt=attempt, step=step, points=points)

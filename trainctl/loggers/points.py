@@ -1,0 +1,64 @@
+"""From records to metrics: one name for each, the same with every logger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainctl.options.logger import Point
+from trainctl.runs.records import Event, number
+
+KINDS = {"step": "train", "evaluation": "evaluation"}
+"""Kinds of records that have metrics, and of the points that they become."""
+
+TRAIN = {
+    "loss": "train/loss",
+    "learning_rate": "train/learning_rate",
+    "learning_rates": "train/learning_rate",
+    "grad_norm": "train/grad_norm",
+    "grad_norms": "train/grad_norm",
+    "clip_at": "train/clip_at",
+    "z_loss": "train/z_loss",
+    "loss_scale": "train/loss_scale",
+    "tokens": "train/tokens",
+    "tokens_per_second": "throughput/tokens_per_second",
+    "mfu": "throughput/mfu",
+    "seconds": "seconds",
+    "peak_bytes": "memory/peak_bytes",
+}
+EVALUATION = {"loss": "evaluation/loss", "ema_loss": "evaluation/ema_loss"}
+NAMES = {"step": TRAIN, "evaluation": EVALUATION}
+"""Fields of records, and the names of their metrics; a field that is a mapping or a list gives one
+for each of its entries: `seconds/total`."""
+
+
+def point_of(event: Event, place: int) -> Point | None:
+    """The metrics of a record; None of one that has none.
+
+    Args:
+        event: The record.
+        place: The point's number, should it be one.
+    """
+    kind = KINDS.get(event["event"])
+    if kind is None or not isinstance(event.get("step"), int):
+        return None
+    names = NAMES[event["event"]]
+    values = {
+        name: value
+        for field, prefix in names.items()
+        for name, value in _numbers(prefix, event.get(field))
+    }
+    time = float(event.get("time", 0.0))
+    return Point(number=place, kind=kind, step=event["step"], time=time, values=values)
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """The numbers in a field, NaN and infinities too; what is none, or not known, is left out."""
+    if isinstance(value, Mapping):
+        for part, item in value.items():
+            yield from _numbers(f"{name}/{part}", item)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _numbers(f"{name}/{index}", item)
+    elif isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"):
+        yield name, number(value)

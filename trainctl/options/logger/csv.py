@@ -1,0 +1,127 @@
+"""Tables: `RUN/csv/train.csv` and `RUN/csv/evaluation.csv`, a row a step, a column a metric."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainctl.options.logger import Followed, Logger, Point
+
+SPEC = Logger(name="csv", build="trainctl.options.logger.csv:Tables")
+
+KINDS = ("train", "evaluation")
+
+
+class Tables:
+    """One table for each kind of point.
+
+    Args:
+        run: The run.
+        state: None to begin anew.
+    """
+
+    def __init__(self, run: Followed, state: Mapping[str, Any] | None) -> None:
+        self._tables: dict[str, Table] = {}
+        for kind in KINDS:
+            path = run.folder / f"{kind}.csv"
+            if state is None:
+                path.unlink(missing_ok=True)
+            self._tables[kind] = Table(path)
+
+    def write(self, points: Sequence[Point]) -> None:
+        for kind, table in self._tables.items():
+            table.write([point for point in points if point.kind == kind])
+
+    def go_back(self, step: int) -> None:
+        for table in self._tables.values():
+            table.cut(step)
+
+    def commit(self) -> Mapping[str, Any]:
+        for table in self._tables.values():
+            table.sync()
+        return {}
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+class Table:
+    """A CSV file whose steps ascend: a row with a step takes the place of all from that step on.
+
+    Args:
+        path: The file; made with its first row.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns: list[str] = []
+        self._last = 0
+        if path.exists():
+            self._drop_torn_row()
+            with path.open(newline="", encoding="utf-8") as stream:
+                rows = csv.reader(stream)
+                self._columns = next(rows, [])
+                for row in rows:
+                    self._last = int(row[0])
+
+    def write(self, points: Sequence[Point]) -> None:
+        """Append the rows of points."""
+        if not points:
+            return
+        names = dict.fromkeys(name for point in points for name in point.values)
+        missing = [name for name in names if name not in self._columns]
+        if missing:
+            self._add_columns(missing)
+        with self._path.open("a", newline="", encoding="utf-8") as stream:
+            rows = csv.DictWriter(stream, self._columns, lineterminator="\n")
+            for point in points:
+                if point.step <= self._last:
+                    stream.flush()
+                    self.cut(point.step)
+                rows.writerow({"step": point.step, "time": point.time, **point.values})
+                self._last = point.step
+
+    def cut(self, step: int) -> None:
+        """Drop the rows from a step on."""
+        if step > self._last:
+            return
+        with self._path.open("rb+") as stream:
+            end = len(stream.readline())
+            self._last = 0
+            for line in stream:
+                found = int(line.partition(b",")[0])
+                if found >= step:
+                    break
+                self._last, end = found, end + len(line)
+            stream.truncate(end)
+
+    def sync(self) -> None:
+        """Have the disk keep it."""
+        if self._path.exists():
+            with self._path.open("rb") as stream:
+                os.fsync(stream.fileno())
+
+    def _add_columns(self, names: Sequence[str]) -> None:
+        """Write the file anew with more columns, empty in the rows that there are."""
+        before = self._columns or ["step", "time"]
+        whole = self._path.with_suffix(".tmp")
+        with whole.open("w", newline="", encoding="utf-8") as stream:
+            rows = csv.writer(stream, lineterminator="\n")
+            rows.writerow([*before, *names])
+            if self._columns:
+                with self._path.open(newline="", encoding="utf-8") as old:
+                    next(old)
+                    rows.writerows([*row, *("" for _ in names)] for row in csv.reader(old))
+        whole.replace(self._path)
+        self._columns = [*before, *names]
+
+    def _drop_torn_row(self) -> None:
+        """Of a process that was killed in the middle of a row."""
+        with self._path.open("rb+") as stream:
+            end = 0
+            for line in stream:
+                end += len(line) if line.endswith(b"\n") else 0
+            stream.truncate(end)

@@ -1,0 +1,234 @@
+"""What a model family says of itself: facts of its decoder, as transformers builds it.
+
+Shapes, memory, operations, rules and the ranks' code follow from these facts; none of them asks
+which family it is. Names are transformers' own. A decoder that the facts do not describe is what
+its directory says, traced (`hf`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainctl.config.registry import Spec, load, specs
+from trainctl.config.schema import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """A norm of transformers' modelling code.
+
+    Attributes:
+        has_bias: Besides its weight.
+        copies_in_fp32: Whether it keeps its input in fp32 and the scaled values in the input's
+            type; otherwise it keeps its input alone.
+        statistics: fp32 numbers per token that it keeps: the root mean square, or mean and
+            deviation.
+        moved: Bytes that it reads and writes for an element of two bytes.
+        moved_fused: The same as one kernel.
+    """
+
+    has_bias: bool
+    copies_in_fp32: bool
+    statistics: int
+    moved: int
+    moved_fused: int = 4
+
+
+RMS_NORM = Norm(has_bias=False, copies_in_fp32=True, statistics=1, moved=36)
+LAYER_NORM = Norm(has_bias=True, copies_in_fp32=False, statistics=2, moved=4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """What lies between the projections of a feed-forward layer.
+
+    Attributes:
+        kept: Elements that it keeps for each one of the layer's width.
+        kept_by_liger: The same with Liger's kernel.
+        moved: Bytes that it reads and writes for an element of two bytes.
+        moved_fused: The same as one kernel.
+    """
+
+    kept: int
+    kept_by_liger: int
+    moved: int
+    moved_fused: int
+
+
+SWIGLU = Activation(kept=4, kept_by_liger=3, moved=10, moved_fused=6)
+"""silu(gate) * up: both of them, the silu, and the product; Liger's computes the silu again."""
+
+GELU_TANH = Activation(kept=5, kept_by_liger=5, moved=36, moved_fused=4)
+"""gelu_new keeps its input, half of it, the tanh, one plus the tanh; and there is the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of a block whose matrices are split over the tensor ranks (arXiv:1909.08053).
+
+    Attributes:
+        module: The module, in the block; its input enters the region.
+        columns: Linear layers in it that are split by outputs. Of attention: those of queries, keys
+            and values, or one of all three; of a feed-forward layer: gate and up, or up alone.
+        row: The one that is split by inputs; its output leaves the region.
+        fused: Matrices that lie side by side in each of `columns`.
+        per_head: Norms in it as wide as a head, which every rank has whole and uses for its own
+            heads only: of the queries first.
+        widths: Attributes of the module that hold a width and are divided.
+        column_bias: Whether `columns` have biases.
+        row_bias: Whether `row` has one.
+    """
+
+    module: str
+    columns: tuple[str, ...]
+    row: str
+    fused: int = 1
+    per_head: tuple[str, ...] = ()
+    widths: tuple[str, ...] = ()
+    column_bias: bool = False
+    row_bias: bool = False
+
+    @property
+    def matrices(self) -> int:
+        """Matrices that are split by outputs, those side by side one by one."""
+        return len(self.columns) * self.fused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directory:
+    """How a transformers directory, by its config.json, is of a family.
+
+    Attributes:
+        defaults: By key of ours: what transformers' configuration class takes where the file has
+            none.
+        plain: By key of the file: the one value that the family has. Another one makes the model
+            another architecture.
+        switches: By key of ours: the key of the file that turns it on. That makes it another
+            architecture too; without it the key is null.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    switches: Mapping[str, str] = field(default_factory=dict)
+
+
+AXES = ("tensor", "pipeline", "sequence")
+"""Axes of parallelism, besides the data's, that need to know where things are in a model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family(Spec):
+    """What one kind of decoder is, allows and lacks. `build` makes transformers' configuration.
+
+    `name` is transformers' `model_type` too. Keys of its own, beside the shape that all have, are
+    read from a directory by their names.
+
+    Attributes:
+        decoder: The decoder, in the model with its head.
+        embedding: Token embedding, in the decoder.
+        positions: Learned position embedding, in the decoder; None has rotary positions.
+        blocks: List of the blocks, in the decoder.
+        block: Norms and regions of a block, in transformers' order; attention is the first region,
+            the feed-forward layer the second.
+        final_norm: Norm after the last block, in the decoder.
+        head: Output projection, in the model.
+        norm: Of which kind its norms are.
+        activation: Of the feed-forward layer.
+        inputs_first: Whether a matrix has a row for each input: transformers' Conv1D.
+        has_equal_heads: Whether each query head has keys and values of its own, and the heads share
+            hidden_size evenly.
+        has_window: Whether attention may slide, by `sliding_window`.
+        softmax_in_fp32: Whether eager attention computes its probabilities in fp32.
+        scales_residuals: Whether projections into the residual stream start smaller by the root of
+            twice the number of blocks.
+        is_directory: Whether it is what a transformers directory says, and no shape of ours.
+        directory: How a directory is of this family.
+        axes: Axes of parallelism that may cut it.
+        has_mup: Whether muP's table holds: attention's factor is its `scaling`, and the head's
+            input may be multiplied.
+        has_liger: Whether Liger has kernels for its blocks.
+        has_plain_head: Whether a product is all between the last hidden states and the logits.
+        why_not: By the name of an axis that may not cut it: the reason.
+    """
+
+    decoder: str
+    embedding: str
+    positions: str | None = None
+    blocks: str
+    block: tuple[str | Region, ...]
+    final_norm: str
+    head: str = "lm_head"
+    norm: Norm = RMS_NORM
+    activation: Activation = SWIGLU
+    inputs_first: bool = False
+    has_equal_heads: bool = False
+    has_window: bool = False
+    softmax_in_fp32: bool = True
+    scales_residuals: bool = False
+    is_directory: bool = False
+    directory: Directory = Directory()
+    axes: tuple[str, ...] = AXES
+    has_mup: bool = False
+    has_liger: bool = False
+    has_plain_head: bool = True
+    why_not: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """Attention and the feed-forward layer."""
+        return tuple(part for part in self.block if isinstance(part, Region))
+
+    @property
+    def attention(self) -> Region:
+        return self.regions[0]
+
+    @property
+    def feed_forward(self) -> Region:
+        return self.regions[1]
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether queries and keys are turned by their positions."""
+        return self.positions is None
+
+    @property
+    def embeddings(self) -> tuple[str, ...]:
+        """Modules of the decoder that are looked up: by token, and by position if they are."""
+        return (self.embedding, self.positions) if self.positions else (self.embedding,)
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Endings of the names of what projects into the residual stream."""
+        return tuple(f".{region.module}.{region.row}.weight" for region in self.regions)
+
+
+def spec_of(model: ModelConfig) -> Family:
+    """Of the family that a configuration has.
+
+    Raises:
+        TrainctlError: A package that brings it is not installed here.
+    """
+    spec = load("model", model.family)
+    assert isinstance(spec, Family)
+    return spec
+
+
+def families() -> tuple[Family, ...]:
+    """Those with a shape of ours, by name."""
+    return tuple(spec for spec in specs("model") if not spec.is_directory)
+
+
+def architecture(model: ModelConfig) -> Family | None:
+    """The family that a model's architecture is, whoever said its shape; None of others.
+
+    A directory may be of a family's architecture and not of its plain form.
+    """
+    spec = spec_of(model)
+    return of_type(model.model_type or "") if spec.is_directory else spec
+
+
+def of_type(model_type: str) -> Family | None:
+    """The family of transformers' name of an architecture, if one is known."""
+    return next((spec for spec in families() if spec.name == model_type), None)
