@@ -360,7 +360,10 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
     ]
     for key, (item, _) in changed.items():
         needs = item.metadata.get("needs")
-        if needs is not None and not needs[0](getattr(config, key.partition(".")[0])):
+        group, *part, _ = key.split(".") if "." in key else (key, "")
+        if part and part[0] not in config.logging.to:
+            idle.append((key, f"{part[0]} in logging.to"))
+        if needs is not None and not needs[0](getattr(config, group)):
             idle.append((key, needs[1]))
     for key, words in idle:
         value = as_written(to_plain(changed[key][1]))
