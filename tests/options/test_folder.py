@@ -122,11 +122,11 @@ def test_a_file_that_is_no_option_is_named(trainctl, folder, name, text, message
 
 
 def test_only_files_that_would_be_options_count(folder: Path) -> None:
-    for name in ("optimizer/_rule.py", "optimizer/notes.txt", "other/thing.py"):
+    for name in ("optimizer/_rule.py", "optimizer/a.txt", "other/a.py", "logger/board.py"):
         path = folder / "options" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
-    assert [path.name for path in code_in(folder / "options")] == ["signum.py"]
+    assert [path.name for path in code_in(folder / "options")] == ["board.py", "signum.py"]
 
 
 def test_every_other_process_is_told_and_every_host_has_the_file(trusted: Path) -> None:

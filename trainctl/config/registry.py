@@ -55,8 +55,7 @@ class Spec:
 @cache
 def unit_groups() -> tuple[str, ...]:
     """The groups whose options are units, and the kinds of a section."""
-    found = {path.parent.name for path in SHIPPED.glob("*/__init__.py")}
-    return tuple(sorted(found.difference(WITHOUT_A_SECTION)))
+    return tuple(group for group in _groups() if group not in WITHOUT_A_SECTION)
 
 
 @cache
@@ -98,7 +97,7 @@ def trusted_options() -> dict[str, str]:
 
 def code_in(folder: Path) -> list[Path]:
     """The Python files of a folder that would be options."""
-    return [path for group in unit_groups() for path in sorted((folder / group).glob("[!_]*.py"))]
+    return [path for group in _groups() for path in sorted((folder / group).glob("[!_]*.py"))]
 
 
 def own_file(group: str, name: str) -> Path | None:
@@ -245,6 +244,11 @@ def packaged_folders() -> dict[str, Path]:
                 folder = Path(module.origin).parents[1]
                 found[folder.name] = folder
     return found
+
+
+@cache
+def _groups() -> tuple[str, ...]:
+    return tuple(sorted(path.parent.name for path in SHIPPED.glob("*/__init__.py")))
 
 
 @cache
