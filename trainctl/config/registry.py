@@ -29,9 +29,9 @@ ENTRY_POINTS = "trainctl.options"
 FOLDER_VARIABLE = "TRAINCTL_OPTIONS"
 """Names a folder of `GROUP/NAME.py`; whoever sets it has trainctl run that code."""
 
-SEVERAL = ("logger",)
-"""Groups of which a run may have several options, by a list of names: those that have keys have
-them in a section each. Of the other groups each option is the kind of one section."""
+WITHOUT_A_SECTION = ("engine", "logger")
+"""Groups of which no option is the kind of a section: a plan names the engine, and a run may have
+several loggers, by a list of names; those that have keys have them in a section each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Spec:
 @cache
 def unit_groups() -> tuple[str, ...]:
     """The groups whose options are units, and the kinds of a section."""
-    return tuple(group for group in _groups() if group not in SEVERAL)
+    return tuple(group for group in _groups() if group not in WITHOUT_A_SECTION)
 
 
 @cache
@@ -225,7 +225,7 @@ def function_of(group: str, kind: str, entry: str = "build") -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as missing:
-        chosen = kind if group in SEVERAL else f"{chooser(group)}={kind}"
+        chosen = kind if group in WITHOUT_A_SECTION else f"{chooser(group)}={kind}"
         what = f"pip install 'trainctl[{spec.extra}]'" if spec.extra else "install it"
         raise TrainctlError(
             f"{group}.{chosen} needs a package that is missing ({missing})",
