@@ -17,6 +17,8 @@ TINY = (
     "recipe=tiny",
     "optimizer=signum",
     "schedule=root",
+    "logging.to=[board]",
+    "logging.board.digits=5",
     "training.steps=4",
     "training.sequence_length=64",
     "training.global_batch_size=8",
@@ -92,6 +94,23 @@ def test_its_curve_is_drawn_and_its_keys_are_checked(trainctl) -> None:
     assert "schedule.degree" in wrong.stderr
 
 
+def test_a_logger_has_keys_of_its_own(trainctl) -> None:
+    chosen = ("recipe=tiny", "logging.to=[board]")
+    wrong = trainctl("validate", "recipe=tiny", "logging.to=[bord]", expect=2)
+    assert "did you mean board? It is one of board, csv, tensorboard" in wrong.stderr
+    schema = json.loads(trainctl("config", "schema", "logging").stdout)["properties"]
+    assert schema["board"]["properties"]["digits"]["default"] == 3
+    assert schema["to"]["anyOf"][0]["items"]["enum"] == ["board", "csv", "tensorboard"]
+    why = trainctl("config", "why", "logging.board.digits", *chosen)
+    assert "Digits of a loss on the board." in why.stdout
+    too_many = trainctl("validate", *chosen, "logging.board.digits=99", expect=2)
+    assert "nearest legal value: 17" in too_many.stderr
+    unknown = trainctl("validate", *chosen, "logging.board.digit=9", expect=2)
+    assert "did you mean logging.board.digits" in unknown.stderr
+    idle = trainctl("validate", "recipe=tiny", "logging.board.digits=9")
+    assert "it needs board in logging.to" in idle.stderr
+
+
 def test_its_state_is_in_the_budget(trainctl) -> None:
     sizes = {}
     for optimizer in ("signum", "adamw"):
@@ -108,6 +127,8 @@ def test_it_trains_and_goes_on_from_its_checkpoint(trainctl, tmp_path: Path) -> 
     trainctl("resume", "run", "training.stop_after_steps=null")
     trainctl("launch", *TINY, "--run-dir", "whole")
     assert steps(tmp_path / "run") == steps(tmp_path / "whole")
+    board = (tmp_path / "run" / "board" / "board.txt").read_text().splitlines()
+    assert board == [f"{step} {loss:.5f}" for step, loss in steps(tmp_path / "run").items()]
     refused = trainctl("resume", "run", "optimizer=adamw", "training.steps=6", expect=5)
     assert "optimizer" in refused.stderr
 

@@ -174,7 +174,10 @@ def _show_usage_error(error: Exception) -> None:
     hint = f"did you mean {suggestion}" if suggestion else ""
     option = getattr(error, "option_name", "")
     context = getattr(error, "ctx", None)
-    if option and not hint:
+    root = context.find_root().command.params if context is not None else ()
+    if context is not None and any(option in each.opts for each in root):
+        hint = f"it stands before the command: trainctl {option} {context.info_name} ..."
+    elif option and not hint:
         hint = f"configuration is written without dashes: {option.lstrip('-')}=VALUE"
     elif not hint and context is not None:
         hint = f"{context.command_path} --help"

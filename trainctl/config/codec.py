@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from trainctl.config.registry import chooser, kind_of, own_keys, section_class
+from trainctl.config.registry import chooser, kind_of, own_keys, section_class, with_parts
 
 T = TypeVar("T")
 
@@ -44,7 +44,11 @@ def from_plain(cls: type[T], data: Any, key: str = "") -> T:
     group = getattr(cls, "units", "")
     if group:
         cls, data = _of_kind(group, cls, data)
+    has_parts = bool(getattr(cls, "parts", ""))
+    cls = with_parts(cast(Any, cls)) if has_parts else cls
     hints = _hints(cast(Any, cls))
+    if has_parts:  # those of a package that is not installed here are left out
+        data = {k: v for k, v in data.items() if k in hints or not isinstance(v, dict)}
     unknown = [str(name) for name in data if name not in hints]
     if unknown:
         raise ValueError(f"unknown key {_join(key, unknown[0])}")

@@ -73,10 +73,27 @@ def _section(name: str) -> dict[str, Any]:
     return {
         "description": (cls.__doc__ or "").strip(),
         "type": "object",
-        "properties": {leaf.key.partition(".")[2]: value_schema(leaf) for leaf in keys},
+        "properties": _properties(keys, f"{name}."),
         "additionalProperties": False,
         **({"allOf": _by_kind(name, keys)} if any(leaf.kinds for leaf in keys) else {}),
     }
+
+
+def _properties(keys: list[Leaf], prefix: str) -> dict[str, Any]:
+    """Of keys that begin so: a key, or a section in the section."""
+    found: dict[str, Any] = {}
+    for leaf in keys:
+        name, dot, _ = leaf.key.removeprefix(prefix).partition(".")
+        if not dot:
+            found[name] = value_schema(leaf)
+        elif name not in found:
+            inside = f"{prefix}{name}."
+            found[name] = {
+                "type": "object",
+                "properties": _properties([k for k in keys if k.key.startswith(inside)], inside),
+                "additionalProperties": False,
+            }
+    return found
 
 
 def _by_kind(group: str, keys: list[Leaf]) -> list[dict[str, Any]]:

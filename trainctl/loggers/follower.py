@@ -90,8 +90,13 @@ class Follower:
             raise TrainctlError(lacking.message, hint=lacking.hint)
         folder = run.root / self._name
         ensure_folder(folder)
+        config = config_of(run)
         followed = Followed(
-            folder=folder, id=run_id(run), name=run.root.name, config=config_of(run)
+            folder=folder,
+            id=run_id(run),
+            name=run.root.name,
+            keys=getattr(config.logging, self._name, None),
+            config=config,
         )
         sink: Sink = function_of("logger", self._name)(followed, state)
         return sink

@@ -7,7 +7,7 @@ from dataclasses import field
 from functools import partial
 from typing import Any
 
-from trainctl.config.registry import kind_of, new_section
+from trainctl.config.registry import kind_of, new_section, with_parts
 
 
 def option(
@@ -53,13 +53,16 @@ def option(
 def section(cls: type) -> Any:
     """A nested section with that class's defaults.
 
-    Of a group whose options are units (it has a `units`), the class is that of the default kind.
+    Of a group whose options are units (it has a `units`), the class is that of the default kind;
+    one with `parts` has a section in it for each option of that group.
     """
     metadata = {"doc": (cls.__doc__ or "").strip(), "section": cls}
     return field(default_factory=partial(_default, cls), metadata=metadata)
 
 
 def _default(cls: type) -> Any:
+    if getattr(cls, "parts", ""):
+        return with_parts(cls)()
     group = getattr(cls, "units", "")
     if not group:
         return cls()

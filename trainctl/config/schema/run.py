@@ -244,6 +244,8 @@ class CheckpointConfig:
 class LoggingConfig:
     """What is recorded and shown while training."""
 
+    parts: ClassVar[str] = "logger"
+
     to: list[str] = option(
         [],
         "Where the metrics go beside `events.jsonl`: the names of loggers.",

@@ -53,12 +53,14 @@ class Followed:
             has the modes of a run's files.
         id: The run's id: the same for all its attempts, another one for each run.
         name: The run directory's name.
+        keys: The logger's own keys, `logging.NAME`; None if it has none.
         config: The configuration of its newest attempt; secrets are references in it.
     """
 
     folder: Path
     id: str
     name: str
+    keys: Any
     config: RunConfig
 
 

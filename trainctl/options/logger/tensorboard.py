@@ -36,6 +36,7 @@ class EventFile:
     """
 
     def __init__(self, run: Followed, state: Mapping[str, Any] | None) -> None:
+        # What torch.utils.tensorboard writes with, too; without numpy's and torch's part of it.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter

@@ -11,7 +11,6 @@ from trainctl.config.keys import as_written
 from trainctl.config.registry import specs
 from trainctl.config.schema import (
     AdaptiveClipping,
-    CheckpointingMode,
     CrossEntropyKind,
     DataFromPaths,
     DataType,
@@ -200,11 +199,6 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "pipeline stages",
     ),
     (
-        ("activation_checkpointing.every_kth_block",),
-        lambda c: c.activation_checkpointing.mode is not CheckpointingMode.none,
-        "activation_checkpointing=full or selective",
-    ),
-    (
         ("kernels.chunk_tokens",),
         lambda c: c.kernels.cross_entropy is CrossEntropyKind.chunked,
         "kernels.cross_entropy=chunked",
@@ -360,7 +354,10 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
     ]
     for key, (item, _) in changed.items():
         needs = item.metadata.get("needs")
-        if needs is not None and not needs[0](getattr(config, key.partition(".")[0])):
+        group, *part, _ = key.split(".") if "." in key else (key, "")
+        if part and part[0] not in config.logging.to:
+            idle.append((key, f"{part[0]} in logging.to"))
+        if needs is not None and not needs[0](getattr(config, group)):
             idle.append((key, needs[1]))
     for key, words in idle:
         value = as_written(to_plain(changed[key][1]))
