@@ -32,8 +32,8 @@ from memory_settings import (
 from memory_shapes import with_published_shape
 from memory_trainers import Trainer, block_of, logit_bytes_of, trainer_of, update_temporaries
 
+from trainctl.config.registry import new_section
 from trainctl.config.schema import (
-    CheckpointingMode,
     CrossEntropyKind,
     ModelConfig,
     RunConfig,
@@ -324,18 +324,18 @@ def _set_config(row: Row, config: RunConfig, *, is_deepspeed: bool) -> None:
     if is_deepspeed:
         set_buffers(row, config)
     recompute, every = recompute_of(row)
-    checkpointing = config.activation_checkpointing
-    checkpointing.mode = {
-        Recompute.none: CheckpointingMode.none,
-        Recompute.full: CheckpointingMode.full,
-        Recompute.operations: CheckpointingMode.selective,
-        Recompute.attention: CheckpointingMode.none,
+    mode = {
+        Recompute.none: "none",
+        Recompute.full: "full",
+        Recompute.operations: "selective",
+        Recompute.attention: "none",
     }[recompute]
-    checkpointing.every_kth_block = every
+    own = {} if mode == "none" else {"every_kth_block": every}
     if offloads_activations(row):
         if recompute is not Recompute.full:
             raise NotExpressible("activations offloaded, but not recomputed: no term for it")
-        checkpointing.offload_to_cpu = True
+        own["offload_to_cpu"] = True
+    config.activation_checkpointing = new_section("activation_checkpointing", mode, **own)
     config.offload.optimizer, config.offload.parameters = offload_of(row)
     config.training.sequence_length = row.size("seq_len") if row["heads"] else 1
     config.training.micro_batch_size = row.size("micro_batch", 1)

@@ -12,7 +12,7 @@ from functools import cache
 
 from memory_cases import Case
 
-from trainctl.config.schema import CheckpointingMode, OffloadDevice
+from trainctl.config.schema import OffloadDevice
 from trainctl.plan.shapes import count_parameters, head_dim, key_value_heads
 
 
@@ -118,7 +118,7 @@ def eleuther(case: Case) -> float | None:
         communication += 1e9 * low if stage == 3 else 0
     tokens = plan.batch.sequence_length * plan.batch.micro_batch_size
     activations = tokens * hidden * layers * (16 * low + 2.0)
-    if plan.config.activation_checkpointing.mode is CheckpointingMode.none:
+    if plan.config.activation_checkpointing.mode == "none":
         scores = model.num_attention_heads * plan.batch.sequence_length / hidden
         activations += tokens * hidden * layers * (2 * low + 1) * scores
     return weights + gradients + states + communication + activations

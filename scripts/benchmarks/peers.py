@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from trainctl.config.schema import CheckpointingMode
 from trainctl.engines.deepspeed.process import start_process
 from trainctl.engines.process import Process, stop_process
 from trainctl.plan.precision import formats
@@ -148,7 +147,7 @@ def _model(plan: RunPlan) -> PreTrainedModel:
         dtype=TORCH_TYPES[formats(plan.config.precision).weights],
         attn_implementation=plan.config.model.attention.value,
     )
-    if plan.config.activation_checkpointing.mode is CheckpointingMode.full:
+    if plan.config.activation_checkpointing.mode == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 

@@ -3,7 +3,7 @@
     python scripts/benchmarks/speed_accuracy.py [--rows]
 
 The rows, their sources and which of them the constants were fitted to are in
-`tests/data/throughput.csv`; `tests/planner/throughput_rows.py` turns each into a plan.
+`tests/data/throughput.csv`; `tests/support/throughput_rows.py` turns each into a plan.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "planner"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
 from throughput_rows import Row, rows
 

@@ -187,7 +187,7 @@ class Launch:
         plan.config.training.steps = plan.total_steps  # without it there is no plan for fewer nodes
         self.run = create_run(plan.config, root=folder, folder=folder)
         write_json(self.run.root / "plan_for_tests.json", to_plain(plan))
-        driver = REPOSITORY / "tests/launch/driver.py"
+        driver = REPOSITORY / "tests/support/driver.py"
         self.process = cluster.start(
             sys.executable, driver, self.run.root, behaviour, cwd=REPOSITORY
         )

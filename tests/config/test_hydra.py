@@ -29,7 +29,7 @@ from trainctl.config.check import REFUSED
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.compose import compose
 from trainctl.config.keys import Leaf, ValueProblem, accept, leaves, leaves_under
-from trainctl.config.registry import unit_groups
+from trainctl.config.registry import chooser, unit_groups
 from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.errors import TrainctlError
 
@@ -123,7 +123,7 @@ def draw_settings(dice: random.Random, around: RunConfig) -> list[str]:
         dice: What draws.
         around: The configuration without them: its kinds say which keys there are.
     """
-    kinds = {f"{group}.kind" for group in unit_groups()}
+    kinds = {f"{group}.{chooser(group)}" for group in unit_groups()}
     known = [
         leaf
         for leaf in leaves_under(to_plain(around)).values()

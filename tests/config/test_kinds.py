@@ -115,6 +115,32 @@ def test_a_changed_section_is_one_of_the_kind_that_the_values_choose():
     assert lion == new_section("optimizer", "lion", lr=2.0, beta2=0.9, weight_decay=1.0)
 
 
+def test_the_key_that_chooses_need_not_be_called_kind():
+    with pytest.raises(TrainctlError) as raised:
+        compose(["recipe=tiny", "activation_checkpointing.offload_to_cpu=true"])
+    (finding,) = raised.value.findings
+    key = "activation_checkpointing.offload_to_cpu"
+    assert finding.message == f"there is no key {key} with activation_checkpointing.mode=none"
+    assert "activation_checkpointing=full or selective has it" in finding.hint
+    chosen = compose(["recipe=tiny", "activation_checkpointing=full", f"{key}=true"]).config
+    assert chosen.activation_checkpointing.offload_to_cpu
+    left_over = recompose(chosen, ["activation_checkpointing.mode=none"])
+    (finding,) = left_over.findings
+    assert (finding.rule, finding.key, finding.is_error) == ("TC112", key, False)
+
+
+def test_a_file_may_say_what_a_key_of_another_kind_is_by_default(tmp_path, monkeypatch):
+    """As files do that were written when all kinds had all keys."""
+    (tmp_path / "conf" / "activation_checkpointing").mkdir(parents=True)
+    option = tmp_path / "conf" / "activation_checkpointing" / "mine.yaml"
+    option.write_text("mode: none\noffload_to_cpu: false\nevery_kth_block: 1\n")
+    composed = compose(["recipe=tiny", "activation_checkpointing=mine"], config_dir=tmp_path)
+    assert not composed.findings
+    assert composed.config.activation_checkpointing == new_section(
+        "activation_checkpointing", "none"
+    )
+
+
 def test_keys_of_a_logger_that_is_not_installed_here_are_left_out():
     plain = to_plain(RunConfig())
     plain["logging"] |= {"to": ["board"], "board": {"digits": 5}}

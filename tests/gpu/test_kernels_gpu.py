@@ -14,9 +14,8 @@ from commands import events, trainctl
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 from test_recompute import built
 
+from trainctl.config.registry import new_section
 from trainctl.config.schema import (
-    ActivationCheckpointingConfig,
-    CheckpointingMode,
     CrossEntropyKind,
     KernelsConfig,
 )
@@ -129,7 +128,7 @@ def test_offloaded_block_inputs_are_not_on_the_device() -> None:
     results = {}
     for offload in (False, True):
         wrapped = copy.deepcopy(model)
-        config = ActivationCheckpointingConfig(mode=CheckpointingMode.full, offload_to_cpu=offload)
+        config = new_section("activation_checkpointing", "full", offload_to_cpu=offload)
         wrap_blocks(wrapped, config)
         whole = LanguageModel(wrapped, None, KernelsConfig())
         before = torch.cuda.memory_allocated()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, ModelConfig, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plan.stages import blocks_of_stages
 from trainctl.plan.types import Batch, Mesh, RunPlan
+from trainctl.planner.variants import with_values
 
 GIB = 2**30
 
@@ -68,12 +68,7 @@ def make_plan(
     config = RunConfig(model=model, deepspeed=deepspeed or {})
     axes = config.parallelism
     axes.tensor, axes.pipeline, axes.sequence = tensor, pipeline, sequence
-    if "optimizer__kind" in settings:
-        config.optimizer = new_section("optimizer", settings["optimizer__kind"])
-    for key, value in settings.items():
-        section, name = key.split("__")
-        assert hasattr(getattr(config, section), name), key
-        setattr(getattr(config, section), name, value)
+    config = with_values(config, {k.replace("__", "."): value for k, value in settings.items()})
     data = devices * nodes // (tensor * pipeline * sequence)
     return RunPlan(
         config=config,

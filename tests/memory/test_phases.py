@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from memory_plans import GIB, LLAMA_3_8B, make_plan
 
+from trainctl.config.registry import new_section
 from trainctl.config.schema import (
     AttentionKind,
-    CheckpointingMode,
     DataType,
     ModelConfig,
     OffloadDevice,
@@ -94,7 +94,7 @@ def bf16_master_plan(*, low: bool) -> RunPlan:
         zero_stage__param_persistence_threshold=0,
         precision__master_weights=kept_in,
         precision__optimizer_states=kept_in,
-        activation_checkpointing__mode=CheckpointingMode.full,
+        activation_checkpointing__mode="full",
     )
 
 
@@ -116,7 +116,7 @@ def test_peak_is_the_update_of_a_sub_group() -> None:
 def test_stage_3_keeps_weights_for_backward_without_memory_efficient_linear() -> None:
     """12.0 GiB of the 15.5 GiB that the README's peak rises without checkpointing."""
     plan = bf16_master_plan(low=False)
-    plan.config.activation_checkpointing.mode = CheckpointingMode.none
+    plan.config.activation_checkpointing = new_section("activation_checkpointing", "none")
     assert moments(plan)["forward_end"].retained_weights == pytest.approx(12.0 * GIB, rel=0.01)
     llama = make_plan(LLAMA_3_8B, zero_stage__stage=3)
     assert moments(llama)["forward_end"].retained_weights == 0
@@ -212,7 +212,7 @@ def test_long_sequences_peak_at_the_loss() -> None:
         zero_stage__stage=3,
         offload__optimizer=OffloadDevice.cpu,
         offload__parameters=OffloadDevice.cpu,
-        activation_checkpointing__mode=CheckpointingMode.full,
+        activation_checkpointing__mode="full",
     )
     start = moments(plan)["backward_start"]
     assert start.logits == 14 * 32_000 * 128_256

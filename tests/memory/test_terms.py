@@ -10,7 +10,6 @@ from memory_plans import GIB, LLAMA_3_8B, TINY, make_plan
 
 from trainctl.config.schema import (
     Accelerator,
-    CheckpointingMode,
     CrossEntropyKind,
     DataType,
     OffloadDevice,
@@ -48,7 +47,7 @@ def test_a_pipeline_keeps_what_it_has_sent_on() -> None:
     common = {"pipeline": 4, "accumulation": 8, "sequence_length": 1024, "zero_stage__stage": 1}
     first, second, third, last = (
         stage["forward_end"].activations
-        for stage in moments(activation_checkpointing__mode=CheckpointingMode.full, **common)
+        for stage in moments(activation_checkpointing__mode="full", **common)
     )
     hidden = 2 * 1024 * 4096
     blocks = [stage.blocks for stage in stages(LLAMA_3_8B, stage_blocks=_blocks(common))]

@@ -14,7 +14,9 @@ import pytest
 from trainctl.config.own_files import own_files
 from trainctl.config.registry import FOLDER_VARIABLE, code_in, load, names, trusted_options
 from trainctl.config.schema import RunConfig
+from trainctl.config.sweep import expand_sweep
 from trainctl.errors import TrainctlError
+from trainctl.runs.sweeps import new_sweep
 
 PACKAGE = Path(__file__).parent / "package" / "extra_options"
 CHOSEN = ("recipe=tiny", "optimizer=signum")
@@ -122,11 +124,11 @@ def test_a_file_that_is_no_option_is_named(trainctl, folder, name, text, message
 
 
 def test_only_files_that_would_be_options_count(folder: Path) -> None:
-    for name in ("optimizer/_rule.py", "optimizer/notes.txt", "other/thing.py"):
+    for name in ("optimizer/_rule.py", "optimizer/a.txt", "other/a.py", "logger/board.py"):
         path = folder / "options" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
-    assert [path.name for path in code_in(folder / "options")] == ["signum.py"]
+    assert [path.name for path in code_in(folder / "options")] == ["board.py", "signum.py"]
 
 
 def test_every_other_process_is_told_and_every_host_has_the_file(trusted: Path) -> None:
@@ -142,6 +144,16 @@ def test_where_nobody_trusts_it_a_kind_is_not_there() -> None:
     with pytest.raises(TrainctlError, match="optimizer has no kind 'signum' here") as raised:
         load("optimizer", "signum")
     assert "--trust-code" in raised.value.hint and FOLDER_VARIABLE in raised.value.hint
+
+
+def test_a_sweep_that_goes_on_has_to_be_trusted_again(trainctl, folder: Path) -> None:
+    """It knows the folder that it was made with; here none of its runs was made."""
+    overrides = [*CHOSEN, "optimizer.lr=1e-3,1e-4"]
+    new_sweep(folder.parent / "sweep", overrides, expand_sweep(overrides), folder)
+    refused = trainctl("sweep", "sweep", "--resume", "--dry-run", expect=2)
+    assert "signum.py is code" in refused.stderr
+    left = trainctl("--trust-code", "sweep", "sweep", "--resume", "--dry-run").stdout
+    assert "0: make" in left and "1: make" in left
 
 
 @pytest.mark.slow

@@ -128,10 +128,6 @@ def test_the_table_names_keys_of_the_schema_once():
             {"training__steps": None},
         ),
         ({"training__tokens": 5000}, {"training__steps": None}),
-        (
-            {"activation_checkpointing__every_kth_block": 2},
-            {"activation_checkpointing__mode": "selective"},
-        ),
         ({"kernels__chunk_tokens": 64}, {"kernels__cross_entropy": "chunked"}),
         ({"logging__profile_ranks": [1]}, {"logging__profile_steps": [2, 3]}),
         ({"gradients__noise": 0.1, "script": "own.py"}, {"script": None}),

@@ -945,23 +945,6 @@ ERRORS = [
         "the model has 4 blocks",
         "every_kth_block=4 or less",
     ),
-    (
-        "TC082",
-        {"activation_checkpointing__offload_to_cpu": True},
-        gpus(),
-        "mode=none recomputes none",
-        "activation_checkpointing=full",
-    ),
-    (
-        "TC082",
-        {
-            "activation_checkpointing__partition_across_tensor_ranks": True,
-            "parallelism__tensor": 2,
-        },
-        gpus(),
-        "mode=none recomputes none",
-        "partition_across_tensor_ranks=false",
-    ),
     ("TC083", PARTITIONED, gpus(), "parallelism.tensor=1", "parallelism.tensor=2"),
     (
         "TC083",

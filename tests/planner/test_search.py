@@ -11,7 +11,6 @@ from throughput_rows import config_of, hardware_of
 
 from trainctl.config.registry import names
 from trainctl.config.schema import (
-    CheckpointingMode,
     OffloadDevice,
     RunConfig,
 )
@@ -187,7 +186,7 @@ def test_arithmetic_leaves_out_no_layout_that_fits() -> None:
                 "offload.optimizer": optimizer,
                 "offload.parameters": parameters,
                 "training.micro_batch_size": 1,
-                "activation_checkpointing.mode": CheckpointingMode.full,
+                "activation_checkpointing.mode": "full",
             }
             if assess(with_values(config, values), hardware).fits:
                 fitting += 1
@@ -231,7 +230,7 @@ def test_what_the_user_has_set_stays() -> None:
         chosen = found.plan.config
         assert chosen.zero_stage.stage == 1
         assert found.plan.mesh.tensor == 4
-        assert chosen.activation_checkpointing.mode is CheckpointingMode.selective
+        assert chosen.activation_checkpointing.mode == "selective"
         assert found.plan.batch.micro_batch_size == 2
 
 
@@ -393,7 +392,7 @@ def test_sliced_inputs_stay_where_the_user_asks_and_go_where_a_recipe_does() -> 
     away = with_values(config, {"activation_checkpointing.offload_to_cpu": True})
     (recomputed,) = search(away, hardware, fixed=fixed, top=1).found
     settings = recomputed.plan.config.activation_checkpointing
-    assert settings.mode is CheckpointingMode.full and recomputed.plan.mesh.tensor == 1
+    assert settings.mode == "full" and recomputed.plan.mesh.tensor == 1
 
 
 def test_a_recipe_of_recomputed_inputs_may_become_one_without_recomputation() -> None:
@@ -404,5 +403,5 @@ def test_a_recipe_of_recomputed_inputs_may_become_one_without_recomputation() ->
     config: RunConfig = config_of(values)
     result = search(config, hardware_of("h200-141g", 1, 8), top=1)
     settings = result.found[0].plan.config.activation_checkpointing
-    assert settings.mode is CheckpointingMode.none
-    assert not settings.offload_to_cpu
+    assert settings.mode == "none"
+    assert not hasattr(settings, "offload_to_cpu")

@@ -9,7 +9,7 @@ from deepspeed.module_inject.layers import RowParallel
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trainctl.config.schema import ActivationCheckpointingConfig, CheckpointingMode
+from trainctl.config.registry import new_section
 from trainctl.train.recompute import wrap_blocks
 
 
@@ -19,14 +19,14 @@ def partitioned(cases: list[Any], process: Any) -> dict[str, Any]:
     model = cases_of.built()
     plain = cases_of.trained(model)
     result = {}
-    for mode in (CheckpointingMode.full, CheckpointingMode.selective):
+    for mode in ("full", "selective"):
         kept = {}
         for partition in (False, True):
             settings = {"mode": mode, "partition_across_tensor_ranks": partition}
             recomputed, _ = cases_of.wrapped(model, group, **settings)
             loss, gradients, kept[partition] = cases_of.trained(recomputed)
             cases_of.assert_same(plain, (loss, gradients, 0))
-        result[mode.value] = [kept[False], kept[True]]
+        result[mode] = [kept[False], kept[True]]
     return result
 
 
@@ -46,9 +46,9 @@ class RowParallelBlock(GradientCheckpointingLayer):
 def summed_in_place(cases: list[Any], process: Any) -> float:
     """Largest difference between the weight's gradients with `selective` and without."""
     gradients = []
-    for mode in (CheckpointingMode.none, CheckpointingMode.selective):
+    for mode in ("none", "selective"):
         block = RowParallelBlock(process.rank)
-        wrap_blocks(block, ActivationCheckpointingConfig(mode=mode))
+        wrap_blocks(block, new_section("activation_checkpointing", mode))
         hidden = torch.ones(4, 8, requires_grad=True)
         block(hidden).square().sum().backward()
         gradients.append(block.weight.grad)

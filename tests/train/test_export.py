@@ -124,7 +124,7 @@ def test_memory_stays_far_below_the_model(tmp_path):
     shard = 40_000_000
     work = pickle.dumps((config, checkpoint, tmp_path / "out", shard))
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("export_probe.py"))],
+        [sys.executable, str(Path(__file__).parents[1] / "support" / "export_probe.py")],
         input=work,
         capture_output=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},

@@ -9,11 +9,10 @@ import torch._dynamo.utils
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 from test_recompute import assert_same, built
 
+from trainctl.config.registry import new_section
 from trainctl.config.schema import (
     Accelerator,
-    ActivationCheckpointingConfig,
     AttentionKind,
-    CheckpointingMode,
     CompileKind,
     CrossEntropyKind,
     DataType,
@@ -52,7 +51,7 @@ def test_compiled_blocks_give_the_same_gradients_in_one_graph_for_all(family, co
     """Every other block is recomputed: it is compiled inside its checkpoint."""
     plain = built(family)
     model = copy.deepcopy(plain)
-    recompute = ActivationCheckpointingConfig(mode=CheckpointingMode.full, every_kth_block=2)
+    recompute = new_section("activation_checkpointing", "full", every_kth_block=2)
     wrap_blocks(model, recompute)
     apply_kernels(model, COMPILED)
     assert_same(loss_and_gradients(plain), loss_and_gradients(model), tolerance=1e-5)
@@ -71,8 +70,9 @@ def test_curves_agree_with_compiled_blocks(tmp_path):
         config.zero_stage.stage = stage
         config.precision.compute = DataType.fp32
         config.kernels.compile = kind
-        config.activation_checkpointing.mode = CheckpointingMode.full
-        config.activation_checkpointing.every_kth_block = 2
+        config.activation_checkpointing = new_section(
+            "activation_checkpointing", "full", every_kth_block=2
+        )
         config.checkpoint.at_end = False
         cases.append(Case(tiny_plan(config, 2), RunPaths(tmp_path / str(index))))
     train_cases(2, cases)

@@ -9,13 +9,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainctl.config.registry import new_section
 from trainctl.config.schema import (
-    ActivationCheckpointingConfig,
-    CheckpointingMode,
     DataType,
     ModelConfig,
 )
 from trainctl.errors import TrainctlError
+from trainctl.planner.variants import with_values
 from trainctl.runs.layout import RunPaths
 from trainctl.train.build import materialise
 from trainctl.train.model import blocks, skeleton
@@ -24,7 +24,7 @@ from trainctl.train.weights import SeedWeights
 
 FAMILIES = ["llama", "mistral", "qwen3", "gpt2"]
 LAYERS = 4
-NONE, FULL, SELECTIVE = CheckpointingMode.none, CheckpointingMode.full, CheckpointingMode.selective
+NONE, FULL, SELECTIVE = "none", "full", "selective"
 
 
 def built(family="llama"):
@@ -37,9 +37,9 @@ def built(family="llama"):
     return model
 
 
-def wrapped(model, group=None, **settings):
+def wrapped(model, group=None, *, mode, **settings):
     model = copy.deepcopy(model)
-    count = wrap_blocks(model, ActivationCheckpointingConfig(**settings), group)
+    count = wrap_blocks(model, new_section("activation_checkpointing", mode, **settings), group)
     return model, count
 
 
@@ -108,7 +108,7 @@ def test_the_first_of_every_k_blocks_is_recomputed():
 
 def test_nothing_to_wrap_is_an_error():
     with pytest.raises(TrainctlError, match="0 are wrapped"):
-        wrap_blocks(torch.nn.Linear(2, 2), ActivationCheckpointingConfig(mode=FULL))
+        wrap_blocks(torch.nn.Linear(2, 2), new_section("activation_checkpointing", FULL))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -187,9 +187,7 @@ def trained_on_ranks(tmp_path, *changes):
         config = tiny_config(steps=6)
         config.precision.compute = DataType.fp32
         config.checkpoint.at_end = False
-        for key, value in change.items():
-            section, _, name = key.partition("__")
-            setattr(getattr(config, section), name, value)
+        config = with_values(config, {k.replace("__", "."): value for k, value in change.items()})
         cases.append(Case(tiny_plan(config, 2), RunPaths(tmp_path / str(index))))
     train_cases(2, cases)
     return [curve(case.run) for case in cases]

@@ -16,7 +16,6 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import (
     Accelerator,
     AdaptiveClipping,
-    CheckpointingMode,
     DataType,
     OffloadDevice,
     RunConfig,
@@ -118,7 +117,7 @@ def test_one_data_rank_recomputes_with_weights_from_nvme(tmp_path, layout):
     alone = trained(tmp_path / "alone", config_of(steps=3, large=True, **ALONE), 1)
     swapped = on_nvme(tmp_path, parameters=OffloadDevice.nvme)
     config = config_of(steps=3, large=True, **swapped, **layout)
-    config.activation_checkpointing.mode = CheckpointingMode.full
+    config.activation_checkpointing = new_section("activation_checkpointing", "full")
     assert_same_curve(trained(tmp_path / "run", config, len(layout) + 1), alone)
 
 

@@ -12,7 +12,8 @@ import torch
 from fork_server import RanksFailed
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
-from trainctl.config.schema import CheckpointingMode, DataType, OffloadDevice
+from trainctl.config.registry import new_section
+from trainctl.config.schema import DataType, OffloadDevice
 from trainctl.engines.fragments import Fragment, of_transposed
 from trainctl.engines.shards import Shard, read_whole
 from trainctl.runs.checkpoints import list_checkpoints
@@ -34,7 +35,7 @@ def plan(world_size=2, *, stage=2, zenflow=True, compute="fp32", recompute=False
     config.zero_stage.stage = stage
     config.zero_stage.reduce_bucket_size = 12_000  # several buckets; the embedding is larger
     if recompute:
-        config.activation_checkpointing.mode = CheckpointingMode.full
+        config.activation_checkpointing = new_section("activation_checkpointing", "full")
     if zenflow:
         config.offload.optimizer = OffloadDevice.cpu
         config.offload.zenflow = True

@@ -136,7 +136,7 @@ def _title(found: FoundPlan) -> str:
             " x ".join(axes),
             *away,
             f"micro batch {batch.micro_batch_size} x {batch.gradient_accumulation_steps}",
-            f"recompute {config.activation_checkpointing.mode.value}",
+            f"recompute {config.activation_checkpointing.mode}",
             f"cross entropy {config.kernels.cross_entropy.value}",
         ]
     )

@@ -42,11 +42,12 @@ def keep_own_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iterator
                 continue
             source = stack.layers[inside[-1] if inside else key][-1].source
             if key not in own:
-                is_left_over = typed.isdisjoint((key, *inside)) and (
+                is_typed = not typed.isdisjoint((key, *inside))
+                if not is_typed and value == leaves()[key].default:
+                    continue  # a file's, which says nothing that could be missed
+                is_left_over = not is_typed and (
                     recipe is None or f"{group}.{choice}" in typed or _is_of_before(source, recipe)
                 )
-                if is_left_over and value == leaves()[key].default:
-                    continue  # it says nothing that could be missed
                 yield _foreign(key, value, kind, is_left_over).set_by(source)
             elif leaves()[key].kinds:
                 yield from _accepted(section, own[key], value, source)

@@ -29,9 +29,9 @@ ENTRY_POINTS = "trainctl.options"
 FOLDER_VARIABLE = "TRAINCTL_OPTIONS"
 """Names a folder of `GROUP/NAME.py`; whoever sets it has trainctl run that code."""
 
-SEVERAL = ("logger",)
-"""Groups of which a run may have several options, by a list of names: those that have keys have
-them in a section each. Of the other groups each option is the kind of one section."""
+WITHOUT_A_SECTION = ("engine", "logger")
+"""Groups of which no option is the kind of a section: a plan names the engine, and a run may have
+several loggers, by a list of names; those that have keys have them in a section each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,7 @@ class Spec:
 @cache
 def unit_groups() -> tuple[str, ...]:
     """The groups whose options are units, and the kinds of a section."""
-    found = {path.parent.name for path in SHIPPED.glob("*/__init__.py")}
-    return tuple(sorted(found.difference(SEVERAL)))
+    return tuple(group for group in _groups() if group not in WITHOUT_A_SECTION)
 
 
 @cache
@@ -98,7 +97,7 @@ def trusted_options() -> dict[str, str]:
 
 def code_in(folder: Path) -> list[Path]:
     """The Python files of a folder that would be options."""
-    return [path for group in unit_groups() for path in sorted((folder / group).glob("[!_]*.py"))]
+    return [path for group in _groups() for path in sorted((folder / group).glob("[!_]*.py"))]
 
 
 def own_file(group: str, name: str) -> Path | None:
@@ -226,7 +225,7 @@ def function_of(group: str, kind: str, entry: str = "build") -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as missing:
-        chosen = kind if group in SEVERAL else f"{chooser(group)}={kind}"
+        chosen = kind if group in WITHOUT_A_SECTION else f"{chooser(group)}={kind}"
         what = f"pip install 'trainctl[{spec.extra}]'" if spec.extra else "install it"
         raise TrainctlError(
             f"{group}.{chosen} needs a package that is missing ({missing})",
@@ -245,6 +244,11 @@ def packaged_folders() -> dict[str, Path]:
                 folder = Path(module.origin).parents[1]
                 found[folder.name] = folder
     return found
+
+
+@cache
+def _groups() -> tuple[str, ...]:
+    return tuple(sorted(path.parent.name for path in SHIPPED.glob("*/__init__.py")))
 
 
 @cache

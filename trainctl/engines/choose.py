@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from trainctl.config.registry import function_of
 from trainctl.engines.protocol import Room
+from trainctl.plan.types import RunPlan
 
 
-def engine_room() -> Room:
-    """The only one that there is; its package is loaded now."""
-    from trainctl.engines.deepspeed.room import DeepSpeedRoom
+def engine_room(plan: RunPlan) -> Room:
+    """The engine that a plan names; its package is loaded now.
 
-    return DeepSpeedRoom()
+    Raises:
+        TrainctlError: The package that brings it, or one that it needs, is not installed here.
+    """
+    room: Room = function_of("engine", plan.engine)()
+    return room

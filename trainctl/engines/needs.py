@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainctl.config.schema import (
-    CheckpointingMode,
     CrossEntropyKind,
     DataType,
     OffloadDevice,
     RunConfig,
 )
+from trainctl.options.activation_checkpointing import recomputed, selective
 from trainctl.options.optimizer import adamw_8bit
 
 
@@ -55,11 +55,11 @@ TENSOR = Need("parallelism.tensor", lambda config: config.parallelism.tensor > 1
 
 RECOMPUTED = Need(
     "activation_checkpointing.mode",
-    lambda config: config.activation_checkpointing.mode is not CheckpointingMode.none,
+    lambda config: recomputed(config) is not None,
 )
 SELECTIVE = Need(
     "activation_checkpointing.mode",
-    lambda config: config.activation_checkpointing.mode is CheckpointingMode.selective,
+    lambda config: config.activation_checkpointing.mode == selective.SPEC.name,
 )
 LIGER_LOSS = Need(
     "kernels.cross_entropy",

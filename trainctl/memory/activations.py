@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from trainctl.config.schema import (
     Accelerator,
-    ActivationCheckpointingConfig,
     AttentionKind,
-    CheckpointingMode,
     ModelConfig,
 )
 from trainctl.memory.constants import BYTES
+from trainctl.options.activation_checkpointing import Recomputing, checkpointing_of, recomputed
 from trainctl.options.model import Norm, spec_of
 from trainctl.plan import shapes
 from trainctl.plan.types import Sketch
@@ -168,7 +167,7 @@ def stage_activations(
         autocast: Whether weights and residual stream are fp32.
         traced: One of the blocks on this rank, where the model was traced.
     """
-    settings = plan.config.activation_checkpointing
+    settings = recomputed(plan.config)
     tokens = tokens_per_rank(plan)
     block = traced or block_activations(
         plan.config.model,
@@ -178,7 +177,7 @@ def stage_activations(
         autocast=autocast,
         liger=plan.config.kernels.liger,
     )
-    if settings.mode is CheckpointingMode.none:
+    if settings is None:
         backward = block.backward_extra(block.saved)
         return StageActivations(
             forward_end=tokens * block.saved * blocks * in_flight,
@@ -193,9 +192,9 @@ def stage_activations(
     on_device = 1 if offloads else checkpointed * in_flight
     whole = (blocks - checkpointed) * block.saved * in_flight
     # What is kept besides the input is given back, and not computed beside it again.
-    kept = block.products if settings.mode is CheckpointingMode.selective else 0
-    recomputed = max(block.saved - kept, 0)
-    backward = recomputed + block.backward_extra(block.saved)
+    kept = block.products if checkpointing_of(settings).keeps_products else 0
+    again = max(block.saved - kept, 0)
+    backward = again + block.backward_extra(block.saved)
     return StageActivations(
         forward_end=tokens
         * (
@@ -220,7 +219,7 @@ def compute_bytes(plan: Sketch) -> int:
     return BYTES[plan.config.precision.compute]
 
 
-def _boundary(block: BlockActivations, settings: ActivationCheckpointingConfig, tensor: int) -> int:
+def _boundary(block: BlockActivations, settings: Recomputing, tensor: int) -> int:
     return block.boundary // (tensor if settings.partition_across_tensor_ranks else 1)
 
 

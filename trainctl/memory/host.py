@@ -14,6 +14,7 @@ from trainctl.memory.constants import (
 )
 from trainctl.memory.engine import EngineMemory
 from trainctl.memory.stages import Stage, stages
+from trainctl.options.activation_checkpointing import recomputed
 from trainctl.plan.schedule import Curve
 from trainctl.plan.shapes import count_parameters
 from trainctl.plan.types import RunPlan, Sketch
@@ -48,8 +49,8 @@ def host_budget(plan: Sketch, engine: EngineMemory, stage: Stage, device_peak: i
     per_rank |= _offloaded_optimizer(engine, stage)
     per_rank |= _offloaded_parameters(engine, stage)
     per_rank |= _checkpoint_copy(plan, engine) or _checkpoint_tensor(engine, stage)
-    settings = plan.config.activation_checkpointing
-    if settings.offload_to_cpu:
+    settings = recomputed(plan.config)
+    if settings is not None and settings.offload_to_cpu:
         activations = stage_activations(
             plan,
             blocks=stage.blocks,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainctl.config.schema import CheckpointingMode
 from trainctl.memory.activations import StageActivations
 from trainctl.memory.components import Components
 from trainctl.memory.constants import LogitBytes
 from trainctl.memory.engine import EngineMemory
 from trainctl.memory.groups import Group
 from trainctl.memory.stages import Stage
+from trainctl.options.activation_checkpointing import recomputed
 from trainctl.plan.types import Sketch
 
 
@@ -38,7 +38,7 @@ class RankMemory:
 
     @property
     def recomputes(self) -> bool:
-        return self.plan.config.activation_checkpointing.mode is not CheckpointingMode.none
+        return recomputed(self.plan.config) is not None
 
     @property
     def busiest(self) -> int:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from trainctl.config.derived import Derived
-from trainctl.config.schema import ActivationCheckpointingConfig, CheckpointingMode, RunConfig
+from trainctl.config.schema import RunConfig
+from trainctl.options.activation_checkpointing import Recomputing, recomputed
 
 
-def is_wrapped(block: int, config: ActivationCheckpointingConfig) -> bool:
+def is_wrapped(block: int, settings: Recomputing) -> bool:
     """Whether a block, counted from 0 over the whole model, is recomputed.
 
     The first of every k: of the others the last is then kept whole, whose backward pass comes when
     memory is fullest and would need its activations at once again.
     """
-    return config.mode is not CheckpointingMode.none and block % config.every_kth_block == 0
+    return block % settings.every_kth_block == 0
 
 
 def wrapped_blocks(config: RunConfig) -> tuple[Derived, ...]:
     """How many of the model's blocks are recomputed; nothing where recomputation is off."""
-    settings, layers = config.activation_checkpointing, config.model.num_layers
-    if settings.mode is CheckpointingMode.none:
+    settings, layers = recomputed(config), config.model.num_layers
+    if settings is None:
         return ()
     count = sum(is_wrapped(block, settings) for block in range(layers))
     which = "all" if settings.every_kth_block == 1 else f"one in {settings.every_kth_block}"
@@ -26,7 +27,7 @@ def wrapped_blocks(config: RunConfig) -> tuple[Derived, ...]:
         Derived(
             key="activation_checkpointing.wrapped_blocks",
             value=count,
-            reason=f"activation_checkpointing.mode={settings.mode.value}: {which} of {layers}",
+            reason=f"activation_checkpointing.mode={settings.mode}: {which} of {layers}",
             sources=("activation_checkpointing.mode",),
         ),
     )

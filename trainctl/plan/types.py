@@ -74,7 +74,8 @@ class RunPlan(Sketch):
             `training.stop_after_steps` is set.
         warmup_steps: Optimizer steps of the linear warmup.
         lr_scale: What `optimizer.lr_scaling` makes of the learning rates.
-        deepspeed: The JSON for DeepSpeed, complete, without "auto".
+        engine: What makes the steps: an option of the group `engine`.
+        deepspeed: The settings of the engine of that name: its JSON, complete, without "auto".
         derived: Every derived value with its reason.
         not_yet: What this plan asks for that cannot be trained with yet, in words;
             `launch` refuses while it is not empty.
@@ -88,6 +89,7 @@ class RunPlan(Sketch):
     derived: tuple[Derived, ...] = ()
     not_yet: tuple[str, ...] = ()
     lr_scale: float = 1.0
+    engine: str = "deepspeed"
     schema: int = field(default=PLAN_SCHEMA)
 
     @property

@@ -9,13 +9,13 @@ from math import log2
 
 from trainctl.config.schema import (
     Accelerator,
-    CheckpointingMode,
     CompileKind,
     CrossEntropyKind,
     OffloadDevice,
     RunConfig,
 )
 from trainctl.hardware import Hardware
+from trainctl.options.activation_checkpointing import by_what_they_keep, checkpointing_of
 from trainctl.options.launcher import launcher_for
 from trainctl.plan.nearest import divisors
 from trainctl.plan.types import Batch
@@ -28,9 +28,6 @@ MOST_DOUBLINGS = 3
 
 MOST_SIZES = 12
 """Micro batches to try; a billion has a hundred divisors."""
-
-KEPT = (CheckpointingMode.full, CheckpointingMode.selective, CheckpointingMode.none)
-"""Kinds of recomputation by how much they keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,26 +167,22 @@ def _devices(config: RunConfig, hardware: Hardware, doublings: int) -> KeyChange
 
 
 def _more_recomputation(config: RunConfig) -> list[KeyChange]:
-    mode = config.activation_checkpointing.mode
+    kinds = by_what_they_keep()
+    least = kinds[: kinds.index(checkpointing_of(config.activation_checkpointing))]
+    furthest = sum(kind.recomputes for kind in kinds)
     return [
-        _change("recomputation", reach, {"activation_checkpointing.mode": other})
-        for reach, other in ((1, CheckpointingMode.selective), (2, CheckpointingMode.full))
-        if KEPT.index(other) < KEPT.index(mode)
+        _change("recomputation", furthest - place, {"activation_checkpointing.mode": kind.name})
+        for place, kind in reversed([*enumerate(least)])
     ]
 
 
 def _less_recomputation(config: RunConfig) -> list[KeyChange]:
-    settings = config.activation_checkpointing
-    mode = settings.mode
-    changes = []
-    for reach, other in enumerate(KEPT[KEPT.index(mode) + 1 :], 1):
-        values: dict[str, object] = {"activation_checkpointing.mode": other}
-        if other is CheckpointingMode.none:  # what is said of recomputed blocks is refused then
-            for name in ("offload_to_cpu", "partition_across_tensor_ranks"):
-                if getattr(settings, name):
-                    values[f"activation_checkpointing.{name}"] = False
-        changes.append(_change("recomputation", reach, values))
-    return changes
+    kinds = by_what_they_keep()
+    more = kinds[kinds.index(checkpointing_of(config.activation_checkpointing)) + 1 :]
+    return [
+        _change("recomputation", reach, {"activation_checkpointing.mode": kind.name})
+        for reach, kind in enumerate(more, 1)
+    ]
 
 
 def _loss_in_chunks(config: RunConfig) -> list[KeyChange]:

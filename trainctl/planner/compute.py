@@ -7,7 +7,6 @@ from functools import lru_cache
 
 from trainctl.config.schema import (
     AttentionKind,
-    CheckpointingMode,
     CompileKind,
     CrossEntropyKind,
     DataType,
@@ -17,6 +16,7 @@ from trainctl.config.schema import (
 )
 from trainctl.hardware import Hardware
 from trainctl.memory.constants import BYTES
+from trainctl.options.activation_checkpointing import checkpointing_of
 from trainctl.options.model import spec_of
 from trainctl.plan import shapes
 from trainctl.planner import constants
@@ -70,7 +70,7 @@ def rates(hardware: Hardware, precision: PrecisionConfig) -> Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTime:
-    """Seconds of a micro batch in one block: both passes, and what recomputation adds."""
+    """Seconds of a micro batch in one block: both passes, and what its recomputation adds."""
 
     both: float
     again: float
@@ -106,13 +106,12 @@ def block_time(
         + constants.BACKWARD_TRAFFIC * traffic,
         2 * starts,
     )
-    mode = config.activation_checkpointing.mode
-    again = {
-        CheckpointingMode.none: 0.0,
-        CheckpointingMode.full: forward,
-        CheckpointingMode.selective: traffic,
-    }[mode]
-    return BlockTime(both=forward + backward, again=again)
+    return BlockTime(
+        both=forward + backward,
+        again=traffic
+        if checkpointing_of(config.activation_checkpointing).keeps_products
+        else forward,
+    )
 
 
 def _attention(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainctl.config.keys import leaves
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
@@ -232,8 +233,7 @@ def _found(candidate: Candidate, result: Assessment, state: _State, config: RunC
         seconds = other.variant.time.seconds
         limit = candidate.variant.seconds_per_token * (1 - RESOLUTION)
         if other.variant.seconds_per_token < limit:  # the last one is the closest
-            own = candidate.values
-            values = {k: v for k, v in other.values.items() if own.get(k, v) != v}
+            values = _differences(other.values, candidate.variant.sketch.config)
             rejected = Rejected(values=values, seconds=seconds, reason=reason)
     return FoundPlan(
         values=_differences(candidate.values, config),
@@ -250,6 +250,7 @@ def _differences(values: Values, config: RunConfig) -> dict[str, Any]:
     changed = {}
     for key, value in values.items():
         section, name = key.split(".")
-        if getattr(getattr(config, section), name) != value:
+        # What another kind's section lacks has its default when the kind is chosen.
+        if getattr(getattr(config, section), name, leaves()[key].default) != value:
             changed[key] = value
     return changed

@@ -11,7 +11,6 @@ from typing import Any
 
 from trainctl.config.schema import (
     Accelerator,
-    CheckpointingMode,
     CompileKind,
     CrossEntropyKind,
     OffloadDevice,
@@ -19,6 +18,7 @@ from trainctl.config.schema import (
 )
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
+from trainctl.options.activation_checkpointing import by_what_they_keep, recomputed
 from trainctl.options.launcher import launcher_for
 from trainctl.plan import shapes
 from trainctl.plan.nearest import divisors
@@ -269,30 +269,30 @@ class Space:
     def _modes(self, tensor: int) -> list[tuple[int, Values]]:
         """Kinds of recomputation, with the rank of what they keep on the device."""
         section = "activation_checkpointing"
-        settings = self.config.activation_checkpointing
+        settings = recomputed(self.config)
         key, away = f"{section}.mode", f"{section}.offload_to_cpu"
         slices = f"{section}.partition_across_tensor_ranks"
         if self.is_fixed(key) or self.is_fixed(f"{section}.every_kth_block"):
             return [(0, {})]
-        none, full = CheckpointingMode.none, CheckpointingMode.full
-        modes: list[tuple[int, Values]] = [
-            (0, {key: full, away: True}),
-            (1, {key: full, away: False}),
-            (2, {key: CheckpointingMode.selective, away: False}),
-            (3, {key: none, away: False}),
+        kinds: list[Values] = [
+            {key: kind.name, away: False} if kind.recomputes else {key: kind.name}
+            for kind in by_what_they_keep()
         ]
+        modes = [*enumerate([{**kinds[0], away: True}, *kinds])]
         if self.hardware.accelerator is Accelerator.cpu:
             modes = modes[1:]
         if self.is_fixed(away):
-            modes = [mode for mode in modes if mode[1][away] == settings.offload_to_cpu]
-        if not settings.partition_across_tensor_ranks:
+            asked = settings is not None and settings.offload_to_cpu
+            modes = [mode for mode in modes if mode[1].get(away, False) == asked]
+        if settings is None or not settings.partition_across_tensor_ranks:
             return modes
-        # Slices of a recomputed block's input mean nothing, and are refused, where there are none.
-        sliced = [mode for mode in modes if tensor > 1 and mode[1][key] is not none]
+        # There are no slices of a recomputed block's input where there are no such blocks.
+        sliced = [mode for mode in modes if tensor > 1 and away in mode[1]]
         if self.is_fixed(slices):
             return sliced
         whole = [mode for mode in modes if mode not in sliced]
-        return [*sliced, *((rank, {**mode, slices: False}) for rank, mode in whole)]
+        unsliced = ((n, {**mode, slices: False} if away in mode else mode) for n, mode in whole)
+        return [*sliced, *unsliced]
 
     def _losses(self, axes: tuple[int, int, int]) -> list[tuple[int, Values]]:
         key = "kernels.cross_entropy"

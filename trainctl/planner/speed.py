@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import ceil
 
-from trainctl.config.schema import CheckpointingMode, ModelConfig, OffloadDevice, RunConfig
+from trainctl.config.schema import ModelConfig, OffloadDevice, RunConfig
 from trainctl.memory.constants import BYTES
+from trainctl.options.activation_checkpointing import checkpointing_of, recomputed
 from trainctl.plan import shapes
 from trainctl.plan.precision import formats
-from trainctl.plan.recompute import is_wrapped
 from trainctl.plan.types import Sketch
 from trainctl.planner import constants
 from trainctl.planner.compute import Rates, block_time, head_time, rates, stage_parameters
@@ -74,7 +74,7 @@ def step_time(plan: Sketch) -> StepTime:
     block = block_time(config, speed, tokens, batch.sequence_length, mesh.tensor)
     head = head_time(config, speed, tokens, mesh.tensor)
     activation = tokens * config.model.hidden_size * element
-    again = 1.0 if _recomputes(config) else 0.0
+    again = 0.0 if checkpointing_of(config.activation_checkpointing).keeps_products else 1.0
 
     # An all-reduce after attention and after the feed-forward layer, and as many on the way back.
     in_tensor = links.all_reduce(activation, links.tensor)
@@ -199,8 +199,8 @@ def _reduced_bytes(plan: Sketch, parameters: float) -> float:
 def _offloaded_activations(plan: Sketch, links: Links, wrapped: int, activation: float) -> float:
     """Seconds of a micro batch in which block inputs go to the host and come back: in the order of
     the stream that computes (train/recompute.py), so beside nothing."""
-    settings, tensor = plan.config.activation_checkpointing, plan.mesh.tensor
-    if not settings.offload_to_cpu:
+    settings, tensor = recomputed(plan.config), plan.mesh.tensor
+    if settings is None or not settings.offload_to_cpu:
         return 0.0
     share = tensor if settings.partition_across_tensor_ranks else 1
     return links.from_host(2.0 * wrapped * activation / share)
@@ -211,16 +211,10 @@ def _sticks_out(communication: float, compute: float) -> float:
     return max(communication * (1 - constants.OVERLAP), communication - constants.OVERLAP * compute)
 
 
-def _recomputes(config: RunConfig) -> bool:
-    return config.activation_checkpointing.mode is CheckpointingMode.full
-
-
 def _wrapped(config: RunConfig, blocks: int) -> int:
     """Recomputed blocks of a stage, wherever in the model it begins."""
-    settings = config.activation_checkpointing
-    if not is_wrapped(0, settings):
-        return 0
-    return ceil(blocks / settings.every_kth_block)
+    settings = recomputed(config)
+    return 0 if settings is None else ceil(blocks / settings.every_kth_block)
 
 
 def _key_share(model: ModelConfig) -> float:

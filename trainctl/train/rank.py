@@ -25,7 +25,7 @@ def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     heartbeat.beat(Phase.start, doing="joining the other ranks")
     declared.require_unchanged(plan.config)
-    process = engine_room().start_process(plan)
+    process = engine_room(plan).start_process(plan)
     heartbeat.beat(Phase.start, doing="building the model and its engine")
     try:
         session = assemble(plan, run, process)

@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from trainctl.config.schema import ActivationCheckpointingConfig, CheckpointingMode
+from trainctl.config.registry import function_of
+from trainctl.config.schema import ActivationCheckpointingConfig
 from trainctl.errors import TrainctlError
+from trainctl.options.activation_checkpointing import Recomputing
 from trainctl.plan.recompute import is_wrapped
 from trainctl.train.model import blocks
 
@@ -44,6 +46,10 @@ KEPT_OPERATIONS = frozenset(
 products are not among them, since eager attention makes its scores with those."""
 
 
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Those of a block's forward pass and of its recomputation."""
+
+
 def wrap_blocks(
     model: nn.Module,
     config: ActivationCheckpointingConfig,
@@ -59,19 +65,19 @@ def wrap_blocks(
     Raises:
         TrainctlError: The model has no block that can.
     """
-    if config.mode is CheckpointingMode.none:
+    if not isinstance(config, Recomputing):
         return 0
     layers = blocks(model)
     if not layers:
         raise TrainctlError(
-            f"activation_checkpointing.mode={config.mode.value}, but {type(model).__name__} has no "
+            f"activation_checkpointing.mode={config.mode}, but {type(model).__name__} has no "
             "block that can be recomputed: 0 are wrapped",
             hint="activation_checkpointing=none, or a model whose blocks support it",
         )
     partitions = config.partition_across_tensor_ranks
     assert tensor_group is not None or not partitions, "nothing to partition over"
     recompute = Recompute(
-        selective=config.mode is CheckpointingMode.selective,
+        contexts=function_of("activation_checkpointing", config.mode),
         offload=config.offload_to_cpu,
         group=tensor_group if partitions else None,
     )
@@ -87,13 +93,14 @@ class Recompute:
     """What transformers calls to run a wrapped block: `recompute(forward, hidden, *others)`.
 
     Attributes:
-        selective: Keep what `KEPT_OPERATIONS` give; otherwise nothing but the input.
+        contexts: Makes those of the first pass and of the one that repeats it; they say what is
+            kept besides the input.
         offload: The input waits in host memory.
         group: The input waits in slices on these ranks, which all have it; None: whole.
         inner: Applied to the block's forward function, such as the compiler.
     """
 
-    selective: bool = False
+    contexts: Contexts = noop_context_fn
     offload: bool = False
     group: dist.ProcessGroup | None = None
     inner: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
@@ -107,7 +114,7 @@ class Recompute:
                 hidden,
                 *others,
                 use_reentrant=False,
-                context_fn=_selective_contexts if self.selective else noop_context_fn,
+                context_fn=self.contexts,
             )
 
     def _where_it_waits(self, hidden: torch.Tensor) -> AbstractContextManager[None]:
@@ -167,8 +174,8 @@ def _own_slice(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return own
 
 
-def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """The modes of a block's forward pass and of its recomputation."""
+def keep_products() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """The modes of a block's forward pass and of its recomputation, of what `selective` keeps."""
     kept: deque[_Kept] = deque()
     return _Keep(kept), _GiveBack(kept)
 

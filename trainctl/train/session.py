@@ -120,7 +120,7 @@ class Session:
 
 def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     """Build this rank's model, engine and data, at the newest checkpoint if the run has one."""
-    config, room = plan.config, engine_room()
+    config, room = plan.config, engine_room(plan)
     plan = room.settle_plan(plan, run, process)
     corpus = Corpus.load(run.corpus)
     checkpoint = _newest(run, process, corpus)

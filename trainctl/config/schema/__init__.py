@@ -23,7 +23,6 @@ from trainctl.config.schema.launcher import (
 )
 from trainctl.config.schema.layout import (
     ActivationCheckpointingConfig,
-    CheckpointingMode,
     CompileKind,
     CrossEntropyKind,
     DataType,
@@ -71,7 +70,6 @@ __all__ = [
     "AdaptiveClipping",
     "AttentionKind",
     "CheckpointConfig",
-    "CheckpointingMode",
     "CompileKind",
     "CpuBinding",
     "CrossEntropyKind",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from trainctl.config.schema.option import option
 
@@ -201,31 +202,17 @@ class ParallelismConfig:
     )
 
 
-class CheckpointingMode(Enum):
-    """Which activations are recomputed in the backward pass."""
-
-    none = "none"
-    full = "full"
-    selective = "selective"
-
-
 @dataclass
 class ActivationCheckpointingConfig:
     """Recompute activations instead of keeping them (arXiv:1604.06174, arXiv:2205.05198)."""
 
-    mode: CheckpointingMode = option(
-        CheckpointingMode.none,
+    units: ClassVar[str] = "activation_checkpointing"
+
+    mode: str = option(
+        "none",
         "none keeps all; full recomputes blocks from their inputs; selective keeps their products "
         "with weights and attention too, and recomputes the rest.",
-    )
-    every_kth_block: int = option(
-        1, "Recompute the first of every k blocks, and keep the others whole.", minimum=1
-    )
-    offload_to_cpu: bool = option(
-        False, "Keep the inputs of recomputed blocks in (pinned) host memory."
-    )
-    partition_across_tensor_ranks: bool = option(
-        False, "Keep of them a slice on each tensor-parallel rank, gathered when needed."
+        units="activation_checkpointing",
     )
 
 

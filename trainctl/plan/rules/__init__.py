@@ -96,7 +96,6 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC079", run.factored_states_stay_factored),
     ("TC080", run.profiler_has_a_window),
     ("TC081", recompute.some_block_is_recomputed),
-    ("TC082", recompute.inputs_belong_to_recomputed_blocks),
     ("TC083", recompute.partitioned_inputs_are_copies),
     ("TC084", recompute.offloaded_inputs_leave_the_device),
     ("TC085", kernels.liger_runs_here),

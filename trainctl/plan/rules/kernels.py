@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 from trainctl.config.schema import (
     Accelerator,
-    CheckpointingMode,
     CompileKind,
     CrossEntropyKind,
     ModelConfig,
     OffloadDevice,
+    RunConfig,
 )
 from trainctl.errors import Finding
+from trainctl.options.activation_checkpointing import checkpointing_of
 from trainctl.options.model import architecture, families
 from trainctl.plan.rules.draft import Draft, error
 
@@ -86,13 +87,7 @@ def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Finding]:
     if config.kernels.compile is not CompileKind.blocks:
         return
     key, axes = "kernels.compile", config.parallelism
-    if config.activation_checkpointing.mode is CheckpointingMode.selective:
-        yield error(
-            "activation_checkpointing.mode",
-            f"activation_checkpointing.mode=selective with {key}=blocks: operations are not told "
-            "apart in a compiled block, where the compiler decides what is kept",
-            f"activation_checkpointing=full, or {key}=none",
-        )
+    yield from _compiled_as_it_is_kept(config, f"activation_checkpointing=full, or {key}=none")
     for axis in ("tensor", "sequence"):
         if getattr(axes, axis) > 1:
             yield error(
@@ -101,6 +96,17 @@ def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Finding]:
                 "communicate inside, which is not compiled",
                 f"{key}=none, or parallelism.{axis}=1",
             )
+
+
+def _compiled_as_it_is_kept(config: RunConfig, hint: str) -> Iterator[Finding]:
+    kind, spec = config.kernels.compile.value, checkpointing_of(config.activation_checkpointing)
+    if kind in spec.why_not:
+        yield error(
+            "activation_checkpointing.mode",
+            f"activation_checkpointing.mode={spec.name} with kernels.compile={kind}: "
+            f"{spec.why_not[kind]}",
+            hint,
+        )
 
 
 def deepcompile_runs_here(draft: Draft) -> Iterator[Finding]:
@@ -129,13 +135,7 @@ def deepcompile_runs_here(draft: Draft) -> Iterator[Finding]:
                 f"{getattr(axes, axis)}",
                 f"{key}=none, or parallelism.{axis}=1",
             )
-    if config.activation_checkpointing.mode is not CheckpointingMode.none:
-        yield error(
-            "activation_checkpointing.mode",
-            f"activation_checkpointing.mode={config.activation_checkpointing.mode.value} with "
-            f"{key}=deepcompile: the compiler decides itself what the backward pass keeps",
-            f"activation_checkpointing=none, or {key}=blocks",
-        )
+    yield from _compiled_as_it_is_kept(config, f"activation_checkpointing=none, or {key}=blocks")
     if OffloadDevice.nvme in (config.offload.optimizer, config.offload.parameters):
         yield error(
             key,

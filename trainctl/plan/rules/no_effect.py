@@ -11,7 +11,6 @@ from trainctl.config.keys import as_written
 from trainctl.config.registry import specs
 from trainctl.config.schema import (
     AdaptiveClipping,
-    CheckpointingMode,
     CrossEntropyKind,
     DataFromPaths,
     DataType,
@@ -198,11 +197,6 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         ("parallelism.pipeline_partition",),
         lambda c: c.parallelism.pipeline > 1,
         "pipeline stages",
-    ),
-    (
-        ("activation_checkpointing.every_kth_block",),
-        lambda c: c.activation_checkpointing.mode is not CheckpointingMode.none,
-        "activation_checkpointing=full or selective",
     ),
     (
         ("kernels.chunk_tokens",),

@@ -17,9 +17,9 @@ from typing import Any
 
 from rank_processes import Case, curve, tiny_config, train_cases
 
+from trainctl.config.registry import changed_section
 from trainctl.config.schema import (
     Accelerator,
-    CheckpointingMode,
     DataConfig,
     DataType,
     OffloadDevice,
@@ -66,11 +66,11 @@ OFFLOADS: Mapping[str, Mapping[str, Any]] = {
 
 CHECKPOINTING: Mapping[str, Mapping[str, Any]] = {
     "none": {},
-    "full": {"mode": CheckpointingMode.full},
-    "every-2nd": {"mode": CheckpointingMode.full, "every_kth_block": 2},
-    "selective": {"mode": CheckpointingMode.selective},
-    "offloaded": {"mode": CheckpointingMode.full, "offload_to_cpu": True},
-    "partitioned": {"mode": CheckpointingMode.full, "partition_across_tensor_ranks": True},
+    "full": {"mode": "full"},
+    "every-2nd": {"mode": "full", "every_kth_block": 2},
+    "selective": {"mode": "selective"},
+    "offloaded": {"mode": "full", "offload_to_cpu": True},
+    "partitioned": {"mode": "full", "partition_across_tensor_ranks": True},
 }
 
 PRECISIONS = ("fp32", "bf16")
@@ -198,12 +198,11 @@ def _config(combination: Combination, steps: int, nvme: Path) -> RunConfig:
     config.precision.compute = DataType(combination.precision)
     config.zero_stage.stage = int(combination.stage)
     for section, values in (
-        (config.parallelism, LAYOUTS[combination.layout]),
-        (config.offload, OFFLOADS[combination.offload]),
-        (config.activation_checkpointing, CHECKPOINTING[combination.checkpointing]),
+        ("parallelism", LAYOUTS[combination.layout]),
+        ("offload", OFFLOADS[combination.offload]),
+        ("activation_checkpointing", CHECKPOINTING[combination.checkpointing]),
     ):
-        for name, value in values.items():
-            setattr(section, name, value)
+        setattr(config, section, changed_section(getattr(config, section), **values))
     if combination.large:
         enlarge(config)
     if OffloadDevice.nvme in (config.offload.optimizer, config.offload.parameters):

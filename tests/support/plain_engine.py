@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from rank_processes import Case
 from torch import nn
 
+from trainctl.config import registry
 from trainctl.engines.fragments import Fragment, Place
 from trainctl.engines.mesh import ProcessMesh
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
@@ -21,11 +24,12 @@ from trainctl.engines.process import Process
 from trainctl.engines.protocol import Change, Engine, Job, MakeParameter, States
 from trainctl.engines.shards import Pieces
 from trainctl.engines.updater import Updater
+from trainctl.options.engine import EngineSpec
 from trainctl.plan.batches import Batch
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
-from trainctl.train import session as session_module
+from trainctl.train.session import assemble
 from trainctl.train.trainer import Trainer
 
 
@@ -171,11 +175,18 @@ class PlainRoom:
         return PlainEngine(job)
 
 
+SPEC = EngineSpec(name="plain", build="plain_engine:PlainRoom")
+
+
 def train(cases: list[Case], process: Process) -> None:
-    """Train each case as launched, with this engine in DeepSpeed's place."""
-    session_module.engine_room = PlainRoom
+    """Train each case as launched, but by a plan that names this engine."""
+    registered = EntryPoint(
+        name=f"engine.{SPEC.name}", value="plain_engine:SPEC", group=registry.ENTRY_POINTS
+    )
+    registry._registered = lambda: (registered,)  # as an installed package does
     for case in cases:
-        session = session_module.assemble(case.plan, case.run, process)
+        plan = replace(case.plan, engine=SPEC.name)
+        session = assemble(plan, case.run, process)
         events = EventWriter(case.run.events, case.attempt) if process.is_first else None
         Trainer(session, events, attempt=case.attempt).train()
         process.barrier()

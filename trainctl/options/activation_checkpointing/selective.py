@@ -1,0 +1,21 @@
+"""A block keeps what is costly to compute, and computes the rest again (arXiv:2205.05198)."""
+
+from __future__ import annotations
+
+from trainctl.options.activation_checkpointing import (
+    COMPILER_KEEPS,
+    ActivationCheckpointing,
+    Recomputing,
+)
+
+SPEC = ActivationCheckpointing(
+    name="selective",
+    keys=Recomputing,
+    build="trainctl.train.recompute:keep_products",
+    keeps_products=True,
+    why_not={
+        "blocks": "operations are not told apart in a compiled block, where the compiler decides "
+        "what is kept",
+        "deepcompile": COMPILER_KEEPS,
+    },
+)
