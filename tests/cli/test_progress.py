@@ -212,6 +212,15 @@ def test_a_build_is_told_when_it_begins_and_when_it_ends() -> None:
     assert event_lines(build(38.4)) == ["compiled cpu_adam in 38 s"]
 
 
+def test_what_is_in_a_logger_s_way_is_told_and_that_it_is_out_of_it() -> None:
+    event = {"event": "logger", "name": "csv", "problem": "OSError: no space"}
+    assert event_lines(event) == [
+        "logger csv: OSError: no space; the run does not wait for it: `trainctl runs sync` sends "
+        "what is missing"
+    ]
+    assert event_lines(event | {"problem": ""}) == ["logger csv: sends again"]
+
+
 IN_A_TERMINAL = """
 import os, sys
 from trainctl.cli.progress import Progress

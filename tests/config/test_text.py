@@ -79,7 +79,7 @@ def test_line_ends_and_a_byte_order_mark_are_no_text(tmp_path):
     assert read(lines, "error")[0] == [("x", 1)]
 
 
-def config_of(*paths, **fields):
+def run_of(*paths, **fields):
     config = RunConfig()
     config.data = new_section("data", "files", paths=[str(path) for path in paths], **fields)
     config.training.sequence_length = 64
@@ -111,7 +111,7 @@ def test_files_that_are_no_text_are_found_at_once_and_never_read(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("a.txt", TEXT)
     (tmp_path / "good.txt").write_text(TEXT)
-    found = missing_files(config_of(tmp_path / "*"))
+    found = missing_files(run_of(tmp_path / "*"))
     assert {finding.rule for finding in found} == {"TC138"}
     text = "\n".join(finding.message for finding in found)
     for kind in ("zip", *(kind for _, kind in BINARY.values())):
@@ -126,7 +126,7 @@ def test_text_under_another_key_and_bad_text_are_found_with_the_rest(tmp_path):
     (tmp_path / "b.jsonl").write_text(json.dumps({"txt": TEXT, "title": TEXT * 2}) + "\n")
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": [{"text": TEXT}]}) + "\n")
     (tmp_path / "d.txt").write_bytes(b"caf\xe9\n" + TEXT.encode() * 9999)
-    config = config_of(tmp_path / "*", tmp_path / "none" / "*.txt")
+    config = run_of(tmp_path / "*", tmp_path / "none" / "*.txt")
     found = missing_files(config)
     assert [(finding.rule, finding.key) for finding in found] == [
         ("TC115", "data.paths"),
@@ -155,13 +155,13 @@ def test_a_folder_gives_its_texts_and_says_what_it_leaves_out(tmp_path):
     found = find(str(folder), (".jsonl", ".md", ".txt"))
     names = [str(file.relative_to(folder)) for file in found.files]
     assert names == ["b.txt", "deep/c.jsonl", "deep/er/a.md"]
-    assert split_files(config_of(folder, held_out_fraction=0).data).train == found.files
-    (finding,) = missing_files(config_of(folder, held_out_fraction=0))
+    assert split_files(run_of(folder, held_out_fraction=0).data).train == found.files
+    (finding,) = missing_files(run_of(folder, held_out_fraction=0))
     assert finding.severity is Severity.warning and finding.rule == "TC140"
     assert "3 of its files are read" in finding.message and "1 .py" in finding.message
     for file in found.files:
         file.unlink()
-    config = config_of(folder)
+    config = run_of(folder)
     (finding,) = missing_files(config)
     assert finding.is_error and finding.rule == "TC140" and "1 .py" in finding.message
     assert finding.hint.endswith(f"{folder}/**/*.py")
@@ -170,7 +170,7 @@ def test_a_folder_gives_its_texts_and_says_what_it_leaves_out(tmp_path):
 
 
 def divided(file, **fields):
-    config = config_of(file, **fields).data
+    config = run_of(file, **fields).data
     found = {"train": [], "held_out": []}
     for side, document in sides(config, split_files(config), Reader(config)):
         found[side].append((document.text, document.line))
@@ -211,13 +211,13 @@ def test_of_a_single_document_the_end_is_held_out(tmp_path):
     ((train, _),), ((held_out, _),) = found["train"], found["held_out"]
     assert train + held_out == text and train.endswith("\n")
     assert len(held_out) == pytest.approx(0.05 * len(text), rel=0.02)
-    assert missing_files(config_of(file)) == []
+    assert missing_files(run_of(file)) == []
 
 
 def test_a_side_without_a_sample_is_found(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT * 10)
     (tmp_path / "b.txt").write_text("short")
-    config = config_of(tmp_path / "a.txt", held_out_paths=[str(tmp_path / "b.txt")])
+    config = run_of(tmp_path / "a.txt", held_out_paths=[str(tmp_path / "b.txt")])
     (finding,) = missing_files(config)
     assert (finding.rule, finding.key) == ("TC141", "data.held_out_paths")
     assert finding.severity is Severity.warning and "6 bytes are held out" in finding.message
@@ -226,9 +226,9 @@ def test_a_side_without_a_sample_is_found(tmp_path):
     config.data.held_out_paths = [str(tmp_path / "*.txt")]
     (finding,) = missing_files(config)
     assert finding.is_error and "every file is held out" in finding.message
-    config = config_of(tmp_path / "b.txt")
+    config = run_of(tmp_path / "b.txt")
     (finding,) = missing_files(config)
     assert finding.is_error and "6 bytes to train on" in finding.message
     (tmp_path / "b.txt").write_text(TEXT * 10)
-    (finding,) = missing_files(config_of(tmp_path / "*.txt"))
+    (finding,) = missing_files(run_of(tmp_path / "*.txt"))
     assert "1 of 2 files held out are 50% of the text" in finding.message

@@ -71,7 +71,18 @@ def test_a_sender_that_hangs_changes_neither_the_end_nor_its_code(launches: Laun
     os.kill(launch.wait_for(lambda: sender(launch)), signal.SIGSTOP)
     check_end(launch)
     (told,) = launch.events("logger")
-    assert told["problem"] == "it had not sent everything 10 s after the end"
+    assert told["problem"] == "it had not sent everything when it was ended"
+
+
+def test_a_signal_that_ends_the_run_at_once_does_not_wait_for_a_sender_that_hangs(
+    launches: Launches,
+) -> None:
+    launch = launches.start("forever", loggers=["csv"])
+    launch.wait_for_step()
+    os.kill(launch.wait_for(lambda: sender(launch)), signal.SIGSTOP)
+    os.kill(launch.process.pid, signal.SIGTERM)
+    launch.seconds_to_clean(time.monotonic())
+    assert launch.end()[0] == 143
 
 
 def test_a_logger_that_cannot_write_changes_neither_the_end_nor_its_code(

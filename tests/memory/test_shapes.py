@@ -11,6 +11,7 @@ from memory_plans import GPT2, LLAMA_2_7B, LLAMA_3_8B
 
 from trainctl.config.schema import ModelConfig, ParallelismConfig, PipelinePartition
 from trainctl.memory.stages import Stage, stages
+from trainctl.options.model import LAYER_NORM, SHAPE, Family, Region, llama
 from trainctl.plan import shapes
 from trainctl.plan.stages import blocks_of_stages
 
@@ -118,6 +119,58 @@ def test_every_tensor_is_that_of_transformers(family: str, tied: bool) -> None:
     count = shapes.count_parameters(model)
     assert count.total == sum(tensor.numel() for tensor in real.parameters())
     assert count.tensors == len(expected)
+
+
+LAYER_NORMS = replace(
+    llama.SPEC,
+    name="starcoder2",
+    norm=LAYER_NORM,
+    block=(
+        replace(llama.ATTENTION, column_bias=True, row_bias=True),
+        Region("mlp", ("c_fc",), "c_proj", column_bias=True, row_bias=True),
+        *llama.NORMS,
+    ),
+)
+FUSED = replace(
+    llama.SPEC,
+    name="phi3",
+    block=(
+        Region("self_attn", ("qkv_proj",), "o_proj", fused=3),
+        Region("mlp", ("gate_up_proj",), "down_proj", fused=2),
+        *llama.NORMS,
+    ),
+)
+BIASED_QUERIES = replace(
+    llama.SPEC,
+    name="qwen2",
+    block=(replace(llama.ATTENTION, column_bias=True), llama.GATED, *llama.NORMS),
+)
+
+
+@pytest.mark.parametrize("spec", [LAYER_NORMS, FUSED, BIASED_QUERIES], ids=lambda spec: spec.name)
+def test_facts_say_the_tensors_of_other_architectures(
+    spec: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(shapes, "spec_of", lambda model: spec)
+    model = ModelConfig(
+        vocab_size=320,
+        hidden_size=96,
+        intermediate_size=224,
+        num_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+    )
+    config = transformers.AutoConfig.for_model(
+        spec.name,
+        **{theirs: getattr(model, ours) for ours, theirs in SHAPE.items() if ours != "head_dim"},
+        pad_token_id=None,
+    )
+    with torch.device("meta"):
+        real = transformers.AutoModelForCausalLM.from_config(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in real.named_parameters()}
+    assert {tensor.name: tensor.shape for tensor in shapes.all_tensors(model)} == expected
 
 
 models = st.builds(

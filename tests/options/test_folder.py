@@ -14,7 +14,9 @@ import pytest
 from trainctl.config.own_files import own_files
 from trainctl.config.registry import FOLDER_VARIABLE, code_in, load, names, trusted_options
 from trainctl.config.schema import RunConfig
+from trainctl.config.sweep import expand_sweep
 from trainctl.errors import TrainctlError
+from trainctl.runs.sweeps import new_sweep
 
 PACKAGE = Path(__file__).parent / "package" / "extra_options"
 CHOSEN = ("recipe=tiny", "optimizer=signum")
@@ -142,6 +144,16 @@ def test_where_nobody_trusts_it_a_kind_is_not_there() -> None:
     with pytest.raises(TrainctlError, match="optimizer has no kind 'signum' here") as raised:
         load("optimizer", "signum")
     assert "--trust-code" in raised.value.hint and FOLDER_VARIABLE in raised.value.hint
+
+
+def test_a_sweep_that_goes_on_has_to_be_trusted_again(trainctl, folder: Path) -> None:
+    """It knows the folder that it was made with; here none of its runs was made."""
+    overrides = [*CHOSEN, "optimizer.lr=1e-3,1e-4"]
+    new_sweep(folder.parent / "sweep", overrides, expand_sweep(overrides), folder)
+    refused = trainctl("sweep", "sweep", "--resume", "--dry-run", expect=2)
+    assert "signum.py is code" in refused.stderr
+    left = trainctl("--trust-code", "sweep", "sweep", "--resume", "--dry-run").stdout
+    assert "0: make" in left and "1: make" in left
 
 
 @pytest.mark.slow

@@ -208,6 +208,59 @@ def test_a_launcher_starts_a_run_and_resumes_it(trainctl, tmp_path: Path) -> Non
     assert row["launcher"] == "fleet"
 
 
+def test_a_family_has_keys_and_checks_of_its_own(trainctl) -> None:
+    wrong = trainctl("validate", "recipe=tiny", "model=granit", expect=2)
+    assert "did you mean model=granite?" in wrong.stderr
+    schema = json.loads(trainctl("config", "schema", "model").stdout)
+    assert schema["properties"]["residual_multiplier"]["default"] == 1.0
+    assert "granite" in schema["properties"]["family"]["anyOf"][0]["enum"]
+    foreign = trainctl("validate", "recipe=tiny", "model.residual_multiplier=0.5", expect=2)
+    assert "there is no key model.residual_multiplier with model.family=llama" in foreign.stderr
+    chosen = ("validate", "recipe=tiny", "model=granite")
+    assert "must be above 0" in trainctl(*chosen, "model.logits_scaling=0", expect=2).stderr
+    staged = trainctl(*chosen, "zero_stage=1", "parallelism.pipeline=2", expect=2)
+    assert "each stage would multiply what it gets" in staged.stderr
+    for refused in (("model.mup=true", "model.mup_base_width=64"), ("kernels.liger=true",)):
+        assert "granite" in trainctl(*chosen, *refused, expect=2).stderr
+    trainctl(*chosen)
+
+
+def test_a_directory_is_of_a_family_from_outside(trainctl, tmp_path: Path) -> None:
+    (tmp_path / "published").mkdir()
+    shape = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    said = {"model_type": "granite", "vocab_size": 264, **shape, "residual_multiplier": 0.22}
+    file = tmp_path / "published" / "config.json"
+    file.write_text(json.dumps(said))
+    chosen = ("config", "show", "recipe=tiny", "model=hf", "model.path=published")
+    shown = trainctl(*chosen).stdout
+    assert "family: granite" in shown and "residual_multiplier: 0.22" in shown
+    assert "attention_multiplier: 1.0" in shown  # what transformers takes where the file has none
+    file.write_text(json.dumps({**said, "attention_bias": True}))
+    assert "family: hf" in trainctl(*chosen).stdout
+
+
+def test_a_familys_budget_is_what_a_trace_of_its_code_finds(trainctl) -> None:
+    chosen = ("estimate-memory", "recipe=tiny", "model=granite", "--json")
+    closed, traced = (json.loads(trainctl(*chosen, *exact).stdout) for exact in ((), ("--exact",)))
+    assert closed["components"] == traced["components"]
+    assert closed["checkpoint_bytes"] == traced["checkpoint_bytes"]
+
+
+def test_a_family_is_trained_and_resumed(trainctl, tmp_path: Path) -> None:
+    own = (*TINY, "model=granite")
+    trainctl("launch", *own, "training.stop_after_steps=2", "--run-dir", "run")
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert manifest["model"]["configuration"]["residual_multiplier"] == 0.22
+    trainctl("resume", "run", "training.stop_after_steps=null")
+    trainctl("launch", *own, "--run-dir", "whole")
+    assert steps(tmp_path / "run") == steps(tmp_path / "whole")
+    changed = trainctl("resume", "run", "model.residual_multiplier=1", expect=5)
+    assert "model.residual_multiplier was 0.22, and is 1.0" in changed.stderr
+    trainctl("export", "run", "exported")
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["logits_scaling"] == 4.0
+
+
 def steps(run: Path) -> dict[int, float]:
     """The loss of each step."""
     records = map(json.loads, (run / "events.jsonl").read_text().splitlines())

@@ -29,7 +29,7 @@ DEVICES = {
 }
 
 
-def config_of(name: str, *overrides: str) -> RunConfig:
+def recipe_of(name: str, *overrides: str) -> RunConfig:
     return compose([f"recipe={name}", *overrides]).config
 
 
@@ -65,7 +65,7 @@ def test_the_first_comment_tells_hardware_and_sources(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_declares_its_hardware(name: str) -> None:
-    hardware = config_of(name).hardware
+    hardware = recipe_of(name).hardware
     assert hardware.name != "auto"
     assert hardware.devices_per_node is not None
     assert hardware.nodes * hardware.devices_per_node == DEVICES[name]
@@ -76,7 +76,7 @@ def test_a_recipe_declares_its_hardware(name: str) -> None:
     "overrides", [[], ["model=tiny-llama", "hardware=cpu", "parallelism=data"]]
 )
 def test_the_batch_multiplies_out(name: str, overrides: list[str]) -> None:
-    config = config_of(name, *overrides)
+    config = recipe_of(name, *overrides)
     training = config.training
     assert training.global_batch_size and training.micro_batch_size
     assert (
@@ -87,7 +87,7 @@ def test_the_batch_multiplies_out(name: str, overrides: list[str]) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_sequences_fit_the_model_and_warmup_fits_the_run(name: str) -> None:
-    config = config_of(name)
+    config = recipe_of(name)
     training = config.training
     assert training.sequence_length <= config.model.max_position_embeddings
     assert training.global_batch_size is not None
@@ -108,7 +108,7 @@ def test_a_recipe_sets_nothing_that_was_so_already(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_shrinks_to_a_laptop(name: str) -> None:
-    config = config_of(
+    config = recipe_of(
         name,
         "model=tiny-llama",
         "hardware=2xcpu",
@@ -125,7 +125,7 @@ def test_a_recipe_shrinks_to_a_laptop(name: str) -> None:
 
 
 def test_the_demo_is_what_the_readme_says() -> None:
-    config = config_of("tiny")
+    config = recipe_of("tiny")
     assert config.zero_stage.stage == 2
     assert config.training.sequence_length <= config.model.max_position_embeddings
     assert config.model.vocab_size >= 257

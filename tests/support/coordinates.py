@@ -13,8 +13,7 @@ from pathlib import Path
 from mup_probe import Sizes
 from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
-from trainctl.config.registry import new_section
-from trainctl.config.schema import DataType, RunConfig
+from trainctl.config.schema import RunConfig
 from trainctl.runs.layout import RunPaths
 
 WIDTHS = (64, 128, 256, 512)
@@ -53,7 +52,7 @@ class Check:
         )
 
 
-def config_of(
+def of_width(
     width: int,
     *,
     mup: bool,
@@ -63,28 +62,33 @@ def config_of(
     seed: int = 1,
 ) -> RunConfig:
     """Two blocks of a width, with heads of one size and everything else in proportion."""
-    config = tiny_config(
-        steps=steps, seed=seed, sequence_length=64, global_batch_size=4, evaluation_samples=4
+    heads = width // HEAD_DIM
+    return tiny_config(
+        steps=steps,
+        seed=seed,
+        sequence_length=64,
+        global_batch_size=4,
+        gradient_accumulation_steps=1,
+        evaluation_samples=4,
+        sample_tokens=0,
+        model__family=family,
+        model__num_layers=2,
+        model__hidden_size=width,
+        model__intermediate_size=3 * width,
+        model__num_attention_heads=heads,
+        model__num_key_value_heads=None if family == "gpt2" else heads // 2,
+        model__initializer_range=0.1,
+        precision__compute="fp32",
+        zero_stage__stage=0,
+        optimizer__kind=optimizer,
+        optimizer__lr=LEARNING_RATES.get(optimizer, 1e-2),
+        optimizer__weight_decay=0.0,
+        optimizer__gradient_clipping=0.0,
+        schedule__kind="constant",
+        schedule__warmup_steps=0,
+        checkpoint__at_end=False,
+        **({"model__mup": True, "model__mup_base_width": WIDTHS[0]} if mup else {}),
     )
-    config.training.gradient_accumulation_steps = 1
-    model = config.model
-    model.family, model.num_layers = family, 2
-    model.hidden_size, model.intermediate_size = width, 3 * width
-    model.num_attention_heads = width // HEAD_DIM
-    model.num_key_value_heads = None if family == "gpt2" else width // HEAD_DIM // 2
-    if mup:
-        model.mup, model.mup_base_width = True, WIDTHS[0]
-    model.initializer_range = 0.1
-    config.precision.compute = DataType.fp32
-    config.zero_stage.stage = 0
-    config.optimizer = new_section("optimizer", optimizer)
-    config.optimizer.lr = LEARNING_RATES.get(optimizer, 1e-2)
-    config.optimizer.weight_decay = 0.0
-    config.optimizer.gradient_clipping = 0.0
-    config.schedule = new_section("schedule", "constant", warmup_steps=0)
-    config.checkpoint.at_end = False
-    config.training.sample_tokens = 0
-    return config
 
 
 def check(
@@ -109,7 +113,7 @@ def check(
     cases = []
     for width in widths:
         for seed in seeds:
-            config = config_of(width, mup=mup, family=family, optimizer=optimizer, seed=seed)
+            config = of_width(width, mup=mup, family=family, optimizer=optimizer, seed=seed)
             cases.append(Case(tiny_plan(config, 1), RunPaths(folder / f"{width}-{seed}")))
     (found,) = train_cases(1, cases, probe="mup_probe:sizes")
     by_width = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from fork_server import ForkServer
 
-from trainctl.config.codec import to_plain
+from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import new_section
 from trainctl.config.schema import (
     Accelerator,
@@ -60,8 +60,13 @@ class Case:
     attempt: int = 1
 
 
-def tiny_config(**training: Any) -> RunConfig:
-    """A model of 0.1 million parameters on 1.5 MB of the standard library."""
+def tiny_config(**changes: Any) -> RunConfig:
+    """A model of 0.1 million parameters on 1.5 MB of the standard library.
+
+    Args:
+        changes: Of `training`, or of another section: `zero_stage__stage=2`. Enums may be given by
+            their value.
+    """
     config = RunConfig()
     config.model = ModelConfig(
         vocab_size=260,
@@ -78,9 +83,11 @@ def tiny_config(**training: Any) -> RunConfig:
     config.zero_stage.allgather_bucket_size = 500_000
     config.zero_stage.prefetch_bucket_size = 100_000
     values = {"sequence_length": 128, "global_batch_size": 8, "evaluation_samples": 8, "seed": 7}
-    for name, value in {**values, "gradient_accumulation_steps": 2, **training}.items():
-        setattr(config.training, name, value)
-    return config
+    plain = to_plain(config)
+    for key, value in {**values, "gradient_accumulation_steps": 2, **changes}.items():
+        section, _, name = key.rpartition("__")
+        plain[section or "training"][name] = to_plain(value)
+    return from_plain(RunConfig, plain)
 
 
 def tiny_plan(config: RunConfig, world_size: int) -> RunPlan:

@@ -28,16 +28,18 @@ PROBE = "optimizer_probe:train"
 Weights = dict[str, torch.Tensor]
 
 
-def config_of(stage: int, *, averages: bool = True) -> RunConfig:
+def averaged(stage: int, *, averages: bool = True) -> RunConfig:
     """Stages 1 and 2 in bf16; an average at every second step, and a checkpoint at each."""
-    config = tiny_config(steps=STEPS, evaluate_every_steps=2)
-    config.zero_stage.stage = stage
-    config.precision.compute = DataType.bf16 if stage in (1, 2) else DataType.fp32
-    config.optimizer.lr = 3e-3
-    config.checkpoint.every_steps, config.checkpoint.keep = 1, STEPS
-    if averages:
-        config.training.ema_decay, config.training.ema_every_steps = DECAY, 2
-    return config
+    return tiny_config(
+        steps=STEPS,
+        evaluate_every_steps=2,
+        zero_stage__stage=stage,
+        precision__compute="bf16" if stage in (1, 2) else "fp32",
+        optimizer__lr=3e-3,
+        checkpoint__every_steps=1,
+        checkpoint__keep=STEPS,
+        **({"ema_decay": DECAY, "ema_every_steps": 2} if averages else {}),
+    )
 
 
 def case_of(config: RunConfig, folder: Path, attempt: int = 1) -> Case:
@@ -102,8 +104,8 @@ def assert_evaluated(case: Case) -> None:
 @pytest.mark.slow
 def test_the_average_at_every_stage(tmp_path: Path) -> None:
     """Saved as its formula says, evaluated without a trace, resumed there and elsewhere."""
-    cases = [case_of(config_of(stage), tmp_path / f"{stage}") for stage in range(4)]
-    without = case_of(config_of(3, averages=False), tmp_path / "without")
+    cases = [case_of(averaged(stage), tmp_path / f"{stage}") for stage in range(4)]
+    without = case_of(averaged(3, averages=False), tmp_path / "without")
     train_cases(2, [*cases, without], probe=PROBE)
     for case in cases:
         for step, expected in by_formula(case).items():
@@ -111,9 +113,9 @@ def test_the_average_at_every_stage(tmp_path: Path) -> None:
         assert_evaluated(case)
     assert curve(cases[3].run) == curve(without.run)
 
-    same = [cut_off(cases[stage], config_of(stage)) for stage in (1, 3)]
-    moved = [cut_off(cases[0], config_of(3)), cut_off(cases[3], config_of(0))]
-    late = cut_off(without, config_of(3))
+    same = [cut_off(cases[stage], averaged(stage)) for stage in (1, 3)]
+    moved = [cut_off(cases[0], averaged(3)), cut_off(cases[3], averaged(0))]
+    late = cut_off(without, averaged(3))
     train_cases(2, [*same, *moved, late], probe=PROBE)
     for case, start in zip(same, (1, 3), strict=True):
         assert_close(weights_of(case), weights_of(cases[start]), 0.0)
@@ -135,7 +137,7 @@ def test_the_average_at_every_stage(tmp_path: Path) -> None:
 
 
 def test_a_skipped_update_does_not_count(tmp_path: Path) -> None:
-    config = config_of(2)
+    config = averaged(2)
     config.stability.on_bad_loss, config.training.ema_every_steps = OnBadLoss.skip_step, 1
     run = RunPaths(tmp_path)
     train_poisoned(Poisoned(tiny_plan(config, 2), run, poison=((8, NAN),)))  # in the second step
@@ -146,14 +148,14 @@ def test_a_skipped_update_does_not_count(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_average_on_every_axis_and_in_host_memory(tmp_path: Path) -> None:
-    whole = case_of(config_of(0), tmp_path / "whole")
+    whole = case_of(averaged(0), tmp_path / "whole")
     others = []
     for axis in ("tensor", "pipeline", "sequence"):
-        config = config_of(0)
+        config = averaged(0)
         setattr(config.parallelism, axis, 2)
         others.append(case_of(config, tmp_path / axis))
     for stage in (2, 3):
-        config = config_of(stage)
+        config = averaged(stage)
         config.precision.compute = DataType.fp32
         config.offload.optimizer = OffloadDevice.cpu
         others.append(case_of(config, tmp_path / f"host-{stage}"))

@@ -17,16 +17,17 @@ ENDS = (2, 4, 7)
 LENGTH = 128
 
 
-def config_of(stage=2, compute=DataType.fp32, **training):
-    training = {"global_batch_size": SIZES[-1], "steps": ENDS[-1], **training}
-    config = tiny_config(
-        gradient_accumulation_steps=None, micro_batch_size=2, evaluate_every_steps=4, **training
+def of_batches(stage=2, compute=DataType.fp32, **training):
+    return tiny_config(
+        gradient_accumulation_steps=None,
+        micro_batch_size=2,
+        evaluate_every_steps=4,
+        zero_stage__stage=stage,
+        precision__compute=compute,
+        schedule__warmup_steps=3,
+        checkpoint__keep=9,
+        **{"global_batch_size": SIZES[-1], "steps": ENDS[-1], **training},
     )
-    config.zero_stage.stage = stage
-    config.precision.compute = compute
-    config.schedule.warmup_steps = 3
-    config.checkpoint.keep = 9
-    return config
 
 
 def ramped(stage=2, compute=DataType.fp32, offload=OffloadDevice.none, **parallelism):
@@ -36,7 +37,7 @@ def ramped(stage=2, compute=DataType.fp32, offload=OffloadDevice.none, **paralle
         {"until_steps": ENDS[0], "global_batch_size": SIZES[0]},
         {"until_tokens": tokens, "global_batch_size": SIZES[1]},
     ]
-    config = config_of(stage, compute, batch_ramp=ramp)
+    config = of_batches(stage, compute, batch_ramp=ramp)
     config.offload.optimizer = offload
     for axis, size in parallelism.items():
         setattr(config.parallelism, axis, size)
@@ -55,7 +56,7 @@ def trained(folder, *plans, processes=2):
 def by_hand(tmp_path_factory):
     """One size an attempt, each with an engine of its own, from checkpoint to checkpoint."""
     plans = [
-        with_stop(tiny_plan(config_of(global_batch_size=size), 2), end)
+        with_stop(tiny_plan(of_batches(global_batch_size=size), 2), end)
         for size, end in zip(SIZES, ENDS, strict=True)
     ]
     return trained(tmp_path_factory.mktemp("hand") / "run", *plans)

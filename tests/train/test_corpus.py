@@ -19,6 +19,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import DataConfig
 from trainctl.config.text.files import split_files
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.data import identity_of
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.train.corpus import Corpus, build_corpus, build_users_corpus, cache_folder
@@ -46,6 +47,12 @@ def texts(tmp_path):
 
 def files_config(texts, **fields):
     return new_section("data", "files", paths=[str(texts / "**" / "*.*")], **fields)
+
+
+def test_the_cache_of_before_has_the_key_of_the_text():
+    """Of a source that has none, too."""
+    assert identity_of(DataConfig()) == "text"
+    assert identity_of(new_section("data", "files", text_key="body")) == "body"
 
 
 def test_the_standard_library_is_there_and_its_tests_are_not():

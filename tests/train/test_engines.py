@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, trained, with_stop
 
-from trainctl.config.schema import DataType, RunConfig
+from trainctl.config.schema import RunConfig
 from trainctl.engines.deepspeed.wrappers import adapter_of
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
@@ -13,12 +13,15 @@ from trainctl.runs.records import read_events
 STEPS = 6
 
 
-def config_of(stage: int) -> RunConfig:
-    config = tiny_config(steps=STEPS, evaluate_every_steps=STEPS, sample_tokens=8)
-    config.precision.compute = DataType.fp32
-    config.optimizer.gradient_clipping = 0.5  # always active
-    config.zero_stage.stage = stage
-    return config
+def clipped(stage: int) -> RunConfig:
+    return tiny_config(
+        steps=STEPS,
+        evaluate_every_steps=STEPS,
+        sample_tokens=8,
+        precision__compute="fp32",
+        optimizer__gradient_clipping=0.5,  # always active
+        zero_stage__stage=stage,
+    )
 
 
 def end_of(run: RunPaths) -> tuple[float, str]:
@@ -29,12 +32,12 @@ def end_of(run: RunPaths) -> tuple[float, str]:
 
 def test_another_engine_trains_alike_and_goes_on_from_the_checkpoints_of_deepspeed(tmp_path):
     """Nothing of the trainer or of a checkpoint is DeepSpeed's."""
-    plan = tiny_plan(config_of(stage=0), 2)
-    expected = trained(tmp_path / "expected", config_of(stage=0), 2)
+    plan = tiny_plan(clipped(stage=0), 2)
+    expected = trained(tmp_path / "expected", clipped(stage=0), 2)
     alone, resumed = RunPaths(tmp_path / "alone"), RunPaths(tmp_path / "resumed")
     train_cases(2, [Case(plan, alone)], probe="plain_engine:train")
     # DeepSpeed's third stage, then plain torch, then its second stage.
-    stage_3, stage_2 = (tiny_plan(config_of(stage), 2) for stage in (3, 2))
+    stage_3, stage_2 = (tiny_plan(clipped(stage), 2) for stage in (3, 2))
     train_cases(2, [Case(with_stop(stage_3, 2), resumed)])
     train_cases(2, [Case(with_stop(plan, 4), resumed, 2)], probe="plain_engine:train")
     train_cases(2, [Case(stage_2, resumed, 3)])

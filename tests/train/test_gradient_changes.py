@@ -7,10 +7,8 @@ import torch
 from plain_torch import plain_torch
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
-from trainctl.config.registry import new_section
 from trainctl.config.schema import (
     AdaptiveClipping,
-    DataType,
     GradientsConfig,
     GroupOverride,
     OffloadDevice,
@@ -42,25 +40,30 @@ TOGETHER = {
 }
 
 
-def config_of(stage, options):
-    config = tiny_config(steps=STEPS, evaluation_samples=0)
-    config.precision.compute = DataType.fp32
-    config.zero_stage.stage = stage
-    config.optimizer.lr = 1e-3
-    adaptive = "adaptive_clipping" in options
-    config.optimizer.gradient_clipping = SMALL_CLIPPING if adaptive else CLIPPING
-    config.schedule = new_section("schedule", "constant", warmup_steps=0)
-    config.checkpoint.at_end = False
-    for name, value in options.items():
-        if name == "group_clipping":
-            config.optimizer.groups = [GroupOverride(match="embed", gradient_clipping=value)]
-        else:
-            setattr(config.gradients, name, value)
-    return config
+def changing(stage, options):
+    own = {f"gradients__{name}": value for name, value in options.items()}
+    clipping = own.pop("gradients__group_clipping", None)
+    if clipping is not None:
+        group = GroupOverride(match="embed", gradient_clipping=clipping)
+        own["optimizer__groups"] = [group]
+    return tiny_config(
+        steps=STEPS,
+        evaluation_samples=0,
+        precision__compute="fp32",
+        zero_stage__stage=stage,
+        optimizer__lr=1e-3,
+        optimizer__gradient_clipping=(
+            SMALL_CLIPPING if "adaptive_clipping" in options else CLIPPING
+        ),
+        schedule__kind="constant",
+        schedule__warmup_steps=0,
+        checkpoint__at_end=False,
+        **own,
+    )
 
 
 def train(folder, stage, options, **layout):
-    config = config_of(stage, options)
+    config = changing(stage, options)
     for key, value in layout.items():
         section = config.offload if key == "optimizer" else config.parallelism
         setattr(section, key, value)
@@ -72,7 +75,7 @@ def train(folder, stage, options, **layout):
 @functools.cache
 def reference(folder, options):
     """Loss and gradient norm by step, and the limits of the norm, in plain torch."""
-    config = config_of(0, dict(options))
+    config = changing(0, dict(options))
     made = plain_torch(config, folder / f"reference-{hash(options)}", steps=STEPS)
     return made.curve, made.limits
 
@@ -141,7 +144,7 @@ def test_all_of_them_in_host_memory(tmp_path, stage):
 
 
 def test_a_resumed_run_changes_them_as_the_whole_one(tmp_path):
-    config = config_of(2, TOGETHER)
+    config = changing(2, TOGETHER)
     config.checkpoint.at_end = True
     whole, parts = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "parts")
     plan = tiny_plan(config, 2)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from trainctl.config.registry import new_section
-from trainctl.config.schema import DataType, PipelinePartition
+from trainctl.config.schema import PipelinePartition
 from trainctl.engines.deepspeed.pipeline import group_of_ends
 from trainctl.engines.mesh import Axis
 from trainctl.runs.records import read_events
@@ -26,18 +26,19 @@ from trainctl.train.pipeline import tied_weight
 STEPS = 4
 
 
-def config_of(family="llama", stage=1, **changes):
-    config = tiny_config(steps=STEPS, evaluate_every_steps=STEPS, sample_tokens=8)
-    config.precision.compute = DataType.fp32
-    config.model.family = family
+def clipped(family="llama", stage=1, **changes):
     if family == "gpt2":
-        config.model.num_key_value_heads = None
-    config.optimizer.gradient_clipping = 0.5  # always active
-    config.zero_stage.stage = stage
-    for key, value in changes.items():
-        section, name = key.split("__")
-        setattr(getattr(config, section), name, value)
-    return config
+        changes = {"model__num_key_value_heads": None, **changes}
+    return tiny_config(
+        steps=STEPS,
+        evaluate_every_steps=STEPS,
+        sample_tokens=8,
+        precision__compute="fp32",
+        model__family=family,
+        optimizer__gradient_clipping=0.5,  # always active
+        zero_stage__stage=stage,
+        **changes,
+    )
 
 
 def at_the_end(run):
@@ -89,8 +90,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_curve_is_that_of_one_process(name, tmp_path):
     common, layout, processes = CASES[name]
-    alone = trained(tmp_path / "alone", config_of(**{**common, "stage": 0}), 1)
-    run = trained(tmp_path / "run", config_of(**common, **layout), processes)
+    alone = trained(tmp_path / "alone", clipped(**{**common, "stage": 0}), 1)
+    run = trained(tmp_path / "run", clipped(**common, **layout), processes)
     expected, found = curve(alone), curve(run)
     assert list(found) == list(expected) == list(range(1, STEPS + 1))
     for step, (loss, norm) in expected.items():
@@ -106,7 +107,7 @@ def test_every_stage_makes_a_group_when_the_ends_share_a_weight(monkeypatch):
     """NCCL splits a group off that of all ranks: it hangs as soon as one of them does not."""
     made = []
     monkeypatch.setattr(dist, "new_group", lambda ranks, **_: made.append(ranks) or ranks)
-    config = config_of(parallelism__pipeline=4)
+    config = clipped(parallelism__pipeline=4)
     model, ranks = skeleton(config.model, torch.float32), (0, 2, 4, 6)
     weights = []
     for index in range(len(ranks)):
@@ -120,7 +121,7 @@ def test_every_stage_makes_a_group_when_the_ends_share_a_weight(monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_embeddings_have_no_decay_whether_the_embedding_module_is_there_or_not(family):
-    config = config_of(family=family)
+    config = clipped(family=family)
     model = skeleton(config.model, torch.float32)
     pieces = whole_pieces(model)
     names = {piece.name for piece in pieces.values() if piece.is_embedding}
@@ -149,7 +150,7 @@ class OtherNames(LlamaForCausalLM):
 
 
 def test_muon_leaves_the_output_projection_to_adamw_whatever_its_name():
-    config = config_of(model__tie_word_embeddings=False)
+    config = clipped(model__tie_word_embeddings=False)
     config.optimizer = new_section("optimizer", "muon")
     model = OtherNames(transformers_config(config.model))
     names = {parameter: name for name, parameter in model.named_parameters()}

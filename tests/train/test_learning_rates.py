@@ -8,9 +8,8 @@ from poison import Poisoned, train_poisoned
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
 from trainctl.cli.progress import event_lines
-from trainctl.config.keys import keys_of
-from trainctl.config.registry import names, new_section
-from trainctl.config.schema import DataType, LrScaling, OnBadLoss
+from trainctl.config.registry import names
+from trainctl.config.schema import LrScaling, OnBadLoss
 from trainctl.options.schedule.wsd import DecayShape
 from trainctl.plan.schedule import Curve
 from trainctl.runs import checkpoints
@@ -21,18 +20,21 @@ from trainctl.runs.records import read_events, step_curve
 STEPS = 6
 
 
-def config_of(kind, steps=STEPS, stage=2):
-    batch = {"global_batch_size": 4, "gradient_accumulation_steps": 1, "sequence_length": 32}
-    config = tiny_config(steps=steps, evaluation_samples=0, **batch)
-    config.precision.compute = DataType.fp32
-    config.zero_stage.stage = stage
+def scheduled(kind, steps=STEPS, stage=2):
     asked = {"floor_ratio": 0.1, "power": 2.0, "step_every": 2, "milestones": [3, 5]}
-    own = {
-        key: value for key, value in asked.items() if f"schedule.{key}" in keys_of("schedule", kind)
-    }
-    config.schedule = new_section("schedule", kind, warmup_steps=2, **own)
-    config.checkpoint.at_end = False
-    return config
+    return tiny_config(
+        steps=steps,
+        evaluation_samples=0,
+        global_batch_size=4,
+        gradient_accumulation_steps=1,
+        sequence_length=32,
+        precision__compute="fp32",
+        zero_stage__stage=stage,
+        schedule__kind=kind,
+        schedule__warmup_steps=2,
+        checkpoint__at_end=False,
+        **{f"schedule__{key}": value for key, value in asked.items()},
+    )
 
 
 def steps_of(run):
@@ -41,7 +43,7 @@ def steps_of(run):
 
 def test_every_kind_trains_with_its_own_rates(tmp_path):
     kinds = [kind for kind in names("schedule") if kind != "plateau"]  # which is below
-    plans = [tiny_plan(config_of(kind, stage=3), 2) for kind in kinds]
+    plans = [tiny_plan(scheduled(kind, stage=3), 2) for kind in kinds]
     cases = [Case(plan, RunPaths(tmp_path / kind)) for plan, kind in zip(plans, kinds, strict=True)]
     (found, _) = train_cases(2, cases, probe="rates_probe:train_with_each")
     seen = set()
@@ -64,7 +66,7 @@ def test_every_kind_trains_with_its_own_rates(tmp_path):
 
 def falling(stage):
     """Nothing is learnt, so `plateau` drops after evaluations 3, 5, 7; the fifth batch is bad."""
-    config = config_of("plateau", steps=8, stage=stage)
+    config = scheduled("plateau", steps=8, stage=stage)
     config.optimizer.lr = 1e-30
     config.optimizer.lr_scaling = LrScaling.sqrt
     config.optimizer.lr_scaling_batch_size = 1  # of 4: twice the rate
@@ -109,7 +111,7 @@ STABLE = 7
 
 
 def wsd(steps):
-    config = config_of("wsd", steps=steps)
+    config = scheduled("wsd", steps=steps)
     config.schedule.decay_steps = 3
     config.schedule.decay_shape = DecayShape.linear
     config.checkpoint.at_end = True
@@ -146,7 +148,7 @@ def test_a_finished_run_is_extended_from_its_stable_phase(tmp_path):
 
 def test_a_run_ends_when_the_held_out_loss_stays_and_remembers_over_a_resume(tmp_path):
     """With a rate that moves nothing the loss is the same each time: no improvement."""
-    config = config_of("constant", steps=12)
+    config = scheduled("constant", steps=12)
     config.training = replace(
         config.training, evaluation_samples=4, evaluate_every_steps=2, stop_patience=3
     )

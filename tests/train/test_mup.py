@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from trainctl.config.schema import (
     CrossEntropyKind,
-    DataType,
     ModelConfig,
 )
 from trainctl.errors import ExitCode, TrainctlError
@@ -77,23 +76,25 @@ def test_every_family_and_optimizer_that_has_a_table(family, optimizer, tmp_path
     assert not steep.is_flat, coordinates.table(steep)
 
 
-def config_of(family="llama", *, mup=True, **changes):
+def scaled(family="llama", *, mup=True, **changes):
     """Twice the base's width, in heads that are twice as wide."""
-    config = tiny_config(steps=STEPS, evaluate_every_steps=STEPS, sample_tokens=8)
-    config.precision.compute = DataType.fp32
-    config.optimizer.lr = 1e-2
-    model = config.model
-    model.family = family
-    model.num_attention_heads, model.num_key_value_heads = 4, 2
-    if family == "gpt2":
-        model.num_key_value_heads = None
-    if mup:
-        model.mup, model.mup_base_width, model.mup_base_head_dim = True, 32, 8
-    model.initializer_range = 0.1
-    for key, value in changes.items():
-        section, name = key.split("__")
-        setattr(getattr(config, section), name, value)
-    return config
+    base = {"model__mup_base_width": 32, "model__mup_base_head_dim": 8} if mup else {}
+    return tiny_config(
+        steps=STEPS,
+        evaluate_every_steps=STEPS,
+        sample_tokens=8,
+        **{
+            "precision__compute": "fp32",
+            "optimizer__lr": 1e-2,
+            "model__family": family,
+            "model__num_attention_heads": 4,
+            "model__num_key_value_heads": None if family == "gpt2" else 2,
+            "model__mup": mup,
+            "model__initializer_range": 0.1,
+            **base,
+            **changes,
+        },
+    )
 
 
 def at_the_end(run):
@@ -122,12 +123,12 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_every_layout_computes_what_one_process_does(family, tmp_path):
-    alone = trained(tmp_path / "alone", config_of(family, zero_stage__stage=0))
-    plain = trained(tmp_path / "plain", config_of(family, mup=False, zero_stage__stage=0))
+    alone = trained(tmp_path / "alone", scaled(family, zero_stage__stage=0))
+    plain = trained(tmp_path / "plain", scaled(family, mup=False, zero_stage__stage=0))
     expected, without = curve(alone), curve(plain)
     assert all(abs(expected[step][0] - without[step][0]) > 1e-2 for step in expected)
     for number, layout in enumerate(LAYOUTS[family]):
-        run = trained(tmp_path / str(number), config_of(family, **layout), 2)
+        run = trained(tmp_path / str(number), scaled(family, **layout), 2)
         found = curve(run)
         for step, (loss, norm) in expected.items():
             assert found[step][0] == pytest.approx(loss, rel=2e-6), layout
@@ -140,7 +141,7 @@ def test_every_layout_computes_what_one_process_does(family, tmp_path):
 def test_outside_training_and_in_transformers_the_model_is_the_same(tmp_path):
     """Of a run: its recorded held-out loss, and the logits of what is exported from it."""
     for family in ("llama", "gpt2"):
-        config = config_of(family, zero_stage__stage=2)
+        config = scaled(family, zero_stage__stage=2)
         run = trained(tmp_path / family, config, 2)
         newest, _ = newest_checkpoint(run)
         ours = load(tiny_plan(config, 2), newest.path, "cpu", lambda *_: None)
@@ -156,7 +157,7 @@ def test_outside_training_and_in_transformers_the_model_is_the_same(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_export_of_any_weights_computes_the_same_without_multipliers(family, tied, tmp_path):
     """Norms and biases too, which training has hardly moved."""
-    config = config_of(family, model__tie_word_embeddings=tied)
+    config = scaled(family, model__tie_word_embeddings=tied)
     checkpoint = fabricate(RunPaths(tmp_path / "run"), config.model, deviation=0.3)
     assert_exports(config, checkpoint, tmp_path / "out")
 
@@ -171,7 +172,7 @@ def assert_exports(config, checkpoint, out):
         largest = float(expected.abs().max())
         torch.testing.assert_close(theirs(ids).logits, expected, rtol=0, atol=5e-6 * largest)
         for setting in ("mup_base_width", "mup_base_head_dim"):  # each of the two does something
-            plain = config_of(config.model.family).model
+            plain = scaled(config.model.family).model
             plain.tie_word_embeddings = config.model.tie_word_embeddings
             setattr(plain, setting, 64 if setting == "mup_base_width" else None)
             other = skeleton(plain, torch.float32)
@@ -198,14 +199,14 @@ def test_initial_weights_shrink_with_the_width_inside_the_blocks_only(family):
 
 
 def test_a_checkpoint_is_refused_under_other_multipliers(tmp_path):
-    config = config_of(zero_stage__stage=0, training__stop_after_steps=2)
+    config = scaled(zero_stage__stage=0, training__stop_after_steps=2)
     run = trained(tmp_path / "run", config)
     newest, _ = newest_checkpoint(run)
     manifest = json.loads((newest.path / "manifest.json").read_text())
     assert manifest["multipliers"] == {"output": 0.5, "attention": math.sqrt(0.5)}
     check_multipliers(config.model, "step-2", manifest)
     check_multipliers(ModelConfig(), "old", {})
-    plain = config_of(mup=False, zero_stage__stage=0)
+    plain = scaled(mup=False, zero_stage__stage=0)
     with pytest.raises(
         TrainctlError, match=r"multiplied by 0\.5 and attention by 0\.707"
     ) as caught:

@@ -11,8 +11,8 @@ import torch
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 from torch.optim import _muon
 
-from trainctl.config.registry import names, new_section
-from trainctl.config.schema import DataType, RunConfig
+from trainctl.config.registry import names
+from trainctl.config.schema import RunConfig
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.build import whole_pieces
@@ -35,23 +35,21 @@ LEARNING_RATES = {
 }
 
 
-def config_of(kind: str, stage: int = 0, **training: object) -> RunConfig:
+def optimized(kind: str, stage: int = 0, **training: object) -> RunConfig:
     """The tiny model with one optimizer; matrices of 4096 elements and more, for 8-bit states."""
-    config = tiny_config(**training)
-    own = {"muon": {"matrix_lr": 0.02}, "adafactor": {"epsilon": 1e-30}}
-    config.optimizer = new_section(
-        "optimizer",
-        kind,
-        lr=LEARNING_RATES.get(kind, 3e-3),
-        weight_decay=0.0 if kind in ("adam", "sgd") else 0.1,
-        **own.get(kind, {}),
+    own = {"muon": {"matrix_lr": 0.02}, "adafactor": {"epsilon": 1e-30}}.get(kind, {})
+    return tiny_config(
+        evaluation_samples=0,
+        sample_tokens=0,
+        optimizer__kind=kind,
+        optimizer__lr=LEARNING_RATES.get(kind, 3e-3),
+        optimizer__weight_decay=0.0 if kind in ("adam", "sgd") else 0.1,
+        schedule__warmup_steps=2,
+        zero_stage__stage=stage,
+        precision__compute="fp32",
+        **{f"optimizer__{key}": value for key, value in own.items()},
+        **training,
     )
-    config.schedule.warmup_steps = 2
-    config.zero_stage.stage = stage
-    config.precision.compute = DataType.fp32
-    config.training.evaluation_samples = 0
-    config.training.sample_tokens = 0
-    return config
 
 
 TOLERANCE = {
@@ -65,7 +63,7 @@ TOLERANCE = {
 
 def test_each_kind_makes_the_update_of_a_reference_step_by_step(tmp_path):
     cases = [
-        Case(tiny_plan(config_of(kind, steps=STEPS), 1), RunPaths(tmp_path / kind))
+        Case(tiny_plan(optimized(kind, steps=STEPS), 1), RunPaths(tmp_path / kind))
         for kind in KINDS
     ]
     (found,) = train_cases(1, cases, probe="optimizer_probe:distances")
@@ -110,7 +108,7 @@ def test_muon_s_step_is_as_large_whichever_way_a_matrix_lies(shape):
 
 
 def test_the_rows_of_gpt2_s_matrices_are_known_to_be_inputs():
-    config = config_of("muon")
+    config = optimized("muon")
     for family, expected in (("llama", False), ("gpt2", True)):
         config.model.family = family
         pieces = whole_pieces(skeleton(config.model, torch.float32))
@@ -158,7 +156,7 @@ def _train_and_resume(kind: str, ways: list[tuple[int, int]], folder: Path) -> d
     """
 
     def case(stage: int, name: str, attempt: int) -> Case:
-        config = config_of(kind, stage, steps=END)
+        config = optimized(kind, stage, steps=END)
         config.checkpoint.every_steps, config.checkpoint.at_end = SAVED, False
         return Case(tiny_plan(config, 2), RunPaths(folder / name), attempt)
 

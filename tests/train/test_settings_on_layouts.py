@@ -11,14 +11,12 @@ from parity_cases import Difference, enlarge
 from plain_torch import plain_torch
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, trained, with_stop
 
-from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import new_section
 from trainctl.config.schema import (
     Accelerator,
     AdaptiveClipping,
     DataType,
     OffloadDevice,
-    RunConfig,
 )
 from trainctl.hardware import Hardware
 from trainctl.plan.resolve import resolve
@@ -31,18 +29,15 @@ TENSOR = {"zero_stage__stage": 1, "parallelism__tensor": 2}
 PIPELINE = {"zero_stage__stage": 1, "parallelism__pipeline": 2}
 
 
-def config_of(*, steps, large=False, **changes):
-    config = tiny_config(steps=steps, evaluation_samples=0)
-    config.precision.compute = DataType.fp32
-    config.optimizer.lr = 1e-3
-    config.optimizer.gradient_clipping = 0.5  # always active
-    config.schedule.warmup_steps = 2
-    config.checkpoint.at_end = False
-    changed = to_plain(config)
-    for key, value in changes.items():
-        section, name = key.split("__")
-        changed[section][name] = to_plain(value)
-    config = from_plain(RunConfig, changed)
+def clipped(*, steps, large=False, **changes):
+    chosen = {
+        "precision__compute": "fp32",
+        "optimizer__lr": 1e-3,
+        "optimizer__gradient_clipping": 0.5,  # always active
+        "schedule__warmup_steps": 2,
+        "checkpoint__at_end": False,
+    }
+    config = tiny_config(steps=steps, evaluation_samples=0, **{**chosen, **changes})
     if large:
         enlarge(config)
     return config
@@ -70,11 +65,11 @@ RAMP = {
 
 
 def assert_same_ramp(folder, layouts, **changes):
-    alone = trained(folder / "alone", config_of(steps=5, **RAMP, **changes, **ALONE), 1)
+    alone = trained(folder / "alone", clipped(steps=5, **RAMP, **changes, **ALONE), 1)
     bounds = [event["samples"] for event in steps_of(alone)]
     assert [end - first for first, end in bounds] == [4, 4, 8, 8, 16]
     for number, layout in enumerate(layouts):
-        config = config_of(steps=5, **RAMP, **changes, **layout)
+        config = clipped(steps=5, **RAMP, **changes, **layout)
         run = trained(folder / str(number), config, 2)
         assert [event["samples"] for event in steps_of(run)] == bounds
         assert_same_curve(run, alone)
@@ -114,9 +109,9 @@ def test_a_batch_ramp_with_states_on_nvme(tmp_path):
 @pytest.mark.parametrize("layout", [{}, {"parallelism__tensor": 2}], ids=["alone", "tensor"])
 def test_one_data_rank_recomputes_with_weights_from_nvme(tmp_path, layout):
     """It has all of a weight, and the buffer that this is read into is used again meanwhile."""
-    alone = trained(tmp_path / "alone", config_of(steps=3, large=True, **ALONE), 1)
+    alone = trained(tmp_path / "alone", clipped(steps=3, large=True, **ALONE), 1)
     swapped = on_nvme(tmp_path, parameters=OffloadDevice.nvme)
-    config = config_of(steps=3, large=True, **swapped, **layout)
+    config = clipped(steps=3, large=True, **swapped, **layout)
     config.activation_checkpointing = new_section("activation_checkpointing", "full")
     assert_same_curve(trained(tmp_path / "run", config, len(layout) + 1), alone)
 
@@ -135,10 +130,10 @@ def test_gradients_are_changed_on_nvme(tmp_path):
         "schedule__kind": "constant",
         "schedule__warmup_steps": 0,
     }
-    made = plain_torch(config_of(steps=5, large=True, **changes), tmp_path / "plain", steps=5)
+    made = plain_torch(clipped(steps=5, large=True, **changes), tmp_path / "plain", steps=5)
     for number, parameters in enumerate((OffloadDevice.none, OffloadDevice.nvme)):
         layout = on_nvme(tmp_path, parameters=parameters)
-        config = config_of(steps=5, large=True, **changes, **layout)
+        config = clipped(steps=5, large=True, **changes, **layout)
         run = trained(tmp_path / str(number), config, 2)
         difference = Difference.between(made.curve, curve(run))
         assert difference.within(Difference(2e-5, 2e-5)), difference
@@ -159,8 +154,8 @@ GROUPS = {
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_stages_may_have_different_parameter_groups(name, tmp_path):
-    alone = trained(tmp_path / "alone", config_of(steps=4, **GROUPS[name], **ALONE), 1)
-    run = trained(tmp_path / "run", config_of(steps=4, **GROUPS[name], **PIPELINE), 2)
+    alone = trained(tmp_path / "alone", clipped(steps=4, **GROUPS[name], **ALONE), 1)
+    run = trained(tmp_path / "run", clipped(steps=4, **GROUPS[name], **PIPELINE), 2)
     assert_same_curve(run, alone)
     assert {key: pytest.approx(value, rel=1e-5) for key, value in norms(run).items()} == norms(
         alone
@@ -176,7 +171,7 @@ def test_mup_in_bf16_on_every_layout(tmp_path):
     """What a layout rounds otherwise differs, and in no case by what muP changes."""
 
     def mup(**layout):
-        config = config_of(steps=12, precision__compute=DataType.bf16, **layout)
+        config = clipped(steps=12, precision__compute=DataType.bf16, **layout)
         model = config.model
         model.num_attention_heads, model.num_key_value_heads = 4, 2
         model.mup, model.mup_base_width, model.mup_base_head_dim = True, 32, 8
@@ -192,7 +187,7 @@ def test_mup_in_bf16_on_every_layout(tmp_path):
 def fp16_case(run, **layout):
     """Planned for GPUs, then moved to CPU processes, which a plan is refused for; their number."""
     precision = {"precision__compute": "fp16", "precision__initial_scale_power": 18}
-    config = config_of(steps=6, **precision, **layout)
+    config = clipped(steps=6, **precision, **layout)
     config.optimizer.layer_lr_decay = 0.7
     ranks = config.parallelism.tensor * config.parallelism.pipeline
     gpus = Hardware(name="gpu", accelerator=Accelerator.cuda, nodes=1, devices_per_node=ranks)
@@ -227,7 +222,7 @@ HOSTED = ("adam", "lion", "sgd")
 @pytest.mark.parametrize("kind", HOSTED)
 def test_optimizers_update_and_resume_in_host_memory(kind, tmp_path):
     def config(stage, offload=OffloadDevice.cpu):
-        return config_of(
+        return clipped(
             steps=5,
             zero_stage__stage=stage,
             offload__optimizer=offload,
@@ -253,7 +248,7 @@ def test_a_run_on_stages_ends_early_as_on_one_process(tmp_path):
     """Its rate moves nothing, so no evaluation is lower than the first."""
 
     def early(**layout):
-        return config_of(
+        return clipped(
             steps=8,
             training__evaluation_samples=4,
             training__evaluate_every_steps=1,
@@ -276,7 +271,7 @@ def test_a_stable_phase_is_extended_on_another_layout(tmp_path):
     """The checkpoint of its end, written by data ranks, goes on as tensor shards and as stages."""
 
     def wsd(steps, **layout):
-        config = config_of(steps=steps, **layout)
+        config = clipped(steps=steps, **layout)
         config.schedule = new_section("schedule", "wsd", warmup_steps=2, decay_steps=2)
         config.checkpoint.at_end = True
         return config

@@ -22,7 +22,7 @@ def _trusts(ctx: typer.Context, value: bool) -> bool:
     return value
 
 
-def _with_options(ctx: typer.Context, value: Path | None) -> Path | None:
+def with_options(ctx: typer.Context, value: Path | None) -> Path | None:
     """Take the options of the folder too: before anything asks what there is.
 
     Raises:
@@ -85,7 +85,7 @@ ConfigDir = Annotated[
         metavar="DIR",
         help="Your own folder of conf/ and recipes/; the current folder is always searched.",
         show_default=False,
-        callback=_with_options,
+        callback=with_options,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

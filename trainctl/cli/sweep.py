@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Force, Json, split_target
+from trainctl.cli.arguments import ConfigDir, Force, Json, split_target, with_options
 from trainctl.errors import ExitCode, TrainctlError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ SweepArguments = Annotated[
 
 
 def sweep(
+    context: typer.Context,
     arguments: SweepArguments = None,
     sweep_dir: Annotated[
         Path | None,
@@ -62,6 +63,7 @@ def sweep(
     """
     from trainctl.cli.console import go_on_without_reader, put
     from trainctl.config.sweep import expand_sweep
+    from trainctl.runs.sweeps import read_sweep
 
     target, overrides = split_target(arguments)
     if resume:
@@ -70,7 +72,10 @@ def sweep(
                 "--resume goes on with a sweep as it was made",
                 hint="trainctl sweep FOLDER --resume, without overrides and folders",
             )
-        _go_on(Path(target), parallel, dry_run=dry_run, force=force, as_json=as_json)
+        folder = Path(target).resolve()
+        record = read_sweep(folder)
+        with_options(context, Path(record.config_dir) if record.config_dir else None)
+        _go_on(folder, record, parallel, dry_run=dry_run, force=force, as_json=as_json)
         return
     if target is not None and not overrides:
         _show(Path(target), as_json=as_json)
@@ -111,20 +116,24 @@ def _begin(
 
 
 def _go_on(
-    folder: Path, parallel: int | None, *, dry_run: bool, force: bool, as_json: bool
+    folder: Path,
+    record: Sweep,
+    parallel: int | None,
+    *,
+    dry_run: bool,
+    force: bool,
+    as_json: bool,
 ) -> None:
     """Start what was never started of a sweep, resume what was cut off, leave the rest.
 
     Raises:
-        TrainctlError: It is no sweep, is going on, or a run's plan is refused now.
+        TrainctlError: It is going on, or a run's plan is refused now.
     """
     from trainctl.cli.console import go_on_without_reader, put, say
     from trainctl.runs.layout import RunPaths
     from trainctl.runs.lock import hold
-    from trainctl.runs.sweeps import Next, read_sweep, what_is_left
+    from trainctl.runs.sweeps import Next, what_is_left
 
-    folder = folder.resolve()
-    record = read_sweep(folder)
     with hold(RunPaths(folder)):
         left = what_is_left(folder)
         for item in left:

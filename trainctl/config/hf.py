@@ -70,11 +70,12 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
     kind = str(raw.get("model_type", ""))
     raw = {**raw, **_mapping(raw.get("rope_parameters"))}
     family = _family(kind)
-    form = family.directory if family is not None else None
+    form = (family or load("model", model.family)).directory
     is_whole = family is not None and _is_whole(family, raw)
     own = new_section("model", kind).own_keys if is_whole else ()
     called = {**NAMES, **{name: (name,) for name in own}}
-    shape = {**(form.defaults if form is not None else {}), **_known(raw, called)}
+    shape = {name: value for name, value in form.defaults.items() if name in called}
+    shape |= _known(raw, called)
     findings = _incomplete(path, shape)
     accepted: dict[str, Any] = {}
     for name, value in shape.items():
@@ -87,7 +88,7 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
     if findings:
         raise TrainctlError.from_findings(findings)
     accepted.setdefault("intermediate_size", 4 * accepted["hidden_size"])
-    for name, switch in (form.switches if form is not None else {}).items():
+    for name, switch in form.switches.items():
         if not raw.get(switch):
             accepted[name] = None
     filled: ModelConfig = changed_section(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import to_plain
+from trainctl.config.registry import load
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, TrainctlError
 
@@ -115,6 +116,7 @@ def _key(config: RunConfig, folder: Path) -> str:
         del model[name]
     parts = [
         model,
+        repr(load("model", config.model.family)),
         to_plain(config.precision),
         config.training.sequence_length,
         config.data.mask_documents,

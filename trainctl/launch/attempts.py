@@ -96,6 +96,7 @@ def run_attempts(
                 outcome = run_with_restarts(launch, stop, run_one, plan_again)
             else:
                 outcome = run_one(launch.attempt, plan, stop)
+            loggers.finish(lambda: stop.received is not None)
         return Ended(outcome, stop.is_cancelled)
 
 

@@ -24,6 +24,8 @@ from trainctl.runs.records import Event, EventWriter
 
 _GRACE_SECONDS = 10.0
 """For what is still to be sent when the run has ended."""
+_HURRIED_SECONDS = 2.0
+"""The same where a signal ended the run at once."""
 _LOOK_SECONDS = 5.0
 _RESTARTS = 5
 _POLL_SECONDS = 0.05
@@ -73,19 +75,28 @@ class Loggers:
         trace: TracebackType | None,
     ) -> None:
         for logger in self._loggers:
+            logger.kill()
+
+    def finish(self, is_hurried: Callable[[], bool]) -> None:
+        """Have them send the rest, and say what they could not send.
+
+        Args:
+            is_hurried: Whether the launch is to end now, as far as that is known by then.
+        """
+        for logger in self._loggers:
             logger.keep_alive()
             logger.ask_to_end()
-        deadline = time.monotonic() + _GRACE_SECONDS
-        try:
-            for logger in self._loggers:
-                while logger.is_alive and time.monotonic() < deadline:
-                    time.sleep(_POLL_SECONDS)
-        finally:
-            for logger in self._loggers:
-                logger.kill()
-                event = self._tell(logger)
-                if event is not None:  # the records are not read any more
-                    self._on_event(event)
+        begun = time.monotonic()
+        while any(logger.is_alive for logger in self._loggers):
+            grace = _HURRIED_SECONDS if is_hurried() else _GRACE_SECONDS
+            if time.monotonic() - begun > grace:
+                break
+            time.sleep(_POLL_SECONDS)
+        for logger in self._loggers:
+            logger.kill()
+            event = self._tell(logger)
+            if event is not None:  # the records are not read any more
+                self._on_event(event)
 
     def _tell(self, logger: _Logger) -> Event | None:
         """Record what has come into a logger's way, or is out of it again; the record."""
@@ -145,7 +156,7 @@ class _Logger:
             return
         if self.is_alive:
             self._process.kill()
-            self._failure = f"it had not sent everything {_GRACE_SECONDS:.0f} s after the end"
+            self._failure = "it had not sent everything when it was ended"
         code = self._process.wait()
         if code and not self._failure:
             self._failure = f"its process ended with {code}, see {self._paths.log}"

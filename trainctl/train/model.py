@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import AttentionKind, DataType, ModelConfig
 from trainctl.errors import TrainctlError
+from trainctl.options.model import spec_of
+from trainctl.plan.shapes import head_dim, key_value_heads
 from trainctl.train.mup import apply_multipliers
 from trainctl.train.user_code import load
 
@@ -43,71 +44,22 @@ def directory_config(model: ModelConfig) -> PretrainedConfig:
     )
 
 
-def decoder_arguments(model: ModelConfig) -> dict[str, Any]:
-    """What most decoders of transformers call the shape."""
-    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
-    return {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_key_value_heads or model.num_attention_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": model.max_position_embeddings,
-        "rms_norm_eps": model.norm_epsilon,
-        "initializer_range": model.initializer_range,
-        "tie_word_embeddings": model.tie_word_embeddings,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "use_cache": False,
-        # The byte tokenizer has none of these, and transformers' defaults may lie outside its ids.
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-
-
-def llama_config(model: ModelConfig) -> PretrainedConfig:
-    """A Llama of that shape."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**decoder_arguments(model))
-
-
-def mistral_config(model: ModelConfig) -> PretrainedConfig:
-    """A Mistral of that shape."""
-    from transformers import MistralConfig
-
-    return MistralConfig(sliding_window=model.sliding_window, **decoder_arguments(model))
-
-
-def qwen3_config(model: ModelConfig) -> PretrainedConfig:
-    """A Qwen3 of that shape."""
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**decoder_arguments(model))
-
-
-def gpt2_config(model: ModelConfig) -> PretrainedConfig:
-    """A GPT-2 of that shape; its dropout is off."""
-    from transformers import GPT2Config
-
-    return GPT2Config(
-        vocab_size=model.vocab_size,
-        n_embd=model.hidden_size,
-        n_inner=model.intermediate_size,
-        n_layer=model.num_layers,
-        n_head=model.num_attention_heads,
-        n_positions=model.max_position_embeddings,
-        layer_norm_epsilon=model.norm_epsilon,
-        initializer_range=model.initializer_range,
-        tie_word_embeddings=model.tie_word_embeddings,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+def shape_config(model: ModelConfig) -> PretrainedConfig:
+    """What the shape says, in the words of its family's configuration."""
+    spec = spec_of(model)
+    keys = {item.name: getattr(model, item.name) for item in fields(model)}
+    keys |= {"num_key_value_heads": key_value_heads(model), "head_dim": head_dim(model)}
+    rotary = {"rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta}}
+    return CONFIG_MAPPING[spec.name](
+        **{theirs: keys[ours] for ours, theirs in spec.arguments.items()},
+        **{name: keys[name] for name in model.own_keys},
+        **(rotary if spec.is_rotary else {}),
+        **spec.settings,
         use_cache=False,
+        # The byte tokenizer has none of these, and transformers' defaults may lie outside its ids.
         bos_token_id=None,
         eos_token_id=None,
+        pad_token_id=None,
     )
 
 

@@ -114,18 +114,35 @@ class Directory:
     switches: Mapping[str, str] = field(default_factory=dict)
 
 
+SHAPE = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+    "initializer_range": "initializer_range",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
+"""Keys of the shape, and what most configurations of transformers call them."""
+
 AXES = ("tensor", "pipeline", "sequence")
 """Axes of parallelism, besides the data's, that need to know where things are in a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family(Spec):
-    """What one kind of decoder is, allows and lacks. `build` makes transformers' configuration.
+    """What one kind of decoder is, allows and lacks.
 
-    `name` is transformers' `model_type` too. Keys of its own, beside the shape that all have, are
-    read from a directory by their names.
+    `name` is transformers' `model_type` too, and `build` makes its configuration. Keys of its own,
+    beside the shape that all have, are called there as they are here.
 
     Attributes:
+        arguments: Keys of the shape that it has, and what transformers' configuration calls them.
+        settings: What else that is told.
         decoder: The decoder, in the model with its head.
         embedding: Token embedding, in the decoder.
         positions: Learned position embedding, in the decoder; None has rotary positions.
@@ -153,6 +170,9 @@ class Family(Spec):
         why_not: By the name of an axis that may not cut it: the reason.
     """
 
+    build: str = "trainctl.train.model:shape_config"
+    arguments: Mapping[str, str] = field(default_factory=lambda: SHAPE)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     decoder: str
     embedding: str
     positions: str | None = None

@@ -13,7 +13,6 @@ PLAIN = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
 SPEC = Family(
     name="llama",
     keys=ModelConfig,
-    build="trainctl.train.model:llama_config",
     decoder="model",
     embedding="embed_tokens",
     blocks="layers",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainctl.options.model import Directory, llama
+from trainctl.options.model import SHAPE, Directory, llama
 
 SPEC = replace(
     llama.SPEC,
     name="mistral",
-    build="trainctl.train.model:mistral_config",
+    arguments={**SHAPE, "sliding_window": "sliding_window"},
     has_window=True,
     directory=Directory(
         defaults={

@@ -9,7 +9,6 @@ from trainctl.options.model import Directory, llama
 SPEC = replace(
     llama.SPEC,
     name="qwen3",
-    build="trainctl.train.model:qwen3_config",
     block=(replace(llama.ATTENTION, per_head=("q_norm", "k_norm")), llama.GATED, *llama.NORMS),
     directory=Directory(
         defaults={

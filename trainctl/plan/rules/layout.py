@@ -201,15 +201,15 @@ def parallelism_knows_the_architecture(draft: Draft) -> Iterator[Finding]:
 
     def why(axis: str) -> str:
         if known is not None:
-            return known.why_not[axis]
-        return f"known are {', '.join(spec.name for spec in families())}"
+            return f": {known.why_not[axis]}"
+        return f"; known are {', '.join(spec.name for spec in families() if axis in spec.axes)}"
 
     for name in AXES:
         if getattr(axes, name) <= 1 or (known is not None and name in known.axes):
             continue
         yield error(
             f"parallelism.{name}",
-            f"parallelism.{name}={getattr(axes, name)} with {what}; {why(name)}",
+            f"parallelism.{name}={getattr(axes, name)} with {what}{why(name)}",
             f"parallelism.{name}=1",
         )
 
