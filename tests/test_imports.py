@@ -175,7 +175,13 @@ def test_what_draws_is_loaded_only_to_draw() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["trainctl.agent.__main__", "trainctl.train.__main__", "trainctl.train.offline"]
+    "module",
+    [
+        "trainctl.agent.__main__",
+        "trainctl.loggers.__main__",
+        "trainctl.train.__main__",
+        "trainctl.train.offline",
+    ],
 )
 def test_what_runs_on_a_node_loads_no_hydra(module: str) -> None:
     script = f"import sys, importlib; importlib.import_module({module!r}); print(*sys.modules)"

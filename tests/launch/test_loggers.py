@@ -31,7 +31,7 @@ def steps(launch: Launch) -> list[int]:
 
 def check_end(launch: Launch) -> str:
     """It ended well and left nothing; what was said."""
-    code, talk = launch.end(30)
+    code, talk = launch.end(60)
     assert code == 0, talk
     assert launch.status().state is State.finished
     assert not carriers(launch.identity)
@@ -53,7 +53,7 @@ def test_a_killed_sender_is_replaced_and_nothing_is_missing(launches: Launches) 
     os.kill(first, signal.SIGKILL)
     launch.wait_for(lambda: sender(launch) not in (None, first))
     os.kill(launch.process.pid, signal.SIGTERM)
-    assert launch.end(30)[0] == 143
+    assert launch.end(60)[0] == 143
     assert steps(launch) == [event["step"] for event in launch.events("step")]
     assert not carriers(launch.identity)
 
@@ -81,8 +81,11 @@ def test_a_signal_that_ends_the_run_at_once_does_not_wait_for_a_sender_that_hang
     launch.wait_for_step()
     os.kill(launch.wait_for(lambda: sender(launch)), signal.SIGSTOP)
     os.kill(launch.process.pid, signal.SIGTERM)
-    launch.seconds_to_clean(time.monotonic())
-    assert launch.end()[0] == 143
+    signalled = time.time()
+    assert launch.end(60)[0] == 143
+    assert not carriers(launch.identity)
+    (told,) = launch.events("logger")
+    assert told["time"] - signalled < 10, "as after a run that ended well"
 
 
 def test_a_logger_that_cannot_write_changes_neither_the_end_nor_its_code(

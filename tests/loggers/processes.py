@@ -36,9 +36,9 @@ def following(run: RunPaths, name: str, **variables: str) -> Iterator[subprocess
         process.communicate()
 
 
-def send(run: RunPaths, name: str, **variables: str) -> tuple[int, str]:
+def send(run: RunPaths, name: str, *options: str, **variables: str) -> tuple[int, str]:
     """Send all that there is: the exit code, and what was said."""
-    process = start(run, name, **variables)
+    process = start(run, name, *options, **variables)
     said = process.communicate(timeout=SECONDS)[1]
     return process.returncode, said.decode()
 

@@ -109,6 +109,17 @@ def test_without_a_cursor_it_begins_anew(tmp_path: Path) -> None:
     assert code == 4 and "csv.json cannot be read" in said
 
 
+def test_other_records_than_those_that_were_sent_are_not_taken_for_them(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    append(run, draw(7, 20))
+    assert send(run, "csv") == (0, "")
+    run.events.write_bytes(run.events.read_bytes()[:-300])
+    assert send(run, "csv")[0] == 4
+    assert "is shorter than what was sent of it" in cursor(run, "csv")["problem"]
+    assert send(run, "csv", "--again") == (0, "")
+    check(run)
+
+
 FAULTY = '''
 """A logger that does what a file of its folder says."""
 import os, time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,7 @@ def test_it_says_what_is_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixtur
         wait_for(lambda: cursor(run, "csv")["points"])
         assert command(["runs", "sync", str(run.root), "--to", "csv"]) == 0
     assert "another process sends to csv now" in capsys.readouterr().err
+    shutil.rmtree(run.root / "loggers")
+    (run.root / "loggers").touch()
+    assert command(["runs", "sync", str(run.root), "--to", "csv"]) == 4
+    assert "cannot be written: Not a directory" in capsys.readouterr().err

@@ -51,10 +51,15 @@ class Follower:
                 counts as sent then.
         """
         cursor = self.cursor
-        try:
-            events, offset = events_after(self._run.events, cursor.offset, BATCH_BYTES)
-        except FileNotFoundError:
+        records = self._run.events
+        if not records.exists():
             return False
+        if records.stat().st_size < cursor.offset:
+            raise TrainctlError(
+                f"{records} is shorter than what was sent of it: it is another one",
+                hint="`trainctl runs sync --again` sends it from its beginning",
+            )
+        events, offset = events_after(records, cursor.offset, BATCH_BYTES)
         if offset == cursor.offset:
             return False
         if self._sink is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.access import ensure_folder
 from trainctl.runs.layout import RunPaths
 
@@ -23,10 +24,16 @@ def send(run: RunPaths, name: str, *, again: bool = False) -> int:
         again: Whether what was sent before is sent too.
 
     Raises:
-        OSError: The run directory cannot be written.
+        TrainctlError: The run directory cannot be written (exit code 4).
     """
-    paths = run.logger(name)
-    ensure_folder(paths.folder)
-    with paths.log.open("ab") as log:
-        options = ("--again",) if again else ()
-        return subprocess.run(command(run, name, *options), stdout=log, stderr=log).returncode
+    paths, options = run.logger(name), ("--again",) if again else ()
+    try:
+        ensure_folder(paths.folder)
+        with paths.log.open("ab") as log:
+            return subprocess.run(command(run, name, *options), stdout=log, stderr=log).returncode
+    except OSError as error:
+        raise TrainctlError(
+            f"{run.root} cannot be written: {error.strerror}",
+            hint="how far a logger has come is kept there; copy the run to send it from elsewhere",
+            exit_code=ExitCode.environment,
+        ) from None
