@@ -51,7 +51,8 @@ def test_a_file_of_an_older_version_keeps_the_defaults(tmp_path: Path) -> None:
         b"training: 3",
         b"data: {kind: files, paths: 3}",
         b"launcher: {environment: [1]}",
-        b"model: {family: nope}",
+        b"model: {attention: nope}",
+        b"model: {family: [1]}",
         b"x: !!python/object:os.system {}",
         b"1: 2\na: 3",
         b"a: &a [*a]\n",
@@ -63,6 +64,14 @@ def test_a_broken_file_is_a_run_state_error(tmp_path: Path, content: bytes) -> N
     with pytest.raises(TrainctlError, match=r"config\.yaml") as caught:
         load_config(path)
     assert caught.value.exit_code is ExitCode.run_state
+
+
+@pytest.mark.parametrize("content", ["model: {family: nope}", "optimizer: {kind: nope}"])
+def test_an_option_that_is_not_here_is_named_with_its_file(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(TrainctlError, match=r"config\.yaml: .* has no kind 'nope' here") as caught:
+        load_config(tmp_path / "config.yaml")
+    assert caught.value.exit_code is ExitCode.environment
 
 
 def test_a_missing_file_is_a_run_state_error(tmp_path: Path) -> None:

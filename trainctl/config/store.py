@@ -26,13 +26,18 @@ def load_config(path: Path) -> RunConfig:
     """Read what `dump_config` wrote; keys that an older version lacked keep their defaults.
 
     Raises:
-        TrainctlError: The file is missing, unreadable, or no configuration (run state).
+        TrainctlError: The file is missing, unreadable, or no configuration (run state), or has an
+            option that is not here (environment).
     """
     try:
         text = read_bytes(path).decode()
         compose_bounded(text)
         data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         return from_plain(RunConfig, data)
+    except TrainctlError as missing:
+        raise TrainctlError(
+            f"{path}: {missing.message}", hint=missing.hint, exit_code=missing.exit_code
+        ) from None
     except OSError as error:
         raise _unusable(path, f"cannot be read: {error.strerror}") from None
     except yaml.YAMLError as error:
