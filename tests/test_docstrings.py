@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "trainctl"
-ROOMS = ("agent", "cli", "config", "hardware", "memory", "plan", "planner", "reports", "runs")
+ROOMS = (
+    "agent",
+    "cli",
+    "config",
+    "hardware",
+    "loggers",
+    "memory",
+    "plan",
+    "planner",
+    "reports",
+    "runs",
+)
 RELATION = re.compile(r"(Of|By|In|From|For|To|With|On|At) ")
 """«Of the launcher.» says nothing to who looks at one attribute in an editor."""
 

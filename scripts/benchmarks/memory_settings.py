@@ -100,8 +100,7 @@ def set_precision(row: Row, config: RunConfig) -> None:
     Raises:
         NotExpressible: None is given, or weights learn in a format that the budget does not have.
     """
-    text = precision_words(row)
-    precision = config.precision
+    text, compute = precision_words(row), config.precision.compute
     if not text.strip():
         if re.search(r"deepspeed|titan|megatron|nemo|foundry", row.words("framework")):
             return  # they train in bf16 unless told otherwise
@@ -111,11 +110,12 @@ def set_precision(row: Row, config: RunConfig) -> None:
     if re.search(r"nf4|int[48]|nvfp4|mxfp4|\b[48]-?bit", text) and frozen_bytes(row) is None:
         raise NotExpressible(f"precision '{text}': weights that learn in it have no term")
     if re.search(r"\bfp16", text) and "bf16" not in text:
-        precision.compute = DataType.fp16
+        compute = "fp16"
     if "fp32" in text and not re.search(r"bf16|fp16|fp8|mixed|amp|autocast", text):
-        precision.compute = DataType.fp32
+        compute = "fp32"
     if "fp8" in text:
-        precision.compute = DataType.fp8
+        compute = "fp8"
+    precision = config.precision = new_section("precision", compute)
     if "master+grads+opt" in text or is_pure(row):
         precision.master_weights = precision.optimizer_states = DataType.bf16
     if "fp32 grad acc" in text or "fp32-main-grads" in text or "fp32 main" in text:

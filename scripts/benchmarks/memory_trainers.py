@@ -31,7 +31,7 @@ from trainctl.config.schema import (
 )
 from trainctl.memory import constants
 from trainctl.memory.activations import BlockActivations, block_activations, compute_bytes
-from trainctl.memory.constants import BYTES, LogitBytes
+from trainctl.memory.constants import LogitBytes
 from trainctl.memory.engine import EngineMemory
 from trainctl.plan.types import Sketch
 
@@ -171,7 +171,7 @@ def block_of(row: Row, plan: Sketch, engine: EngineMemory) -> BlockActivations |
     elif plan.config.model.attention is AttentionKind.eager and not code.scores:
         # The softmax runs in fp32 under autocast, and its result is cast for the product.
         autocast = trainer_of(row) in AUTOCAST
-        code = replace(code, scores=6 if autocast else BYTES[plan.config.precision.compute])
+        code = replace(code, scores=6 if autocast else compute_bytes(plan))
     text = row.words("cp_sp", "sharding", "caveat", "id", "model")
     titan = "torchtitan" in row.words("framework")
     if titan or re.search(r"sequence[-_ ]parallel|\btp\+sp\b|\bsp\b", text):

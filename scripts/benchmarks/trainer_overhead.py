@@ -116,10 +116,11 @@ class _BareLoop:
         import deepspeed
         from transformers import AutoModelForCausalLM
 
+        from trainctl.options.precision import precision_of
         from trainctl.train.model import TORCH_TYPES, transformers_config
 
         config = plan.config
-        dtype = TORCH_TYPES[config.precision.compute]
+        dtype = TORCH_TYPES[precision_of(config.precision).format]
         model = AutoModelForCausalLM.from_config(transformers_config(config.model), dtype=dtype)
         # The same groups: what weight decay spares is a choice of the configuration.
         embedding = model.get_input_embeddings().weight

@@ -157,3 +157,13 @@ def test_names_of_loggers_are_checked_one_by_one():
     with pytest.raises(TrainctlError) as raised:
         compose(["logging.to=csv"])
     assert raised.value.findings[0].hint == "write it as [csv]"
+
+
+def test_a_key_about_a_number_format_is_of_that_format():
+    with pytest.raises(TrainctlError) as raised:
+        compose(["recipe=tiny", "precision=bf16", "precision.loss_scale=8"])
+    (finding,) = raised.value.findings
+    assert finding.message == "there is no key precision.loss_scale with precision.compute=bf16"
+    assert "precision=fp16 has it" in finding.hint
+    assert compose(["precision=fp16", "precision.loss_scale=8"]).config.precision.loss_scale == 8
+    assert compose(["precision=autocast-bf16"]).config.precision.compute == "bf16"

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from trainctl.cli.planning import compose
-from trainctl.config.schema import Accelerator, DataType, RunConfig
+from trainctl.config.registry import new_section
+from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import ExitCode, Finding
 from trainctl.hardware import (
     builds,
@@ -209,7 +210,7 @@ def test_devices_that_the_variable_names(
 def test_the_format_of_the_device(tools: Any, compute: str, capability: str, is_able: bool) -> None:
     put_gpus(tools, "9.0", capability)
     made = config()
-    made.precision.compute = DataType(compute)
+    made.precision = new_section("precision", compute)
     found = list(devices.compute_in_the_format(made, CUDA))
     assert rules(found) == ([] if is_able else ["TC134"])
     if not is_able:

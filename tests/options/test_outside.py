@@ -265,3 +265,36 @@ def steps(run: Path) -> dict[int, float]:
     """The loss of each step."""
     records = map(json.loads, (run / "events.jsonl").read_text().splitlines())
     return {each["step"]: each["loss"] for each in records if each["event"] == "step"}
+
+
+MODES = ("activation_checkpointing=marked", "precision=rounded")
+
+
+def test_a_mode_and_a_number_format_have_checks_of_their_own(trainctl) -> None:
+    chosen = ("validate", "recipe=tiny", *MODES)
+    too_many = trainctl(*chosen, "precision.places=9", expect=2)
+    assert "nearest legal value: 8" in too_many.stderr
+    foreign = trainctl(*chosen, "precision.loss_scale=8", expect=2)
+    assert "there is no key precision.loss_scale with precision.compute=rounded" in foreign.stderr
+    compiled = trainctl(*chosen, "kernels.compile=blocks", expect=2)
+    assert "the mark would be compiled away" in compiled.stderr
+    lowered = trainctl(*chosen, "precision.autocast=true", expect=2)
+    assert "precision.autocast needs bf16, and precision.compute is rounded" in lowered.stderr
+
+
+def test_a_mode_and_a_number_format_are_in_the_budget(trainctl) -> None:
+    peaks = {}
+    for modes in (MODES, ("activation_checkpointing=full", "precision=bf16")):
+        shown = trainctl("estimate-memory", "recipe=7b-zero3", *modes, "--json")
+        peaks[modes] = json.loads(shown.stdout)["components"]
+    assert len({json.dumps(each) for each in peaks.values()}) == 1
+
+
+def test_a_mode_and_a_number_format_are_trained_with_and_resumed(trainctl, tmp_path: Path) -> None:
+    chosen = [each for each in TINY if not each.startswith(("optimizer=", "schedule="))]
+    trainctl("launch", *chosen, *MODES, "training.stop_after_steps=2", "--run-dir", "run")
+    trainctl("resume", "run", "training.stop_after_steps=null")
+    trainctl("launch", *chosen, *MODES, "--run-dir", "whole")
+    assert steps(tmp_path / "run") == steps(tmp_path / "whole")
+    trainctl("launch", *chosen, "precision=bf16", "--run-dir", "plain")
+    assert steps(tmp_path / "plain") != steps(tmp_path / "whole")

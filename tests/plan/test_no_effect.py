@@ -29,8 +29,6 @@ def test_the_table_names_keys_of_the_schema_once():
         ({"zero_stage__prefetch_bucket_size": 1}, {"zero_stage__stage": 3}),
         ({"checkpoint__weights_only_keep": 2}, {"checkpoint__weights_only_every_steps": 5}),
         ({"zero_stage__overlap_comm": True, "zero_stage__stage": 0}, {"zero_stage__stage": 1}),
-        ({"precision__loss_scale": 8.0}, {"precision__compute": "fp16"}),
-        ({"precision__hysteresis": 1}, {"precision__compute": "fp16"}),
         (
             {
                 "precision__min_loss_scale": 2,

@@ -121,7 +121,7 @@ def test_a_recipe_shrinks_to_a_laptop(name: str) -> None:
     assert config.model.name == "tiny-llama"
     assert config.hardware.devices_per_node == 2
     assert data_parallel_size(config) == 2
-    assert config.precision.compute is DataType.fp32
+    assert config.precision.compute == DataType.fp32
 
 
 def test_the_demo_is_what_the_readme_says() -> None:

@@ -218,7 +218,7 @@ def enlarge(config: RunConfig) -> None:
     """Give it weights of a megabyte: DeepSpeed swaps nothing smaller to NVMe."""
     model = config.model
     model.num_layers, model.hidden_size = 2, 256
-    elements = 2048 if config.precision.compute is DataType.fp32 else 4096
+    elements = 2048 if config.precision.compute == DataType.fp32 else 4096
     model.vocab_size = model.intermediate_size = elements  # matrices of 2 MiB
     config.training.sequence_length = 64
     config.zero_stage.sub_group_size = 1_000_000

@@ -119,7 +119,7 @@ class Launch:
                 return pid
         return None
 
-    def end(self, seconds: float = 15.0) -> tuple[int, str]:
+    def end(self, seconds: float = 60.0) -> tuple[int, str]:
         """Exit code and what was said."""
         talk = self.process.communicate(timeout=seconds)[1]
         return self.process.returncode, talk

@@ -70,7 +70,7 @@ def by_formula(case: Case) -> dict[int, Weights]:
     """The average after each step, from the weights in the checkpoints of every second one."""
     config, shapes = case.plan.config, Checkpoint(path_of(case)).manifest["shapes"]
     seeded = SeedWeights.of(config.model, config.training.seed)
-    dtype = torch.float32 if config.precision.compute is DataType.fp32 else torch.bfloat16
+    dtype = torch.float32 if config.precision.compute == DataType.fp32 else torch.bfloat16
     average = {}
     for name, shape in shapes.items():
         whole = seeded.read(name, torch.Size(shape), 0, torch.Size(shape).numel())

@@ -102,7 +102,7 @@ def test_every_family_tied_and_untied_in_fp32_and_bf16(tmp_path):
     for number, case in enumerate(cases):
         out, model = tmp_path / f"out-{number}", case.plan.config.model
         compute = case.plan.config.precision.compute
-        dtype = torch.bfloat16 if compute is DataType.bf16 else torch.float32
+        dtype = torch.bfloat16 if compute == DataType.bf16 else torch.float32
         exported = check(case, out, dtype)
         assert exported.files == ["config.json", "model.safetensors"]
         with safe_open(out / "model.safetensors", framework="pt") as file:

@@ -8,6 +8,7 @@ import torch
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 from safetensors import safe_open
 
+from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, DataType, PrecisionConfig
 from trainctl.engines.deepspeed.loss_scale import DeepSpeedLossScale, stop_at_smallest
 from trainctl.errors import TrainctlError
@@ -20,7 +21,7 @@ from trainctl.runs.records import read_events
 
 STEPS, HALF = 8, 4
 LOWER_BY = 0.3
-BF16, FP32, FP16, FP8 = DataType.bf16, DataType.fp32, DataType.fp16, DataType.fp8
+BF16, FP32 = DataType.bf16, DataType.fp32
 
 FORMATS = {
     # ZeRO 1 has a wrapper of its own for it in DeepSpeed.
@@ -30,7 +31,7 @@ FORMATS = {
     "bf16-communication": (PrecisionConfig(compute=FP32, communication=BF16), (3,)),
     "autocast": (PrecisionConfig(autocast=True), (0, 3)),
     "autocast-bf16-communication": (PrecisionConfig(autocast=True, communication=BF16), (1,)),
-    "fp8": (PrecisionConfig(compute=FP8, emulate_fp8=True), (3,)),
+    "fp8": (new_section("precision", "fp8", emulate_fp8=True), (3,)),
 }
 """Number formats, and the ZeRO stages to try them at."""
 QUICK = (("fp32-accumulation", 1), ("fp8", 3))
@@ -91,7 +92,7 @@ def test_formats_differ_where_they_should(tmp_path):
         "low": PrecisionConfig(master_weights=BF16, optimizer_states=BF16),
         "autocast": PrecisionConfig(autocast=True),
         "autocast-wire": PrecisionConfig(autocast=True, communication=BF16),
-        "fp8": PrecisionConfig(compute=FP8, emulate_fp8=True),
+        "fp8": new_section("precision", "fp8", emulate_fp8=True),
     }
     runs = {name: RunPaths(tmp_path / name) for name in precisions}
     train_cases(
@@ -110,7 +111,7 @@ def test_formats_differ_where_they_should(tmp_path):
 
 def fp16_plan(stage, **precision):
     """As planned for two GPUs, then moved to two CPU processes, which a plan is refused for."""
-    made = config(PrecisionConfig(compute=FP16, **precision), stage, steps=12)
+    made = config(new_section("precision", "fp16", **precision), stage, steps=12)
     gpus = Hardware(name="gpu", accelerator=Accelerator.cuda, nodes=1, devices_per_node=2)
     plan = resolve(made, gpus).plan
     assert plan is not None
@@ -164,7 +165,7 @@ def test_an_overflow_at_the_smallest_scale_is_an_error():
 
 
 def test_fp8_converts_the_matrices_of_blocks_and_nothing_else(tmp_path):
-    plan = tiny_plan(config(PrecisionConfig(compute=FP8, emulate_fp8=True), 1), 1)
+    plan = tiny_plan(config(new_section("precision", "fp8", emulate_fp8=True), 1), 1)
     (fp8,) = train_cases(1, [Case(plan, RunPaths(tmp_path / "8"))], probe="format_probe:fp8_layers")
     plain = tiny_plan(config(PrecisionConfig(), 1), 1)
     (bf16,) = train_cases(

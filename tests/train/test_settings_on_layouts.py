@@ -186,8 +186,8 @@ def test_mup_in_bf16_on_every_layout(tmp_path):
 
 def fp16_case(run, **layout):
     """Planned for GPUs, then moved to CPU processes, which a plan is refused for; their number."""
-    config = clipped(steps=6, precision__compute=DataType.fp16, **layout)
-    config.precision.initial_scale_power = 18
+    precision = {"precision__compute": "fp16", "precision__initial_scale_power": 18}
+    config = clipped(steps=6, **precision, **layout)
     config.optimizer.layer_lr_decay = 0.7
     ranks = config.parallelism.tensor * config.parallelism.pipeline
     gpus = Hardware(name="gpu", accelerator=Accelerator.cuda, nodes=1, devices_per_node=ranks)

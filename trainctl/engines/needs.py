@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from trainctl.config.schema import (
     CrossEntropyKind,
-    DataType,
     OffloadDevice,
     RunConfig,
 )
 from trainctl.options.activation_checkpointing import recomputed, selective
 from trainctl.options.optimizer import adamw_8bit
+from trainctl.options.precision import loss_scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ LIGER_LOSS = Need(
     "kernels.cross_entropy",
     lambda config: config.kernels.cross_entropy is CrossEntropyKind.liger_fused,
 )
-FP16 = Need("precision.compute", lambda config: config.precision.compute is DataType.fp16)
+FP16 = Need("precision.compute", lambda config: loss_scaling(config) is not None)
 EIGHT_BIT_MOMENTS = Need(
     "optimizer.kind", lambda config: config.optimizer.kind == adamw_8bit.SPEC.name
 )

@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterator
 
 from trainctl.config.quantities import memory_text
-from trainctl.config.schema import Accelerator, DataType, RunConfig
+from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding
 from trainctl.hardware.detect import Device, all_devices, visible_devices
 from trainctl.hardware.facts import Hardware
 from trainctl.hardware.finding import doubt, problem
 from trainctl.hardware.resolve import falls_short
+from trainctl.options.precision import precision_of
 
 
 def are_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
@@ -102,23 +103,21 @@ def visible_ones_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | 
 
 def compute_in_the_format(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """The declared abilities are those of the devices that are here."""
-    compute = config.precision.compute
+    compute = precision_of(config.precision)
     for device in _of_the_plan(hardware):
-        able = {DataType.bf16: device.supports_bf16, DataType.fp8: device.supports_fp8}
-        if not able.get(compute, True):
-            other = "fp16" if compute is DataType.bf16 else "bf16"
+        if not compute.runs_on(device):
+            other = compute.alternatives(device)[0]
             yield problem(
                 "TC134",
                 "precision.compute",
-                f"{device.name} (device {device.index}) does not compute in {compute.value}",
-                f"precision={other if device.supports_bf16 or other == 'fp16' else 'fp32'}, or "
-                "leave the device out with CUDA_VISIBLE_DEVICES",
+                f"{device.name} (device {device.index}) does not compute in {compute.name}",
+                f"precision={other}, or leave the device out with CUDA_VISIBLE_DEVICES",
             )
             return
-    if hardware.accelerator is Accelerator.cpu and compute is DataType.bf16:
-        yield "bf16 on a CPU: right, and slow where the processor has no instructions for it"
+    if hardware.accelerator is Accelerator.cpu and compute.on_cpu:
+        yield f"{compute.name} on a CPU: {compute.on_cpu}"
     elif hardware.accelerator is Accelerator.cpu or _of_the_plan(hardware):
-        yield compute.value
+        yield compute.name
 
 
 def _of_the_plan(hardware: Hardware) -> list[Device]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainctl.config.schema import Accelerator, DataType
+from trainctl.config.schema import Accelerator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +67,7 @@ class Hardware:
     def world_size(self) -> int:
         return self.nodes * self.devices_per_node
 
-    def peak_tflops(self, compute: DataType) -> float | None:
+    def peak_tflops(self, compute: str) -> float | None:
         """Dense throughput of a device in a number format, TFLOP/s; None where it is not known."""
-        peaks = {
-            DataType.fp32: self.peak_tflops_fp32,
-            DataType.bf16: self.peak_tflops_bf16,
-            DataType.fp16: self.peak_tflops_fp16,
-            DataType.fp8: self.peak_tflops_fp8,
-        }
-        return peaks[compute]
+        peak: float | None = getattr(self, f"peak_tflops_{compute}", None)
+        return peak

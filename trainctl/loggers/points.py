@@ -8,9 +8,6 @@ from typing import Any
 from trainctl.options.logger import Point
 from trainctl.runs.records import Event, number
 
-KINDS = {"step": "train", "evaluation": "evaluation"}
-"""Kinds of records that have metrics, and of the points that they become."""
-
 TRAIN = {
     "loss": "train/loss",
     "learning_rate": "train/learning_rate",
@@ -27,9 +24,10 @@ TRAIN = {
     "peak_bytes": "memory/peak_bytes",
 }
 EVALUATION = {"loss": "evaluation/loss", "ema_loss": "evaluation/ema_loss"}
-NAMES = {"step": TRAIN, "evaluation": EVALUATION}
-"""Fields of records, and the names of their metrics; a field that is a mapping or a list gives one
-for each of its entries: `seconds/total`."""
+KINDS = {"step": ("train", TRAIN), "evaluation": ("evaluation", EVALUATION)}
+"""Kinds of records that have metrics: the kind of the points that they become, and their fields
+with the names of the metrics; a field that is a mapping or a list gives one for each of its
+entries: `seconds/total`."""
 
 
 def point_of(event: Event, place: int) -> Point | None:
@@ -39,10 +37,9 @@ def point_of(event: Event, place: int) -> Point | None:
         event: The record.
         place: The point's number, should it be one.
     """
-    kind = KINDS.get(event["event"])
-    if kind is None or not isinstance(event.get("step"), int):
+    if event["event"] not in KINDS or not isinstance(event.get("step"), int):
         return None
-    names = NAMES[event["event"]]
+    kind, names = KINDS[event["event"]]
     values = {
         name: value
         for field, prefix in names.items()

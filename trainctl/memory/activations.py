@@ -17,6 +17,7 @@ from trainctl.config.schema import (
 from trainctl.memory.constants import BYTES
 from trainctl.options.activation_checkpointing import Recomputing, checkpointing_of, recomputed
 from trainctl.options.model import Norm, spec_of
+from trainctl.options.precision import precision_of
 from trainctl.plan import shapes
 from trainctl.plan.types import Sketch
 
@@ -216,7 +217,7 @@ def tokens_per_rank(plan: Sketch) -> int:
 
 def compute_bytes(plan: Sketch) -> int:
     """Bytes of an activation's element."""
-    return BYTES[plan.config.precision.compute]
+    return BYTES[precision_of(plan.config.precision).format]
 
 
 def _boundary(block: BlockActivations, settings: Recomputing, tensor: int) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 from trainctl.config.schema import (
     Accelerator,
     CompileKind,
-    DataType,
 )
 from trainctl.memory.activations import block_activations, compute_bytes
 from trainctl.memory.components import Components, fullest
@@ -35,6 +34,7 @@ from trainctl.memory.runtime import (
 )
 from trainctl.memory.stages import Stage, stage_of_traced, stages
 from trainctl.memory.traced import TracedModel, shared_over_tensor_ranks
+from trainctl.options.precision import precision_of
 from trainctl.plan.types import RunPlan, Sketch
 
 BUDGET_SCHEMA = 1
@@ -266,8 +266,12 @@ def _notes(plan: RunPlan, traced: TracedModel | None) -> list[str]:
         )
     if config.model.is_directory and traced is None:
         notes.append("Activations are counted as those of a Llama of the same shape.")
-    if config.precision.compute is DataType.fp8:
-        notes.append("fp8 is counted as bf16: its savings are in compute, not in states.")
+    compute = precision_of(config.precision)
+    if compute.product_bytes is not None:
+        as_ = compute.format.value
+        notes.append(
+            f"{compute.name} is counted as {as_}: its savings are in compute, not in states."
+        )
     if config.kernels.compile is not CompileKind.none:
         notes.append("Compiled blocks are counted as transformers' own code: they keep less.")
     if plan.mesh.expert > 1:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainctl.config.schema import Accelerator, OffloadDevice
-from trainctl.memory.activations import stage_activations
+from trainctl.memory.activations import compute_bytes, stage_activations
 from trainctl.memory.constants import (
-    BYTES,
     CHECKPOINT_MANIFEST_BYTES,
     HOST_RUNTIME,
     NVME_OPTIMIZER_BUFFERS,
@@ -55,7 +54,7 @@ def host_budget(plan: Sketch, engine: EngineMemory, stage: Stage, device_peak: i
             plan,
             blocks=stage.blocks,
             in_flight=min(plan.batch.gradient_accumulation_steps, plan.mesh.pipeline - stage.index),
-            element=BYTES[plan.config.precision.compute],
+            element=compute_bytes(plan),
             autocast=engine.autocast,
             traced=stage.traced,
         )

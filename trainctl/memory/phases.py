@@ -6,9 +6,6 @@ Each function follows what DeepSpeed 0.19 does at that moment; file names in com
 
 from __future__ import annotations
 
-from trainctl.config.schema import (
-    DataType,
-)
 from trainctl.memory.activations import (
     compute_bytes,
     stage_activations,
@@ -25,6 +22,7 @@ from trainctl.memory.loss import fused_head, head_input, logits
 from trainctl.memory.rank import RankMemory
 from trainctl.memory.stages import Stage
 from trainctl.options.model import spec_of
+from trainctl.options.precision import is_emulated, precision_of
 from trainctl.plan.types import Sketch
 
 FP32 = 4
@@ -273,11 +271,12 @@ def _casts(rank: RankMemory) -> int:
     """Bytes of what one product in fp8 multiplies: a gradient, and a weight or an input (torchao
     keeps the 16-bit originals and casts for each product; emulated, to fp32)."""
     precision, stage = rank.plan.config.precision, rank.stage
-    if precision.compute is not DataType.fp8 or not stage.blocks:
+    narrow = precision_of(precision).product_bytes
+    if narrow is None or not stage.blocks:
         return 0
     model, tokens = rank.plan.config.model, tokens_per_rank(rank.plan)
     inner = -(-model.intermediate_size // rank.plan.mesh.tensor)
-    element = FP32 if precision.emulate_fp8 else 1
+    element = FP32 if is_emulated(precision) else narrow
     return element * (tokens * inner + max(stage.largest_in_block, tokens * model.hidden_size))
 
 

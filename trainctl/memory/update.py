@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainctl.config.schema import Accelerator
-from trainctl.memory.constants import BYTES
+from trainctl.memory.activations import compute_bytes
 from trainctl.options.optimizer import FOREACH, KERNEL, PLAIN, Maker, Update, spec_of
 from trainctl.plan.optimizers import is_fused, maker
 from trainctl.plan.types import Sketch
@@ -25,7 +25,7 @@ def update_of(plan: Sketch, *, uses_muon: bool) -> Update:
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     if config.trains_itself:
         if uses_muon and spec.matrix_update is not None:
-            half = BYTES[config.precision.compute] // 2
+            half = compute_bytes(plan) // 2
             ((at_once, matrix),) = spec.matrix_update.moments
             return replace(spec.matrix_update, moments=((at_once, matrix * half),))
         is_ours = maker(config, plan.hardware) is Maker.trainctl

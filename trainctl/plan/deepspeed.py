@@ -22,6 +22,7 @@ from trainctl.config.schema import (
 )
 from trainctl.hardware import Hardware
 from trainctl.options.optimizer import Maker, OptimizerForm, OptimizerParameter, spec_of
+from trainctl.options.precision import precision_of
 from trainctl.plan import mup
 from trainctl.plan.deepspeed_table import (
     BF16_KEYS,
@@ -198,7 +199,7 @@ _NOTES = {
 
 def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
     precision, used = config.precision, formats(config.precision)
-    compute = f"precision.compute={precision.compute.value}"
+    compute = f"precision.compute={precision.compute}"
     of_weights = "the weights' format"
     on_wire = () if precision.communication is None else ("precision.communication",)
     wire_why = "" if on_wire else of_weights
@@ -210,12 +211,10 @@ def _precision(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
 
     yield _set("torch_autocast.enabled", precision.autocast, "precision.autocast")
     if precision.autocast:
-        yield _set(
-            "torch_autocast.dtype", precision.compute.value, "precision.compute", why=compute
-        )
+        yield _set("torch_autocast.dtype", precision.compute, "precision.compute", why=compute)
         # ZeRO sends the gradients of these in the compute type, whatever communication_data_type
         # says (runtime/torch_autocast.py), and all others in fp32.
-        lower = list(MATRIX_MODULES) if used.communication is precision.compute else []
+        lower = list(MATRIX_MODULES) if used.communication is precision_of(precision).format else []
         key = "torch_autocast.lower_precision_safe_modules"
         yield _set(key, lower, *on_wire, why=wire_why)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainctl.config.schema import DataType, PrecisionConfig
+from trainctl.options.precision import precision_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +26,7 @@ class Formats:
 
 def formats(precision: PrecisionConfig) -> Formats:
     """The formats that a precision config implies."""
-    weights = precision.compute
-    if precision.autocast:
-        weights = DataType.fp32
-    elif precision.compute is DataType.fp8:
-        weights = DataType.bf16
+    weights = DataType.fp32 if precision.autocast else precision_of(precision).format
     return Formats(
         weights=weights,
         gradient_accumulation=precision.gradient_accumulation or weights,

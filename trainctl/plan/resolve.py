@@ -123,8 +123,7 @@ def _format_reasons(config: RunConfig) -> tuple[Derived, ...]:
         Derived(
             key=f"precision.{name}",
             value=getattr(used, name).value,
-            reason=f"the format of the weights under precision.compute="
-            f"{config.precision.compute.value}",
+            reason=f"the format of the weights under precision.compute={config.precision.compute}",
             sources=("precision.compute",),
         )
         for name in ("gradient_accumulation", "communication")

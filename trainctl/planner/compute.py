@@ -9,7 +9,6 @@ from trainctl.config.schema import (
     AttentionKind,
     CompileKind,
     CrossEntropyKind,
-    DataType,
     ModelConfig,
     PrecisionConfig,
     RunConfig,
@@ -18,6 +17,7 @@ from trainctl.hardware import Hardware
 from trainctl.memory.constants import BYTES
 from trainctl.options.activation_checkpointing import checkpointing_of
 from trainctl.options.model import spec_of
+from trainctl.options.precision import is_emulated, precision_of
 from trainctl.plan import shapes
 from trainctl.planner import constants
 
@@ -46,9 +46,8 @@ class Rates:
 
 def rates(hardware: Hardware, precision: PrecisionConfig) -> Rates:
     """Achievable rates of a device in a number format; an A100's where they are not known."""
-    compute = precision.compute
-    wide = DataType.bf16 if compute is DataType.fp8 else compute
-    peak = hardware.peak_tflops(wide)
+    compute = precision_of(precision)
+    peak = hardware.peak_tflops(compute.format)
     is_known = peak is not None and hardware.memory_bandwidth_gb_per_second is not None
     flops = (peak or constants.ASSUMED_PEAK_TFLOPS) * TERA
     bandwidth = hardware.memory_bandwidth_gb_per_second or constants.ASSUMED_MEMORY_GB_PER_SECOND
@@ -56,8 +55,8 @@ def rates(hardware: Hardware, precision: PrecisionConfig) -> Rates:
     attention = hardware.attention_efficiency or constants.ASSUMED_ATTENTION_EFFICIENCY
     reached = share * constants.MATRIX_SHARE
     products = flops * reached
-    if compute is DataType.fp8 and not precision.emulate_fp8:
-        narrow = hardware.peak_tflops(compute)
+    if compute.product_bytes is not None and not is_emulated(precision):
+        narrow = hardware.peak_tflops(compute.name)
         products = (narrow * TERA if narrow else flops) * reached * constants.FP8_SHARE
     return Rates(
         products=products,
@@ -88,7 +87,7 @@ def block_time(
         sequence_length: Tokens that attend to each other.
         tensor: Ranks that share the block's matrices.
     """
-    model, element = config.model, BYTES[config.precision.compute]
+    model, element = config.model, BYTES[precision_of(config.precision).format]
     products, moved = _products(*_shape(model))
     sharded = tokens * products / tensor
     # Each product reads its input and weights and writes its result.
@@ -150,7 +149,7 @@ def _traffic(config: RunConfig, tensor: int) -> float:
     heads = (model.num_attention_heads + shapes.key_value_heads(model)) / tensor
     turned = heads * shapes.head_dim(model)
     fused = _is_fused(config)
-    wide = BYTES[config.precision.compute] / 2
+    wide = BYTES[precision_of(config.precision).format] / 2
     norm = spec.norm.moved_fused if fused else spec.norm.moved
     rotation = (4 if fused else 16) if spec.is_rotary else 0
     inner = spec.activation.moved_fused if fused else spec.activation.moved

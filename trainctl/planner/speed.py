@@ -16,6 +16,7 @@ from math import ceil
 from trainctl.config.schema import ModelConfig, OffloadDevice, RunConfig
 from trainctl.memory.constants import BYTES
 from trainctl.options.activation_checkpointing import checkpointing_of, recomputed
+from trainctl.options.precision import precision_of
 from trainctl.plan import shapes
 from trainctl.plan.precision import formats
 from trainctl.plan.types import Sketch
@@ -70,7 +71,7 @@ def step_time(plan: Sketch) -> StepTime:
     speed = rates(plan.hardware, config.precision)
     links = Links(plan.hardware, mesh)
     tokens = batch.micro_batch_size * -(-batch.sequence_length // mesh.sequence)
-    element = BYTES[config.precision.compute]
+    element = BYTES[precision_of(config.precision).format]
     block = block_time(config, speed, tokens, batch.sequence_length, mesh.tensor)
     head = head_time(config, speed, tokens, mesh.tensor)
     activation = tokens * config.model.hidden_size * element

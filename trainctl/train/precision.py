@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.schema import DataType, PrecisionConfig
+from trainctl.config.schema import PrecisionConfig
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.precision import is_emulated
 from trainctl.train.model import blocks
 
 
@@ -19,13 +20,11 @@ def convert_to_fp8(model: PreTrainedModel, precision: PrecisionConfig) -> int:
 
     Args:
         model: May still be a skeleton.
-        precision: Of the plan; nothing is converted unless it computes in fp8.
+        precision: Of a plan that computes in fp8.
 
     Raises:
         TrainctlError: torchao is missing, or no layer can be converted.
     """
-    if precision.compute is not DataType.fp8:
-        return 0
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         from torchao.float8.float8_linear import Float8Linear
@@ -35,7 +34,7 @@ def convert_to_fp8(model: PreTrainedModel, precision: PrecisionConfig) -> int:
             hint="pip install 'trainctl[fp8]', or precision=bf16",
             exit_code=ExitCode.environment,
         ) from None
-    config = Float8LinearConfig(emulate=precision.emulate_fp8)
+    config = Float8LinearConfig(emulate=is_emulated(precision))
     layers = blocks(model)
     for layer in layers:
         convert_to_float8_training(layer, config=config)

@@ -13,6 +13,7 @@ from typing import Any
 from trainctl.config.schema import DataType
 from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.precision import precision_of
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
@@ -139,5 +140,5 @@ def _draws_otherwise(before: RunPlan, now: RunPlan) -> bool:
 
 
 def _tolerance(*plans: RunPlan) -> float:
-    exact = all(plan.config.precision.compute is DataType.fp32 for plan in plans)
+    exact = all(precision_of(plan.config.precision).format is DataType.fp32 for plan in plans)
     return FP32_TOLERANCE if exact else LOW_PRECISION_TOLERANCE

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+from trainctl.config.registry import function_of
 from trainctl.engines.choose import engine_room
 from trainctl.engines.mesh import ProcessMesh, join_mesh
 from trainctl.engines.process import Process
 from trainctl.engines.protocol import Engine, Job
 from trainctl.engines.shards import Pieces
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.precision import precision_of
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
@@ -37,7 +39,6 @@ from trainctl.train.model import TORCH_TYPES, has_flash_attention, skeleton
 from trainctl.train.optimizers import own_optimizer
 from trainctl.train.patience import Patience
 from trainctl.train.pipeline import PipelineStage, cut_to_stage, tied_weight
-from trainctl.train.precision import convert_to_fp8
 from trainctl.train.recompute import wrap_blocks
 from trainctl.train.replay import Replay
 from trainctl.train.restore import newest_intact, weights_of
@@ -132,7 +133,8 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         checkpoint.check(config.model, shapes)
     tensor_group = mesh.tensor.group if mesh.tensor.size > 1 else None
     wrapped = wrap_blocks(model, config.activation_checkpointing, tensor_group)
-    convert_to_fp8(model, config.precision)
+    if precision_of(config.precision).build:
+        function_of("precision", config.precision.compute)(model, config.precision)
     pieces = place(model, plan, mesh)
     source = checkpoint or _initial_weights(plan, process, shapes)
     pieces = build.materialise(

@@ -32,7 +32,7 @@ class Throughput:
         self._devices = plan.mesh.world_size
         compute = plan.config.precision.compute
         # With TF32 switched on from outside, the products are not of the format that was planned.
-        is_tf32 = compute is DataType.fp32 and torch.backends.cuda.matmul.allow_tf32
+        is_tf32 = compute == DataType.fp32 and torch.backends.cuda.matmul.allow_tf32
         self._peak = None if is_tf32 else plan.hardware.peak_tflops(compute)
 
     def of_step(self, seconds: float, tokens: int) -> dict[str, float | None]:

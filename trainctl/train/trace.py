@@ -38,6 +38,7 @@ from trainctl.errors import Finding, TrainctlError
 from trainctl.memory.activations import BlockActivations, block_activations
 from trainctl.memory.constants import BYTES
 from trainctl.memory.traced import TracedModel
+from trainctl.options.precision import precision_of
 from trainctl.plan.precision import formats
 from trainctl.plan.shapes import TensorShape
 from trainctl.train.model import TORCH_TYPES, blocks, transformers_config, users_model
@@ -87,7 +88,7 @@ def trace(config: RunConfig, folder: Path) -> TracedModel:
 def _forward(model: PreTrainedModel, config: RunConfig, recorder: Recorder) -> None:
     """One sample, from the tokens to the logits."""
     precision = config.precision
-    autocast = TORCH_TYPES.get(precision.compute, torch.bfloat16)
+    autocast = TORCH_TYPES[precision_of(precision).format]
     tokens = torch.zeros(1, config.training.sequence_length, dtype=torch.long)
     with (
         recorder,
@@ -314,7 +315,7 @@ def _mean(recorder: Recorder, config: RunConfig) -> BlockActivations:
     closed = block_activations(
         config.model,
         sequence_length=config.training.sequence_length,
-        element=BYTES[config.precision.compute],
+        element=BYTES[precision_of(config.precision).format],
         autocast=config.precision.autocast,
     )
     places = len(recorder.blocks) * config.training.sequence_length

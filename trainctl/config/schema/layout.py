@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import ClassVar
 
 from trainctl.config.schema.option import option
@@ -119,8 +119,8 @@ class OffloadConfig:
     super_offload: bool = option(False, "SuperOffload, for tightly coupled CPU and GPU.")
 
 
-class DataType(Enum):
-    """Number formats, by their usual short names."""
+class DataType(StrEnum):
+    """Number formats of what is stored and sent, by their usual short names."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -132,10 +132,13 @@ class DataType(Enum):
 class PrecisionConfig:
     """Number formats of weights, gradients and states."""
 
-    compute: DataType = option(
-        DataType.bf16,
+    units: ClassVar[str] = "precision"
+
+    compute: str = option(
+        "bf16",
         "Weights and activations in forward and backward; fp8: bf16, with the matrix products of "
         "blocks in fp8 (by torchao).",
+        units="precision",
     )
     master_weights: DataType = option(DataType.fp32, "The copy that the optimizer updates.")
     optimizer_states: DataType = option(DataType.fp32, "Moments of the optimizer.")
@@ -146,28 +149,6 @@ class PrecisionConfig:
         None, "Gradients on the wire; none means the type of the weights."
     )
     autocast: bool = option(False, "Weights in fp32, matrix products in compute type by autocast.")
-    emulate_fp8: bool = option(
-        False, "fp8: round to fp8 but multiply in fp32, to try it on devices without fp8."
-    )
-    loss_scale: float = option(0.0, "fp16: fixed loss scale; 0 adapts it.", minimum=0)
-    initial_scale_power: int = option(
-        16, "fp16: first adaptive loss scale, as a power of two.", minimum=0, maximum=32
-    )
-    loss_scale_window: int = option(
-        1000,
-        "fp16: steps without overflow before the scale doubles.",
-        unit="optimizer steps",
-        minimum=1,
-    )
-    hysteresis: int = option(
-        2,
-        "fp16: overflows until the scale halves; later ones halve it at once, until it doubles.",
-        unit="overflows",
-        minimum=1,
-    )
-    min_loss_scale: int = option(
-        1, "fp16: smallest adaptive scale; an overflow at it ends the run.", minimum=1
-    )
 
 
 class PipelinePartition(Enum):

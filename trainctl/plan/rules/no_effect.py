@@ -13,7 +13,6 @@ from trainctl.config.schema import (
     AdaptiveClipping,
     CrossEntropyKind,
     DataFromPaths,
-    DataType,
     LrScaling,
     OffloadDevice,
     OnBadLoss,
@@ -162,26 +161,6 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         ),
         lambda c: c.offload.zenflow,
         "offload.zenflow=true",
-    ),
-    (
-        ("precision.emulate_fp8",),
-        lambda c: c.precision.compute is DataType.fp8,
-        "precision.compute=fp8",
-    ),
-    (
-        ("precision.loss_scale",),
-        lambda c: c.precision.compute is DataType.fp16,
-        "precision.compute=fp16",
-    ),
-    (
-        (
-            "precision.initial_scale_power",
-            "precision.loss_scale_window",
-            "precision.hysteresis",
-            "precision.min_loss_scale",
-        ),
-        lambda c: c.precision.compute is DataType.fp16 and c.precision.loss_scale == 0,
-        "precision.compute=fp16 with an adaptive loss scale",
     ),
     (
         ("parallelism.stage_blocks",),

@@ -12,36 +12,25 @@ from trainctl.config.schema import (
 from trainctl.errors import Finding
 from trainctl.options import model as families
 from trainctl.options.optimizer import spec_of
+from trainctl.options.precision import is_emulated, loss_scaling, precision_of
 from trainctl.plan.precision import formats
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples
-
-FP8_MULTIPLE = 16
-"""Of every dimension of a matrix product in fp8 (torch._scaled_mm)."""
 
 
 def compute_type_runs_here(draft: Draft) -> Iterator[Finding]:
     """The device computes in the asked type."""
-    compute, hardware = draft.config.precision.compute, draft.hardware
-    if compute is DataType.bf16 and not hardware.supports_bf16:
+    precision, hardware = draft.config.precision, draft.hardware
+    spec, key = precision_of(precision), "precision.compute"
+    others = [f"precision={name}" for name in spec.alternatives(hardware)]
+    if not spec.runs_on(hardware) and not is_emulated(precision):
+        slowly = f"precision.{spec.emulated_by}=true to try it slowly"
         yield error(
-            "precision.compute",
-            f"precision.compute=bf16, but {hardware.name} does not compute in bf16",
-            "precision=fp16 or precision=fp32",
+            key,
+            f"{key}={spec.name}, but {hardware.name} does not compute in {spec.name}",
+            f"{others[0]}, or {slowly}" if spec.emulated_by else " or ".join(others),
         )
-    if compute is DataType.fp16 and hardware.accelerator is Accelerator.cpu:
-        yield error(
-            "precision.compute",
-            "precision.compute=fp16: DeepSpeed does not train in fp16 on the CPU",
-            "precision=bf16 or precision=fp32",
-        )
-    emulated = draft.config.precision.emulate_fp8
-    if compute is DataType.fp8 and not hardware.supports_fp8 and not emulated:
-        other = "precision=bf16" if hardware.supports_bf16 else "precision=fp16"
-        yield error(
-            "precision.compute",
-            f"precision.compute=fp8, but {hardware.name} does not compute in fp8",
-            f"{other}, or precision.emulate_fp8=true to try it slowly",
-        )
+    if spec.not_on_cpu_because and hardware.accelerator is Accelerator.cpu:
+        yield error(key, f"{key}={spec.name}: {spec.not_on_cpu_because}", " or ".join(others))
 
 
 def loss_is_scaled_where_deepspeed_does(draft: Draft) -> Iterator[Finding]:
@@ -61,10 +50,11 @@ def loss_is_scaled_where_deepspeed_does(draft: Draft) -> Iterator[Finding]:
 
 def loss_scale_starts_above_its_least(draft: Draft) -> Iterator[Finding]:
     """An adaptive scale starts at its smallest value or above: an overflow never enlarges it."""
-    precision = draft.config.precision
-    is_adaptive = precision.compute is DataType.fp16 and precision.loss_scale == 0
+    precision = loss_scaling(draft.config)
+    if precision is None or precision.loss_scale > 0:
+        return
     first = 2**precision.initial_scale_power
-    if is_adaptive and precision.min_loss_scale > first:
+    if precision.min_loss_scale > first:
         key = "precision.min_loss_scale"
         yield error(
             key,
@@ -76,43 +66,43 @@ def loss_scale_starts_above_its_least(draft: Draft) -> Iterator[Finding]:
 
 def fp8_has_matrices_that_fit(draft: Draft) -> Iterator[Finding]:
     """What torchao converts, and what its products take: whole matrices, multiples of 16."""
-    config = draft.config
-    if config.precision.compute is not DataType.fp8:
+    config, spec = draft.config, precision_of(draft.config.precision)
+    if spec.product_bytes is None:
         return
     model, batch = config.model, draft.batch
-    key = "precision.compute"
+    key, asked, wider = "precision.compute", f"precision.compute={spec.name}", spec.format.value
     if families.spec_of(model).inputs_first:
         yield error(
             key,
-            f"precision.compute=fp8 converts linear layers, and {model.family} has none: its "
+            f"{asked} converts linear layers, and {model.family} has none: its "
             "matrices are transformers' Conv1D",
-            "precision=bf16",
+            f"precision={wider}",
         )
     if config.parallelism.tensor > 1:
         yield error(
             key,
-            f"precision.compute=fp8 with parallelism.tensor={config.parallelism.tensor}: the "
+            f"{asked} with parallelism.tensor={config.parallelism.tensor}: the "
             "sharded layers are not converted",
-            "parallelism.tensor=1, or precision=bf16",
+            f"parallelism.tensor=1, or precision={wider}",
         )
     for name in ("hidden_size", "intermediate_size"):
-        if getattr(model, name) % FP8_MULTIPLE:
+        if getattr(model, name) % spec.multiple:
             yield error(
                 f"model.{name}",
-                f"model.{name}={getattr(model, name)} with precision.compute=fp8: the products "
-                f"take multiples of {FP8_MULTIPLE}",
-                choices(nearest_multiples(getattr(model, name), FP8_MULTIPLE), f"model.{name}"),
+                f"model.{name}={getattr(model, name)} with {asked}: the products "
+                f"take multiples of {spec.multiple}",
+                choices(nearest_multiples(getattr(model, name), spec.multiple), f"model.{name}"),
             )
     # In a product for the weights' gradient the tokens are the inner dimension.
     if batch is not None:
         tokens = batch.micro_batch_size * batch.sequence_length // config.parallelism.sequence
-        if tokens % FP8_MULTIPLE:
+        if tokens % spec.multiple:
             yield error(
                 "training.sequence_length",
-                f"{tokens} tokens in a forward pass with precision.compute=fp8: the products take "
-                f"multiples of {FP8_MULTIPLE}",
+                f"{tokens} tokens in a forward pass with {asked}: the products take "
+                f"multiples of {spec.multiple}",
                 choices(
-                    nearest_multiples(batch.sequence_length, FP8_MULTIPLE),
+                    nearest_multiples(batch.sequence_length, spec.multiple),
                     "training.sequence_length",
                 ),
             )
@@ -165,8 +155,8 @@ def gradients_travel_in_a_known_type(draft: Draft) -> Iterator[Finding]:
         )
     precision = draft.config.precision
     wire = precision.communication
-    if precision.autocast and wire not in (None, DataType.fp32, precision.compute):
-        compute = precision.compute.value
+    compute = precision.compute
+    if precision.autocast and wire not in (None, DataType.fp32, precision_of(precision).format):
         yield error(
             "precision.communication",
             f"precision.communication={wire.value} under autocast in {compute}: DeepSpeed sends "
@@ -184,17 +174,17 @@ def autocast_has_a_lower_type(draft: Draft) -> Iterator[Finding]:
     precision = draft.config.precision
     if not precision.autocast:
         return
-    if precision.compute is DataType.fp16:
+    if loss_scaling(draft.config) is not None:
         yield error(
             "precision.autocast",
-            "precision.autocast with precision.compute=fp16: DeepSpeed clips the scaled gradients, "
-            "and does not lower the scale after an overflow",
+            f"precision.autocast with precision.compute={precision.compute}: DeepSpeed clips the "
+            "scaled gradients, and does not lower the scale after an overflow",
             "precision=autocast-bf16, or precision.autocast=false",
         )
-    elif precision.compute is not DataType.bf16:
+    elif not precision_of(precision).can_autocast:
         yield error(
             "precision.autocast",
-            f"precision.autocast needs bf16, and precision.compute is {precision.compute.value}",
+            f"precision.autocast needs bf16, and precision.compute is {precision.compute}",
             "precision.autocast=false, or precision.compute=bf16",
         )
     if draft.config.zero_stage.quantized_weights and draft.config.zero_stage.stage == 3:
@@ -251,12 +241,13 @@ def optimizer_adapts_its_loss_scale(draft: Draft) -> Iterator[Finding]:
     config = draft.config
     if config.trains_itself:
         return  # with trainctl's own
-    fixed = config.precision.compute is DataType.fp16 and config.precision.loss_scale > 0
-    form = spec_of(config.optimizer).deepspeed
-    if form is not None and form.needs_adaptive_loss_scale and fixed:
+    scaling, form = loss_scaling(config), spec_of(config.optimizer).deepspeed
+    if scaling is None or not scaling.loss_scale or form is None:
+        return
+    if form.needs_adaptive_loss_scale:
         yield error(
             "precision.loss_scale",
-            f"precision.loss_scale={config.precision.loss_scale:g} with "
+            f"precision.loss_scale={scaling.loss_scale:g} with "
             f"optimizer.kind={config.optimizer.kind}: "
             f"DeepSpeed's {form.type} needs an adaptive one",
             "precision.loss_scale=0",

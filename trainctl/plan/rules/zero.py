@@ -43,7 +43,7 @@ def shards_clip_by_one_norm(draft: Draft) -> Iterator[Finding]:
             yield error(
                 "zero_stage.stage",
                 f"zero_stage.stage=0 with parallelism.{axis}={getattr(axes, axis)} in "
-                f"{config.precision.compute.value} would clip by {whose} gradient norm",
+                f"{config.precision.compute} would clip by {whose} gradient norm",
                 "zero_stage=1",
             )
 

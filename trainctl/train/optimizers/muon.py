@@ -19,6 +19,7 @@ from torch.optim.adamw import adamw
 
 from trainctl.config.schema import DataType
 from trainctl.options.optimizer.muon import MuonConfig
+from trainctl.options.precision import precision_of
 from trainctl.plan import mup
 from trainctl.plan.optimizers import is_fused
 from trainctl.plan.types import RunPlan
@@ -164,11 +165,12 @@ def build(plan: RunPlan, groups: list[dict[str, Any]]) -> MatrixOptimizer:
     """The optimizer of a plan."""
     config, section = plan.config, plan.config.optimizer
     assert isinstance(section, MuonConfig)
+    is_fp32 = precision_of(config.precision).format is DataType.fp32
     return MatrixOptimizer(
         groups,
         momentum=section.momentum,
         betas=(section.beta1, section.beta2),
         eps=mup.epsilon(config, section.epsilon),
         fused=is_fused(config, plan.hardware),
-        iterate_in=torch.float32 if config.precision.compute is DataType.fp32 else torch.bfloat16,
+        iterate_in=torch.float32 if is_fp32 else torch.bfloat16,
     )

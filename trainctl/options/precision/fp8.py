@@ -1,0 +1,32 @@
+"""Matrix products of blocks in fp8 (arXiv:2209.05433), the rest as in bf16; by torchao."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema import DataType, PrecisionConfig
+from trainctl.config.schema.option import option
+from trainctl.options.precision import Precision
+
+
+@dataclass
+class Fp8Config(PrecisionConfig):
+    """Its own key."""
+
+    emulate_fp8: bool = option(
+        False, "fp8: round to fp8 but multiply in fp32, to try it on devices without fp8."
+    )
+
+
+SPEC = Precision(
+    name="fp8",
+    keys=Fp8Config,
+    build="trainctl.train.precision:convert_to_fp8",
+    extra="fp8",
+    format=DataType.bf16,
+    ability="supports_fp8",
+    instead=("bf16", "fp16"),
+    emulated_by="emulate_fp8",
+    product_bytes=1,
+    multiple=16,  # torch._scaled_mm
+)
