@@ -191,9 +191,10 @@ def overrides(case: Case) -> list[tuple[str, str]]:
     for section in fields(RunConfig):
         mine, default = getattr(case.plan.config, section.name), getattr(RunConfig(), section.name)
         if is_dataclass(mine):
+            own = type(mine)()  # keys that the default kind of section does not have
             for item in fields(mine):
                 value = getattr(mine, item.name)
-                if value != getattr(default, item.name):
+                if value != getattr(default, item.name, getattr(own, item.name)):
                     changed.append(
                         (f"{section.name}.{item.name}", str(getattr(value, "value", value)))
                     )

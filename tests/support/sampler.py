@@ -314,7 +314,7 @@ BREAKS: list[tuple[str, Json]] = [
     ("TC294", {f"{Z}stage": 0, f"{Z}zenflow": {}}),
     ("TC295", {"activation_checkpointing": {"contiguous_memory_optimization": True}}),
     ("TC296", {"activation_checkpointing": {"partition_activations": True}}),
-    ("TC297", {"tensorboard.enabled": True}),
+    ("TC297", {"comet.enabled": True}),
     ("TC297", {"wandb.enabled": True}),
     ("TC298", {"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True}}}}),
     ("TC298", {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}}),
