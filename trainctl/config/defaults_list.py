@@ -7,10 +7,11 @@ is laid over each other by `trainctl.config.compose`. Importing this module impo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
-from hydra import initialize
+from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
@@ -85,7 +86,8 @@ def files_in_order(
     node = {"defaults": [*defaults, "_self_"], "hydra": {"searchpath": [f"{SCHEME}://"]}}
     ConfigStore.instance().store(name=ROOT, node=node)
     try:
-        with initialize(None, version_base="1.3"):
+        # The folder has no YAML; `initialize` would read the sources of the whole stack, for 50 ms.
+        with initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
             listed = loader.compute_defaults_list(ROOT, [], RunMode.RUN).defaults
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
