@@ -10,7 +10,6 @@ import typer
 from typer.core import TyperCommand
 
 from trainctl.cli.complete import complete_overrides, complete_target
-from trainctl.config.registry import code_in, trust, trusted_folder
 from trainctl.errors import TrainctlError
 
 _WORDS = "trainctl.words"
@@ -28,9 +27,13 @@ def with_options(ctx: typer.Context, value: Path | None) -> Path | None:
     Raises:
         TrainctlError: It has some, and nobody said that they are to be trusted.
     """
-    folder = value.expanduser().absolute() / "options" if value is not None else None
-    code = code_in(folder) if folder is not None else []
-    if folder is None or not code or folder == trusted_folder():
+    if value is None:
+        return None
+    from trainctl.config.registry import code_in, trust, trusted_folder
+
+    folder = value.expanduser().absolute() / "options"
+    code = code_in(folder)
+    if not code or folder == trusted_folder():
         return value
     if not ctx.meta.get(_TRUSTS):
         raise TrainctlError(
