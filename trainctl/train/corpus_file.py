@@ -18,6 +18,8 @@ import numpy.typing as npt
 from trainctl.errors import ExitCode, TrainctlError
 
 FORMAT = 2
+ENDS = "<u8"
+"""numpy name of the type of ends of documents."""
 BLOCK_BYTES = 1 << 24
 """That one checksum is of: CRC-32, which zlib takes of several gigabytes a second."""
 
@@ -32,6 +34,9 @@ class Split:
         documents: Documents in it, each followed by the end-of-document id if there is one.
         sha256: Of the file.
         blocks: CRC-32 of each `BLOCK_BYTES` of it, in order.
+        ends: Name of the file with the end of each document: u64, little endian, the tokens of the
+            split up to there. Empty where the corpus was made before there was one.
+        ends_blocks: As `blocks`.
     """
 
     file: str
@@ -39,6 +44,8 @@ class Split:
     documents: int
     sha256: str = ""
     blocks: tuple[int, ...] = ()
+    ends: str = ""
+    ends_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +89,33 @@ class Corpus:
         Raises:
             TrainctlError: Its file is gone or of another size (exit code 5).
         """
-        if split.tokens == 0:
-            return np.empty(0, dtype=self.dtype)
+        return self._mapped(split, split.file, self.dtype, split.tokens, in_order)
+
+    def ends(self, split: Split) -> npt.NDArray[np.uint64] | None:
+        """Tokens up to the end of each document, shape (documents,), memory-mapped; or None.
+
+        None is for a corpus of before they were kept: there only the end's id tells.
+
+        Raises:
+            TrainctlError: As `tokens`.
+        """
+        if not split.ends:
+            return None
+        return self._mapped(split, split.ends, ENDS, split.documents, in_order=False)
+
+    def as_without_ends(self) -> Corpus:
+        """The same, as before the ends of documents were kept."""
+        sides = {
+            name: replace(split, ends="", ends_blocks=())
+            for name, split in (("train", self.train), ("held_out", self.held_out))
+        }
+        return replace(self, **sides)
+
+    def _mapped(
+        self, split: Split, file: str, dtype: str, length: int, in_order: bool
+    ) -> npt.NDArray[Any]:
+        if length == 0:
+            return np.empty(0, dtype=dtype)
         problem = self._size_problem(split)
         if problem:
             raise TrainctlError(
@@ -91,11 +123,11 @@ class Corpus:
                 hint="start again: a launch or resume looks it through and tokenizes it anew",
                 exit_code=ExitCode.run_state,
             )
-        with (Path(self.folder) / split.file).open("rb") as stream:
+        with (Path(self.folder) / file).open("rb") as stream:
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         if not in_order and hasattr(mmap, "MADV_RANDOM"):  # Windows has none
             mapped.madvise(mmap.MADV_RANDOM)
-        return np.frombuffer(mapped, dtype=self.dtype)
+        return np.frombuffer(mapped, dtype=dtype)
 
     def problem(self, *splits: Split) -> str:
         """What is wrong with the files of the splits (of all, if none is given); empty if nothing.
@@ -130,26 +162,39 @@ class Corpus:
         return digest.hexdigest()
 
     def _size_problem(self, split: Split) -> str:
-        expected = split.tokens * np.dtype(self.dtype).itemsize
-        try:
-            size = (Path(self.folder) / split.file).stat().st_size
-        except OSError as error:
-            return f"{split.file}: {error.strerror}"
-        return "" if size == expected else f"{split.file} has {size:,} bytes, not {expected:,}"
+        width = np.dtype(self.dtype).itemsize
+        expected = {split.file: split.tokens * width}
+        if split.ends:
+            expected[split.ends] = split.documents * np.dtype(ENDS).itemsize
+        for name, size in expected.items():
+            try:
+                found = (Path(self.folder) / name).stat().st_size
+            except OSError as error:
+                return f"{name}: {error.strerror}"
+            if found != size:
+                return f"{name} has {found:,} bytes, not {size:,}"
+        return ""
 
     def _checksum_problem(self, split: Split) -> str:
+        files = {split.file: split.blocks}
+        if split.ends:
+            files[split.ends] = split.ends_blocks
+        return next(filter(None, (self._differs(*each) for each in files.items())), "")
+
+    def _differs(self, name: str, blocks: tuple[int, ...]) -> str:
+        """In which blocks a file is not what was written; empty if in none."""
         try:
-            stream = (Path(self.folder) / split.file).open("rb")
+            stream = (Path(self.folder) / name).open("rb")
         except OSError as error:
-            return f"{split.file}: {error.strerror}"
+            return f"{name}: {error.strerror}"
         with stream:
             found = tuple(zlib.crc32(block) for block in blocks_of(stream))
-        if found == split.blocks:
+        if found == blocks:
             return ""
-        pairs = enumerate(zip(found, split.blocks, strict=False))
+        pairs = enumerate(zip(found, blocks, strict=False))
         wrong = [number for number, (now, then) in pairs if now != then]
         return (
-            f"{len(wrong):,} of {len(found):,} blocks of {split.file} have other checksums, the "
+            f"{len(wrong):,} of {len(found):,} blocks of {name} have other checksums, the "
             f"first at byte {wrong[0] * BLOCK_BYTES if wrong else 0:,}"
         )
 
@@ -208,4 +253,5 @@ def digest_of_splits(corpus: Corpus) -> str:
 
 
 def _split(data: dict[str, Any]) -> Split:
-    return Split(**{**data, "blocks": tuple(data.get("blocks", ()))})
+    blocks = {name: tuple(data.get(name, ())) for name in ("blocks", "ends_blocks")}
+    return Split(**{**data, **blocks})

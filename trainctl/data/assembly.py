@@ -1,0 +1,106 @@
+"""From the parts of a store to the two sides of a corpus: which document is on which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.config.text.documents import EXAMPLES, BadText, limit_of
+from trainctl.config.text.files import TextFiles
+from trainctl.data.part import Part
+from trainctl.data.store import Store, in_file
+from trainctl.data.tasks import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Documents that follow each other on a side.
+
+    Attributes:
+        side: `train` or `held_out`.
+        ids: Their tokens.
+        ends: Of each document, tokens of the chunk up to its end.
+    """
+
+    side: str
+    ids: npt.NDArray[np.integer]
+    ends: npt.NDArray[np.integer]
+
+
+def chunks(
+    store: Store, tasks: Sequence[Task], files: TextFiles, fraction: float
+) -> Iterator[Chunk]:
+    """All documents of the tasks, each side in their order.
+
+    Args:
+        store: Whose tasks are all done.
+        tasks: In order.
+        files: Which file is on which side; or that documents are divided.
+        fraction: Of these, held out.
+
+    Raises:
+        DamagedPart: A part is not what was written.
+    """
+    held_out_files = set(files.held_out)
+    limit = _limit(store, tasks, fraction) if files.by_document else None
+    for task in tasks:
+        part = store.part(task)
+        if limit is not None:
+            held_out = _places(part) <= np.uint64(limit)
+        else:
+            of_piece = np.array([piece.file in held_out_files for piece in task.pieces])
+            held_out = of_piece[part.origin()["piece"]]
+        for side, chosen in (("held_out", held_out), ("train", ~held_out)):
+            if chosen.any():
+                yield _chosen(side, part, chosen)
+
+
+def bad_text(store: Store, tasks: Sequence[Task], files: TextFiles) -> BadText:
+    """What was bad in the text of the tasks, the held-out files' first.
+
+    Raises:
+        DamagedPart: As `chunks`.
+    """
+    of_sides = {True: BadText(), False: BadText()}
+    held_out_files = set(files.held_out)
+    before: dict[Path, int] = {}
+    for task in tasks:
+        for piece, facts in zip(task.pieces, store.part(task).pieces, strict=True):
+            bad = of_sides[piece.file in held_out_files]
+            bad.replaced += facts.replaced
+            bad.skipped += facts.skipped
+            lines = before.get(piece.file, 0)
+            bad.examples += [
+                f"{piece.file}{in_file(text, piece, lines)}" for text in facts.examples
+            ]
+            before[piece.file] = lines + facts.lines
+    held_out, train = of_sides[True], of_sides[False]
+    return BadText(
+        held_out.replaced + train.replaced,
+        held_out.skipped + train.skipped,
+        [*held_out.examples, *train.examples][:EXAMPLES],
+    )
+
+
+def _chosen(side: str, part: Part, chosen: npt.NDArray[np.bool_]) -> Chunk:
+    ids, ends = part.ids(), part.ends().astype(np.int64)
+    if chosen.all():
+        return Chunk(side, ids, ends)
+    lengths = np.diff(ends, prepend=0)
+    return Chunk(side, ids[np.repeat(chosen, lengths)], np.cumsum(lengths[chosen]))
+
+
+def _places(part: Part) -> npt.NDArray[np.uint64]:
+    """Of each document, as `config.text.documents` has it."""
+    first = np.ascontiguousarray(part.hashes()[:, :8])
+    return first.view(">u8").reshape(-1).astype(np.uint64)
+
+
+def _limit(store: Store, tasks: Sequence[Task], fraction: float) -> int:
+    places = (_places(store.part(task)) for task in tasks)
+    extremes = [int(end) for each in places if len(each) for end in (each.min(), each.max())]
+    return limit_of(extremes, fraction)
