@@ -141,6 +141,7 @@ class Store:
         content, lines = _content(task, counts_lines)
         part = self._part_folder(content)
         if not (part / "part.json").is_file():
+            self.discard(part)
             temporary = part.with_name(f".{task.key}.{secrets.token_hex(4)}")
             try:
                 with writing(self.folder):

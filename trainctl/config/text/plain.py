@@ -109,12 +109,12 @@ def _lines(reader: Reader, file: Path, span: tuple[int, int] | None) -> Iterator
     with file.open("rb") as stream:
         _refuse_binary(file, stream.read(HEAD_BYTES))
         stream.seek(start)
+        at = start
         for number, raw in enumerate(stream, 1):
-            if end is not None:
-                if start >= end:
-                    return
-                start += len(raw)
-            line = (raw.removeprefix(_BOM) if number == 1 else raw).strip()
+            if end is not None and at >= end:
+                return
+            line = (raw if at else raw.removeprefix(_BOM)).strip()
+            at += len(raw)
             if not line:
                 continue
             text = _text_of_line(reader, line, f"{file}:{number}")
