@@ -175,7 +175,9 @@ def flip(path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("file", ["train.bin", "held_out.bin", "train.ends", "corpus.json"])
+@pytest.mark.parametrize(
+    "file", ["train.bin", "held_out.bin", "train.ends", "train.origin", "corpus.json"]
+)
 @pytest.mark.parametrize(
     "damage",
     [scramble, flip, lambda path: os.truncate(path, 40), lambda path: path.unlink()],

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from trainctl.config.text.documents import EXAMPLES, BadText, limit_of
 from trainctl.config.text.files import TextFiles
 from trainctl.data.part import Part
-from trainctl.data.store import Store, in_file
+from trainctl.data.store import Store, files_in_order, in_file
 from trainctl.data.tasks import Task
 
 
@@ -24,11 +24,15 @@ class Chunk:
         side: `train` or `held_out`.
         ids: Their tokens.
         ends: Of each document, tokens of the chunk up to its end.
+        files: Of each, the number of its file among those of the corpus; None where there is none.
+        lines: Of each, its line there from 1, or 0.
     """
 
     side: str
     ids: npt.NDArray[np.integer]
     ends: npt.NDArray[np.integer]
+    files: npt.NDArray[np.integer] | None = None
+    lines: npt.NDArray[np.integer] | None = None
 
 
 def chunks(
@@ -46,17 +50,28 @@ def chunks(
         DamagedPart: A part is not what was written.
     """
     held_out_files = set(files.held_out)
+    numbers = {file: n for n, file in enumerate(files_in_order(files.train, files.held_out))}
     limit = _limit(store, tasks, fraction) if files.by_document else None
+    before: dict[Path, int] = {}
     for task in tasks:
         part = store.part(task)
+        origin = part.origin()
+        pieces = origin["piece"]
         if limit is not None:
             held_out = _places(part) <= np.uint64(limit)
         else:
             of_piece = np.array([piece.file in held_out_files for piece in task.pieces])
-            held_out = of_piece[part.origin()["piece"]]
+            held_out = of_piece[pieces]
+        file_of = np.array([numbers[piece.file] for piece in task.pieces])[pieces]
+        skipped = np.array([before.get(piece.file, 0) for piece in task.pieces])[pieces]
+        line_of = origin["line"] + np.where(origin["line"], skipped, 0)
+        ids, ends = part.ids(), part.ends().astype(np.int64)
         for side, chosen in (("held_out", held_out), ("train", ~held_out)):
             if chosen.any():
-                yield _chosen(side, part, chosen)
+                found = _chosen(ids, ends, chosen)
+                yield Chunk(side, *found, file_of[chosen], line_of[chosen])
+        for piece, facts in zip(task.pieces, part.pieces, strict=True):
+            before[piece.file] = before.get(piece.file, 0) + facts.lines
 
 
 def bad_text(store: Store, tasks: Sequence[Task], files: TextFiles) -> BadText:
@@ -86,12 +101,14 @@ def bad_text(store: Store, tasks: Sequence[Task], files: TextFiles) -> BadText:
     )
 
 
-def _chosen(side: str, part: Part, chosen: npt.NDArray[np.bool_]) -> Chunk:
-    ids, ends = part.ids(), part.ends().astype(np.int64)
+def _chosen(
+    ids: npt.NDArray[np.integer], ends: npt.NDArray[np.int64], chosen: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
+    """Ids and ends of some of the documents."""
     if chosen.all():
-        return Chunk(side, ids, ends)
+        return ids, ends
     lengths = np.diff(ends, prepend=0)
-    return Chunk(side, ids[np.repeat(chosen, lengths)], np.cumsum(lengths[chosen]))
+    return ids[np.repeat(chosen, lengths)], np.cumsum(lengths[chosen])
 
 
 def _places(part: Part) -> npt.NDArray[np.uint64]:

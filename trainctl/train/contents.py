@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from trainctl.errors import TrainctlError
 from trainctl.options.data import spec_of
 from trainctl.plan.types import RunPlan
 from trainctl.train.corpus import Corpus
+from trainctl.train.corpus_file import FILES
 from trainctl.train.order import sample_indices
 from trainctl.train.tokenizer import Tokenizer
 
@@ -129,7 +131,11 @@ def samples_of(
     ends: Ends | None = corpus.ends(corpus.train)
     if ends is None:
         ends = _ends_of_documents(tokens, corpus.end_of_document, max(starts) + length)
-    sources = None if plan.config.data.factory is not None else _Sources(plan.config.data)
+    sources: _Origins | _Sources | None = None
+    if corpus.train.origin:
+        sources = _Origins(corpus)
+    elif plan.config.data.factory is None:
+        sources = _Sources(plan.config.data)
     found = []
     for counter, index, first in zip(counters, indices.tolist(), starts, strict=True):
         text = tokenizer.decode(tokens[first : first + length].tolist())
@@ -158,7 +164,7 @@ def _ends_of_documents(
 
 
 def _passages(
-    ends: Ends | None, first: int, last: int, sources: _Sources | None
+    ends: Ends | None, first: int, last: int, sources: _Origins | _Sources | None
 ) -> Iterator[Passage]:
     if ends is None:
         yield Passage(None, None, None, first, last)
@@ -173,8 +179,25 @@ def _passages(
         yield Passage(document, file, line, start - begins, end - begins)
 
 
+class _Origins:
+    """The files of the training split, and which document was in which when it was tokenized."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._origin = corpus.origin(corpus.train)
+        self._files: list[str] = json.loads((Path(corpus.folder) / FILES).read_bytes())
+
+    def find(self, document: int) -> tuple[str | None, int | None]:
+        """File and line of a document; the file must be there still."""
+        assert self._origin is not None
+        if document >= len(self._origin):
+            return None, None
+        file, line = self._origin[document].tolist()
+        path = self._files[file]
+        return (path, line or None) if Path(path).is_file() else (None, None)
+
+
 class _Sources:
-    """The files of the training split, and which document is in which; as they are now."""
+    """The same of a corpus that does not say: from the files as they are now."""
 
     def __init__(self, config: DataConfig) -> None:
         self._config = config

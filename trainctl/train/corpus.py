@@ -113,7 +113,13 @@ def build_corpus(
             do(store, tasks)
             try:
                 found = chunks(store, tasks, files, config.held_out_fraction)
-                return write_corpus(folder, tokenizer, found, lambda: bad_text(store, tasks, files))
+                return write_corpus(
+                    folder,
+                    tokenizer,
+                    found,
+                    lambda: bad_text(store, tasks, files),
+                    files_in_order(files.train, files.held_out),
+                )
             except DamagedPart as damage:
                 tell(f"{damage.folder} is damaged ({damage.why}): tokenizing its text again")
                 store.discard(damage.folder)

@@ -18,8 +18,13 @@ import numpy.typing as npt
 from trainctl.errors import ExitCode, TrainctlError
 
 FORMAT = 2
+_BLOCKS = ("blocks", "ends_blocks", "origin_blocks")
 ENDS = "<u8"
 """numpy name of the type of ends of documents."""
+ORIGIN = np.dtype([("file", "<u4"), ("line", "<u8")])
+"""Where a document came from: which of the corpus's files, and its line there from 1, or 0."""
+FILES = "files.json"
+"""Those files, a list of paths."""
 BLOCK_BYTES = 1 << 24
 """That one checksum is of: CRC-32, which zlib takes of several gigabytes a second."""
 
@@ -37,6 +42,9 @@ class Split:
         ends: Name of the file with the end of each document: u64, little endian, the tokens of the
             split up to there. Empty where the corpus was made before there was one.
         ends_blocks: As `blocks`.
+        origin: Name of the file with the file and line of each document, an `ORIGIN`; empty where
+            that is not known.
+        origin_blocks: As `blocks`.
     """
 
     file: str
@@ -46,6 +54,20 @@ class Split:
     blocks: tuple[int, ...] = ()
     ends: str = ""
     ends_blocks: tuple[int, ...] = ()
+    origin: str = ""
+    origin_blocks: tuple[int, ...] = ()
+
+    def files(self, dtype: str) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+        """Its files, each with its size in bytes and the checksums of its blocks.
+
+        Args:
+            dtype: Of the ids.
+        """
+        yield self.file, self.tokens * np.dtype(dtype).itemsize, self.blocks
+        if self.ends:
+            yield self.ends, self.documents * np.dtype(ENDS).itemsize, self.ends_blocks
+        if self.origin:
+            yield self.origin, self.documents * ORIGIN.itemsize, self.origin_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +125,30 @@ class Corpus:
             return None
         return self._mapped(split, split.ends, ENDS, split.documents, in_order=False)
 
+    def origin(self, split: Split) -> npt.NDArray[Any] | None:
+        """Where each document came from, an `ORIGIN` each, (documents,), memory-mapped; or None.
+
+        Raises:
+            TrainctlError: As `tokens`.
+        """
+        if not split.origin:
+            return None
+        return self._mapped(split, split.origin, ORIGIN, split.documents, in_order=False)
+
     def as_without_ends(self) -> Corpus:
-        """The same, as before the ends of documents were kept."""
-        sides = {
-            name: replace(split, ends="", ends_blocks=())
-            for name, split in (("train", self.train), ("held_out", self.held_out))
+        """The same, as before anything was kept of documents."""
+        nothing: dict[str, Any] = {
+            **{"ends": "", "ends_blocks": ()},
+            **{"origin": "", "origin_blocks": ()},
         }
-        return replace(self, **sides)
+        return replace(
+            self,
+            train=replace(self.train, **nothing),
+            held_out=replace(self.held_out, **nothing),
+        )
 
     def _mapped(
-        self, split: Split, file: str, dtype: str, length: int, in_order: bool
+        self, split: Split, file: str, dtype: Any, length: int, in_order: bool
     ) -> npt.NDArray[Any]:
         if length == 0:
             return np.empty(0, dtype=dtype)
@@ -162,24 +198,19 @@ class Corpus:
         return digest.hexdigest()
 
     def _size_problem(self, split: Split) -> str:
-        width = np.dtype(self.dtype).itemsize
-        expected = {split.file: split.tokens * width}
-        if split.ends:
-            expected[split.ends] = split.documents * np.dtype(ENDS).itemsize
-        for name, size in expected.items():
+        for name, size, _ in split.files(self.dtype):
             try:
                 found = (Path(self.folder) / name).stat().st_size
             except OSError as error:
                 return f"{name}: {error.strerror}"
             if found != size:
                 return f"{name} has {found:,} bytes, not {size:,}"
-        return ""
+        is_gone = split.origin and not (Path(self.folder) / FILES).is_file()
+        return f"{FILES} is not there" if is_gone else ""
 
     def _checksum_problem(self, split: Split) -> str:
-        files = {split.file: split.blocks}
-        if split.ends:
-            files[split.ends] = split.ends_blocks
-        return next(filter(None, (self._differs(*each) for each in files.items())), "")
+        problems = (self._differs(name, blocks) for name, _, blocks in split.files(self.dtype))
+        return next(filter(None, problems), "")
 
     def _differs(self, name: str, blocks: tuple[int, ...]) -> str:
         """In which blocks a file is not what was written; empty if in none."""
@@ -253,5 +284,5 @@ def digest_of_splits(corpus: Corpus) -> str:
 
 
 def _split(data: dict[str, Any]) -> Split:
-    blocks = {name: tuple(data.get(name, ())) for name in ("blocks", "ends_blocks")}
+    blocks = {name: tuple(data.get(name, ())) for name in _BLOCKS}
     return Split(**{**data, **blocks})

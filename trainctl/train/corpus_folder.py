@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,9 @@ from trainctl.runs.atomic import sync_directory, write_json
 from trainctl.train.corpus_file import (
     BLOCK_BYTES,
     ENDS,
+    FILES,
     FORMAT,
+    ORIGIN,
     Corpus,
     Split,
     blocks_of,
@@ -69,6 +71,7 @@ def write_corpus(
     tokenizer: Tokenizer,
     chunks: Iterable[Chunk],
     bad: Callable[[], BadText],
+    files: Sequence[Path] = (),
 ) -> None:
     """Write tokens into a folder, which takes the place of one that is there.
 
@@ -79,6 +82,7 @@ def write_corpus(
         tokenizer: Of the run.
         chunks: The documents; the sides may be mixed.
         bad: The account of bad text, asked when the chunks have ended.
+        files: That chunks number; empty where they do not tell their files.
 
     Raises:
         TrainctlError: Whatever making the chunks raises, or the folder cannot be written (exit
@@ -89,9 +93,11 @@ def write_corpus(
         with writing(folder):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-        corpus = _written(folder, temporary, tokenizer, chunks)
+        corpus = _written(folder, temporary, tokenizer, chunks, has_origin=bool(files))
         account = bad()
         with writing(folder):
+            if files:
+                write_json(temporary / FILES, [str(file) for file in files])
             write_json(
                 temporary / "corpus.json",
                 asdict(replace(corpus, bad_text=asdict(account) if account else {})),
@@ -117,16 +123,25 @@ def chunks_of(
 
 
 def _written(
-    folder: Path, temporary: Path, tokenizer: Tokenizer, chunks: Iterable[Chunk]
+    folder: Path,
+    temporary: Path,
+    tokenizer: Tokenizer,
+    chunks: Iterable[Chunk],
+    has_origin: bool,
 ) -> Corpus:
     dtype = dtype_for(tokenizer.vocab_size)
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     with ExitStack() as stack:
+
+        def opened(name: str) -> _CheckedFile:
+            return stack.enter_context(_checked_file(temporary / name, folder))
+
         sides = {
             side: _Side(
                 side,
-                stack.enter_context(_checked_file(temporary / f"{side}.bin", folder)),
-                stack.enter_context(_checked_file(temporary / f"{side}.ends", folder)),
+                opened(f"{side}.bin"),
+                opened(f"{side}.ends"),
+                opened(f"{side}.origin") if has_origin else None,
             )
             for side in ("train", "held_out")
         }
@@ -134,13 +149,14 @@ def _written(
             sides[chunk.side].add(chunk, dtype)
             if chunk.side == "train":
                 counts += np.bincount(chunk.ids, minlength=len(counts))
-        splits = {name: side.split() for name, side in sides.items()}
+        train, held_out = sides["train"].split(), sides["held_out"].split()
     shares = counts[counts > 0] / max(1, counts.sum())
     corpus = Corpus(
         folder=str(folder),
         dtype=dtype,
         end_of_document=tokenizer.end_of_document,
-        **splits,
+        train=train,
+        held_out=held_out,
         unigram_entropy=float(-(shares * np.log(shares)).sum()),
         digest="",
     )
@@ -198,6 +214,7 @@ class _Side:
     name: str
     ids: _CheckedFile
     ends: _CheckedFile
+    origin: _CheckedFile | None
     tokens: int = 0
     documents: int = 0
 
@@ -205,13 +222,18 @@ class _Side:
         """Some more documents."""
         self.ids.write(memoryview(chunk.ids.astype(dtype, copy=False).tobytes()))
         self.ends.write(memoryview((chunk.ends + self.tokens).astype(ENDS).tobytes()))
+        if self.origin is not None:
+            found = np.empty(len(chunk.ends), dtype=ORIGIN)
+            found["file"], found["line"] = chunk.files, chunk.lines
+            self.origin.write(memoryview(found.tobytes()))
         self.tokens += len(chunk.ids)
         self.documents += len(chunk.ends)
 
     def split(self) -> Split:
         """What it is, synced."""
-        self.ids.finish()
-        self.ends.finish()
+        for file in (self.ids, self.ends, self.origin):
+            if file is not None:
+                file.finish()
         return Split(
             f"{self.name}.bin",
             self.tokens,
@@ -220,6 +242,8 @@ class _Side:
             tuple(self.ids.blocks),
             f"{self.name}.ends",
             tuple(self.ends.blocks),
+            f"{self.name}.origin" if self.origin is not None else "",
+            tuple(self.origin.blocks) if self.origin is not None else (),
         )
 
 
