@@ -33,13 +33,16 @@ class PackedDataset:
 
     def micro_batch(self, indices: npt.NDArray[np.int64]) -> MicroBatch:
         """The samples at `indices`; an index of -1 is a sample without labels (padding)."""
-        starts = np.maximum(indices, 0)[:, None] * self._length
-        window = self._tokens[starts + np.arange(self._length + 1)].astype(np.int64)
+        starts = np.maximum(indices, 0) * self._length
+        window = np.empty((len(indices), self._length + 1), dtype=np.int64)
+        for row, start in zip(window, starts.tolist(), strict=True):
+            # Slices: indices of all tokens cost more than twice as much.
+            row[:] = self._tokens[start : start + self._length + 1]
         inputs, labels = window[:, :-1], window[:, 1:].copy()
         labels[indices < 0] = IGNORED_LABEL
         documents = np.zeros_like(inputs)
         positions = np.tile(np.arange(self._length), (len(indices), 1))
-        ends = self._ends_in(window[:, :-1], starts[:, 0])
+        ends = self._ends_in(inputs, starts)
         if ends is not None:
             documents[:, 1:] = np.cumsum(ends[:, :-1], axis=1)
             if self._mask_documents:
