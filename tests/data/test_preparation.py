@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from rank_processes import tiny_config, tiny_plan
 from small_texts import make_texts
 
 from trainctl.config.registry import new_section
@@ -19,6 +20,7 @@ from trainctl.data import tasks
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.processes import is_alive
 from trainctl.train.corpus import build_corpus
+from trainctl.train.prepare import help_to_prepare
 from trainctl.train.tokenizer import ByteTokenizer
 
 KILLS = int(os.environ.get("TRAINCTL_SOAK_KILLS", "20"))
@@ -205,6 +207,19 @@ def test_what_is_no_share(share, capsys):
 
     assert run(["data", "prepare", "tiny", "--task", share]) == ExitCode.bad_input
     assert "I/N" in capsys.readouterr().err
+
+
+def test_other_nodes_tokenize_and_the_first_puts_together(texts, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
+    config = tiny_config(steps=4, sequence_length=64)
+    config.data = section(texts)
+    help_to_prepare(tiny_plan(config, 1))
+    assert not list(tmp_path.glob("cache/corpus-*"))
+    calls = []
+    corpus = build_corpus(config.data, ByteTokenizer(), calls.append)
+    assert corpus.train.documents > 0 and not calls
+    (texts / "a" / "01.txt").write_bytes(b"\xff")
+    help_to_prepare(tiny_plan(config, 1))  # the first node says what is wrong
 
 
 def test_two_at_once_share_the_work(texts, tmp_path):

@@ -85,7 +85,7 @@ def build_corpus(
                 "this version needs the folder"
             )
 
-    if not in_parts(config, files):
+    if not in_parts(config):
 
         def write() -> None:
             tell_of_format_1()
@@ -157,25 +157,25 @@ def do_share(
     Raises:
         TrainctlError: As `build_corpus`; or the text can be no job of an array.
     """
-    files = split_files(config)
-    if not in_parts(config, files):
+    if not in_parts(config):
         raise TrainctlError(
             "this text is cut somewhere (data.max_bytes, or a single document): it is one task",
             hint="leave out --task",
         )
+    files = split_files(config)
     store, tasks = _store_of(config, tokenizer, files)
     number, count = share
     do_tasks(store, tasks[number - 1 :: count], section=section, workers=workers, show=progress)
     return sum(not store.is_done(task) for task in tasks)
 
 
-def in_parts(config: DataConfig, files: TextFiles) -> bool:
+def in_parts(config: DataConfig) -> bool:
     """Whether the ids of each document are the same wherever it is in the corpus.
 
     Raises:
-        TrainctlError: A file cannot be read.
+        TrainctlError: A file is not there, or cannot be read.
     """
-    return config.max_bytes is None and not is_one_document(config, files)
+    return config.max_bytes is None and not is_one_document(config, split_files(config))
 
 
 def _store_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 
 from trainctl.config.schema import TrainingConfig
@@ -14,7 +15,14 @@ from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.types import RunPlan
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
-from trainctl.train.corpus import Corpus, build_corpus, build_users_corpus
+from trainctl.train.corpus import (
+    Corpus,
+    build_corpus,
+    build_users_corpus,
+    cached_corpus,
+    do_share,
+    in_parts,
+)
 from trainctl.train.tokenizer import load_tokenizer
 
 
@@ -67,6 +75,20 @@ def prepare(
         )
     _check_epoch(config.training, corpus)
     write_json(run.corpus, asdict(_as_before(corpus, run)))
+
+
+def help_to_prepare(plan: RunPlan) -> None:
+    """Tokenize what nobody does yet, for the node that puts the corpus together.
+
+    What is wrong with the text is that node's to say, so nothing is raised.
+    """
+    config = plan.config
+    if config.data.factory is not None:
+        return
+    with suppress(TrainctlError):
+        tokenizer = load_tokenizer(config.tokenizer)
+        if cached_corpus(config.data, tokenizer) is None and in_parts(config.data):
+            do_share(config.data, tokenizer, (1, 1), section=config.tokenizer)
 
 
 def _as_before(corpus: Corpus, run: RunPaths) -> Corpus:
