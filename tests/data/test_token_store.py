@@ -286,6 +286,15 @@ def everything():
     }
 
 
+@pytest.mark.parametrize("also", [[], ["a/01.txt"]])
+def test_a_file_without_a_document_gives_none(texts, also):
+    (texts / "b" / "nothing.jsonl").write_text("\n\n")
+    config = section("single", paths=["b/nothing.jsonl", *also], held_out_fraction=0.1)
+    corpus = build_corpus(config, ByteTokenizer())
+    assert corpus.train.documents + corpus.held_out.documents == len(also)
+    assert corpus.problem() == ""
+
+
 def test_a_file_that_changes_meanwhile_is_refused(texts, monkeypatch):
     read = Reader.read
 

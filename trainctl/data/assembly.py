@@ -120,4 +120,4 @@ def _places(part: Part) -> npt.NDArray[np.uint64]:
 def _limit(store: Store, tasks: Sequence[Task], fraction: float) -> int:
     places = (_places(store.part(task)) for task in tasks)
     extremes = [int(end) for each in places if len(each) for end in (each.min(), each.max())]
-    return limit_of(extremes, fraction)
+    return max(0, limit_of(extremes, fraction))  # below 0 where there is no document

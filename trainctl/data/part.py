@@ -35,6 +35,7 @@ from trainctl.runs.atomic import sync_directory, write_json
 MANIFEST = "part.json"
 ORIGIN = np.dtype([("piece", "<u4"), ("line", "<u4")])
 HASH_BYTES = 16
+_NOTHING = np.empty(0, dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class Part:
             raise DamagedPart(folder, f"{MANIFEST}: {error}") from None
 
     def ids(self) -> npt.NDArray[np.integer]:
-        """Token ids, (tokens,), read into memory and compared with their checksum."""
+        """Token ids, (tokens,), memory-mapped and compared with their checksum."""
         return self._read("ids.bin", self.dtype)
 
     def ends(self) -> npt.NDArray[np.uint64]:
@@ -127,13 +128,16 @@ class Part:
         Raises:
             DamagedPart: It is not what was written.
         """
+        size, checksum = self.files.get(name, (0, 0))
         try:
-            raw = (self.folder / name).read_bytes()
+            found = (self.folder / name).stat().st_size
+            raw: Any = np.asarray(np.memmap(self.folder / name, mode="r")) if found else _NOTHING
         except OSError as error:
             raise DamagedPart(self.folder, f"{name}: {error.strerror}") from None
-        if [len(raw), zlib.crc32(raw)] != list(self.files.get(name, ())):
+        if (len(raw), zlib.crc32(raw)) != (size, checksum):
             raise DamagedPart(self.folder, f"{name} has another size or checksum")
-        return np.frombuffer(raw, dtype=dtype)
+        array: npt.NDArray[Any] = raw.view(dtype)
+        return array
 
 
 class DamagedPart(Exception):

@@ -158,12 +158,16 @@ def _watch(
         for process, code in zip(processes, codes, strict=True):
             if code:
                 raise _error_of(process, code)
-        for task in [task for task in left if store.is_done(task)]:
-            left.remove(task)
+        looked = time.monotonic()
+        done = [task for task in left if store.is_done(task)]
+        for task in done:
             meter.task(task.size, store.documents_in(task))
+        keys = {task.key for task in done}
+        left = [task for task in left if task.key not in keys]
         if all(code == 0 for code in codes):
             return
-        time.sleep(_POLL_SECONDS)
+        # Of a hundred thousand tasks a look takes a while, on a disk that others work with.
+        time.sleep(max(_POLL_SECONDS, 10 * (time.monotonic() - looked)))
 
 
 def _error_of(process: subprocess.Popen[bytes], code: int) -> TrainctlError:

@@ -220,7 +220,8 @@ class _Side:
 
     def add(self, chunk: Chunk, dtype: str) -> None:
         """Some more documents."""
-        self.ids.write(memoryview(chunk.ids.astype(dtype, copy=False).tobytes()))
+        ids = np.ascontiguousarray(chunk.ids, dtype=dtype)
+        self.ids.write(ids.view(np.uint8).data)
         self.ends.write(memoryview((chunk.ends + self.tokens).astype(ENDS).tobytes()))
         if self.origin is not None:
             found = np.empty(len(chunk.ends), dtype=ORIGIN)
