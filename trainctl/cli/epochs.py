@@ -69,4 +69,5 @@ def _tokenized(config: RunConfig) -> Corpus:
 
     if _cached(config) is None:
         say("reading the corpus, to know how long training.epochs is; it is kept for the training")
-    return build_corpus(config.data, load_tokenizer(config.tokenizer), TokenizingProgress(), say)
+    tokenizer = load_tokenizer(config.tokenizer)
+    return build_corpus(config.data, tokenizer, TokenizingProgress(), say, section=config.tokenizer)

@@ -16,7 +16,7 @@ counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -96,10 +96,18 @@ class Reader:
         Raises:
             TrainctlError: A file cannot be read or is no text; or, by the policy, bad text.
         """
-        read = function_of("data", self.config.kind)
         for file in files:
-            with _readable(file):
-                yield from read(self, file)
+            yield from self.read(file)
+
+    def read(self, file: Path, span: tuple[int, int] | None = None) -> Iterator[Document]:
+        """The documents of a file, or of one of the ranges that its source gives for it.
+
+        Raises:
+            TrainctlError: As `documents`.
+        """
+        read = function_of("data", self.config.kind)
+        with _readable(file):
+            yield from read(self, file) if span is None else read(self, file, span)
 
     def clean(self, text: str, where: str) -> str | None:
         """A text as it can be encoded; None to leave it out.
@@ -172,25 +180,36 @@ def sides(config: DataConfig, files: TextFiles, reader: Reader) -> Iterator[tupl
     def documents(by: Reader) -> Iterator[Document]:
         return _bounded(by.documents(files.train), config.max_bytes)
 
-    first = list(islice(documents(Reader(config)), 2))
-    if len(first) == 1:
+    if is_one_document(config, files):
         (only,) = documents(reader)
         yield from _cut(only, config.held_out_fraction)
         return
-    limit = _limit(documents(Reader(config)), config.held_out_fraction)
+    places = (_place(document) for document in documents(Reader(config)))
+    limit = limit_of(places, config.held_out_fraction)
     for document in documents(reader):
         yield "held_out" if _place(document) <= limit else "train", document
 
 
-def _limit(documents: Iterator[Document], fraction: float) -> int:
+def is_one_document(config: DataConfig, files: TextFiles) -> bool:
+    """Whether the single file of a corpus is a single document, whose end is held out.
+
+    Raises:
+        TrainctlError: As `Reader.documents`.
+    """
+    if not files.by_document:
+        return False
+    documents = _bounded(Reader(config).documents(files.train), config.max_bytes)
+    return len(list(islice(documents, 2))) == 1
+
+
+def limit_of(places: Iterable[int], fraction: float) -> int:
     """The highest place of a held-out document: at least one is, and at least one is not.
 
     A document's place is a function of its text, so that adding some moves no other and two of the
-    same text are on the same side.
+    same text are on the same side. The lowest and the highest of them decide.
     """
     lowest, highest = 1 << 64, -1
-    for document in documents:
-        place = _place(document)
+    for place in places:
         lowest, highest = min(lowest, place), max(highest, place)
     return min(max(int(fraction * 2**64), lowest), highest - 1)
 

@@ -45,9 +45,27 @@ class NoTextKey(TrainctlError):
         super().__init__(f"{where}: no text under {text_key!r}: {has}", hint=hint)
 
 
-def read(reader: Reader, file: Path) -> Iterator[Document]:
-    """The documents of a file, in order."""
-    return _lines(reader, file) if file.suffix == ".jsonl" else _whole(reader, file)
+def read(reader: Reader, file: Path, span: tuple[int, int] | None = None) -> Iterator[Document]:
+    """The documents of a file, or of one of its `ranges`, in order; lines are counted there."""
+    return _lines(reader, file, span) if file.suffix == ".jsonl" else _whole(reader, file)
+
+
+def ranges(file: Path, size: int) -> list[tuple[int, int]]:
+    """Ranges of bytes of whole lines, in order, each of `size` bytes or a little more.
+
+    Only where they end is the file looked at. What is no JSONL is one document, and has none.
+    """
+    if file.suffix != ".jsonl":
+        return []
+    found = []
+    start, length = 0, file.stat().st_size
+    with file.open("rb") as stream:
+        while start < length:
+            stream.seek(min(start + size, length) - 1)
+            stream.readline()
+            found.append((start, stream.tell()))
+            start = stream.tell()
+    return found
 
 
 def places(file: Path) -> list[int | None]:
@@ -86,12 +104,17 @@ def _whole(reader: Reader, file: Path) -> Iterator[Document]:
         yield Document(text.replace("\r\n", "\n").replace("\r", "\n"), file, None)
 
 
-def _lines(reader: Reader, file: Path) -> Iterator[Document]:
+def _lines(reader: Reader, file: Path, span: tuple[int, int] | None) -> Iterator[Document]:
+    start, end = span or (0, None)
     with file.open("rb") as stream:
         _refuse_binary(file, stream.read(HEAD_BYTES))
-        stream.seek(0)
+        stream.seek(start)
+        at = start
         for number, raw in enumerate(stream, 1):
-            line = (raw.removeprefix(_BOM) if number == 1 else raw).strip()
+            if end is not None and at >= end:
+                return
+            line = (raw if at else raw.removeprefix(_BOM)).strip()
+            at += len(raw)
             if not line:
                 continue
             text = _text_of_line(reader, line, f"{file}:{number}")

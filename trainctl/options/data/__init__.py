@@ -33,6 +33,12 @@ class DataSource(Spec):
             look.
         is_plain: Whether a file is at least as long as its text, so that a corpus that is too short
             is seen by the sizes of its files.
+        ranges: Of a file and a number of bytes: ranges of the file's bytes, of about so many each,
+            that are read by themselves, so that many processes read one file; in order, and without
+            gaps where documents are. Its `build` is then also called with one of them, as
+            ``read(reader, file, span)``. None has files read whole.
+        counts_lines: Whether documents of a range have the number of their line there, each line
+            ended by a line feed, as who reads a range knows none before it; else that in the file.
         places: Lines of a file's documents, from 1, where all of them are kept; None has the file
             read again to know them.
         identity: Of its section: what its documents depend on beside the files. It is a part of
@@ -43,6 +49,8 @@ class DataSource(Spec):
     files: Callable[[Any], list[Path]] | None = None
     problem: Look | None = None
     is_plain: bool = False
+    ranges: Callable[[Path, int], list[tuple[int, int]]] | None = None
+    counts_lines: bool = False
     places: Callable[[Path], list[int | None]] | None = None
     identity: Callable[[Any], str] | None = None
 

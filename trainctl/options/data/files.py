@@ -13,6 +13,8 @@ SPEC = DataSource(
     endings=(".jsonl", ".md", ".txt"),
     problem=plain.problem,
     is_plain=True,
+    ranges=plain.ranges,
+    counts_lines=True,
     places=plain.places,
     identity=lambda section: section.text_key,
 )
