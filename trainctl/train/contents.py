@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from trainctl.config.schema import DataConfig, OnBadText
 from trainctl.config.text.documents import Reader, sides
 from trainctl.config.text.files import TextFiles, split_files
+from trainctl.config.text.remote import File
 from trainctl.errors import TrainctlError
 from trainctl.options.data import spec_of
 from trainctl.plan.types import RunPlan
@@ -168,7 +168,7 @@ class _Sources:
 
     def __init__(self, config: DataConfig) -> None:
         self._config = config
-        self._places: list[tuple[Path, int | None]] | None = None
+        self._places: list[tuple[File, int | None]] | None = None
         try:
             self._files = split_files(config)
         except TrainctlError:  # they have gone; the tokens have not
@@ -183,19 +183,19 @@ class _Sources:
         file, line = self._places[document]
         return str(file), line
 
-    def _all_places(self) -> list[tuple[Path, int | None]]:
+    def _all_places(self) -> list[tuple[File, int | None]]:
         """The place of every document."""
         places = spec_of(self._config).places
         is_divided = self._files.by_document or self._config.on_bad_text is OnBadText.skip
         if places is None or is_divided:
             return self._places_read()
-        found: list[tuple[Path, int | None]] = []
+        found: list[tuple[File, int | None]] = []
         for file in self._files.train:
             with suppress(OSError):  # it has gone
                 found += [(file, line) for line in places(file)]
         return found
 
-    def _places_read(self) -> list[tuple[Path, int | None]]:
+    def _places_read(self) -> list[tuple[File, int | None]]:
         """The same where not every line is a document that was trained on: read as then."""
         try:
             found = sides(self._config, self._files, Reader(self._config))

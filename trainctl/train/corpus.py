@@ -14,6 +14,7 @@ from pathlib import Path
 from trainctl.config.schema import DataConfig
 from trainctl.config.text.documents import Reader, sides
 from trainctl.config.text.files import TextFiles, digest_of, split_files
+from trainctl.config.text.remote import version_of
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import identity_of
 from trainctl.train.corpus_file import FORMAT, Corpus, Split, read_corpus
@@ -174,8 +175,7 @@ def _parts(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) -> list[s
     for name, of_side in (("train", files.train), ("held_out", files.held_out)):
         parts.append(name)
         for file in of_side:
-            status = file.stat()
-            parts.append(f"{file}\0{status.st_size}\0{status.st_mtime_ns}")
+            parts.append(version_of(file))
     divided = str(config.held_out_fraction) if files.by_document else ""
     return [*parts, config.on_bad_text.value, divided]
 

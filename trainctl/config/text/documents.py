@@ -16,16 +16,16 @@ counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import islice
-from pathlib import Path
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, OnBadText
 from trainctl.config.text.files import TextFiles
+from trainctl.config.text.remote import File
 from trainctl.errors import TrainctlError
 
 EXAMPLES = 10
@@ -49,12 +49,26 @@ class Document:
     Attributes:
         text: All of it; encodes as UTF-8.
         file: That it is in.
-        line: Its line, or row, from 1; None of a file that is one document.
+        line: Its line, or row, from 1, in the file or the part of it that was read; None of a file
+            that is one document.
     """
 
     text: str
-    file: Path
+    file: File
     line: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a file that can be read by itself; the pieces of a file have each document once.
+
+    Attributes:
+        start: Where it begins, in what its kind counts: bytes, row groups.
+        stop: Where the next one does.
+    """
+
+    start: int
+    stop: int
 
 
 @dataclass(slots=True)
@@ -90,8 +104,12 @@ class Reader:
         self.config = config
         self.bad = BadText()
 
-    def documents(self, files: list[Path]) -> Iterator[Document]:
+    def documents(self, files: Sequence[File], part: Part | None = None) -> Iterator[Document]:
         """The documents of files, in order.
+
+        Args:
+            files: As they were found.
+            part: Of each of them, one that its kind's `parts` gave; None is all of it.
 
         Raises:
             TrainctlError: A file cannot be read or is no text; or, by the policy, bad text.
@@ -99,7 +117,7 @@ class Reader:
         read = function_of("data", self.config.kind)
         for file in files:
             with _readable(file):
-                yield from read(self, file)
+                yield from read(self, file) if part is None else read(self, file, part)
 
     def clean(self, text: str, where: str) -> str | None:
         """A text as it can be encoded; None to leave it out.
@@ -223,7 +241,7 @@ def _bounded(documents: Iterator[Document], room: int | None) -> Iterator[Docume
 
 
 @contextmanager
-def _readable(file: Path) -> Iterator[None]:
+def _readable(file: File) -> Iterator[None]:
     try:
         yield
     except OSError as error:

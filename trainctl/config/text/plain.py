@@ -1,6 +1,7 @@
 """Text and JSONL: how their documents are read, and what is wrong in the beginning of a file.
 
 A file that ends in `.jsonl` has a JSON object a line, with a text; any other is one document.
+Either may be packed, by gzip, bzip2, xz or zstd, and then ends in both (`.jsonl.zst`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from itertools import pairwise
+from typing import BinaryIO
 
 from trainctl.config.schema import DataConfig, DataFromRecords, OnBadText
 from trainctl.config.suggest import nearest
 from trainctl.config.text.check import BAD_TEXT, BINARY, TEXT_KEY, FileProblem
-from trainctl.config.text.documents import REPLACEMENT, Document, Reader
+from trainctl.config.text.documents import REPLACEMENT, Document, Part, Reader
 from trainctl.config.text.files import HEAD_BYTES, no_text
+from trainctl.config.text.remote import File
+from trainctl.config.text.stream import head_of, is_packed, opened, unpacked_name
 from trainctl.errors import TrainctlError
 
 _KEYS_SHOWN = 6
@@ -45,29 +49,42 @@ class NoTextKey(TrainctlError):
         super().__init__(f"{where}: no text under {text_key!r}: {has}", hint=hint)
 
 
-def read(reader: Reader, file: Path) -> Iterator[Document]:
-    """The documents of a file, in order."""
-    return _lines(reader, file) if file.suffix == ".jsonl" else _whole(reader, file)
+def read(reader: Reader, file: File, part: Part | None = None) -> Iterator[Document]:
+    """The documents of a file, or of a part of it, in order."""
+    return _lines(reader, file, part) if _has_lines(file) else _whole(reader, file)
 
 
-def places(file: Path) -> list[int | None]:
-    """Lines of a file's documents: all of JSONL's; None of any other file, which is one."""
-    if file.suffix != ".jsonl":
+def parts(file: File, config: DataConfig, size: int) -> list[Part | None]:
+    """Ranges of a JSONL file's bytes: a line is of the one in which it begins."""
+    if not _has_lines(file) or is_packed(file):
         return [None]
-    with file.open("rb") as lines:
+    whole = file.stat().st_size
+    count = max(1, whole // size)
+    places = [whole * number // count for number in range(count + 1)]
+    return [Part(start, stop) for start, stop in pairwise(places)]
+
+
+def places(file: File) -> list[int | None]:
+    """Lines of a file's documents: all of JSONL's; None of any other file, which is one."""
+    if not _has_lines(file):
+        return [None]
+    with opened(file) as lines:
         return [number for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def problem(file: Path, config: DataConfig) -> FileProblem | None:
+def _has_lines(file: File) -> bool:
+    return unpacked_name(file).endswith(".jsonl")
+
+
+def problem(file: File, config: DataConfig) -> FileProblem | None:
     """What is wrong with the beginning of a file."""
-    with file.open("rb") as stream:
-        head = stream.read(HEAD_BYTES)
+    head = head_of(file, HEAD_BYTES)
     found = no_text(head)
     if found is not None:
         kind, hint = found
         message = f"{file} is {kind}, not text"
         return FileProblem(BINARY, kind, message, hint.replace("FILE", str(file)))
-    look = _in_lines if file.suffix == ".jsonl" else _in_text
+    look = _in_lines if _has_lines(file) else _in_text
     bad = look(file, head, config)
     if bad is None:
         return None
@@ -75,8 +92,9 @@ def problem(file: Path, config: DataConfig) -> FileProblem | None:
     return FileProblem(rule, bad.hint, bad.message, bad.hint, f"data.{key}")
 
 
-def _whole(reader: Reader, file: Path) -> Iterator[Document]:
-    raw = file.read_bytes()
+def _whole(reader: Reader, file: File) -> Iterator[Document]:
+    with opened(file) as stream:
+        raw = stream.read()
     _refuse_binary(file, raw[:HEAD_BYTES])
     text = reader.decoded(raw.removeprefix(_BOM), str(file), whole=True)
     if text is not None and "\x00" in text:
@@ -86,17 +104,30 @@ def _whole(reader: Reader, file: Path) -> Iterator[Document]:
         yield Document(text.replace("\r\n", "\n").replace("\r", "\n"), file, None)
 
 
-def _lines(reader: Reader, file: Path) -> Iterator[Document]:
-    with file.open("rb") as stream:
-        _refuse_binary(file, stream.read(HEAD_BYTES))
-        stream.seek(0)
-        for number, raw in enumerate(stream, 1):
-            line = (raw.removeprefix(_BOM) if number == 1 else raw).strip()
+def _lines(reader: Reader, file: File, part: Part | None) -> Iterator[Document]:
+    _refuse_binary(file, head_of(file, HEAD_BYTES))
+    with opened(file) as stream:
+        for number, at, raw in _numbered(stream, part):
+            line = (raw.removeprefix(_BOM) if at == 0 else raw).strip()
             if not line:
                 continue
-            text = _text_of_line(reader, line, f"{file}:{number}")
+            where = f"{file}:{number}" if part is None else f"{file}, the line at byte {at:,}"
+            text = _text_of_line(reader, line, where)
             if text is not None:
                 yield Document(text, file, number)
+
+
+def _numbered(stream: BinaryIO, part: Part | None) -> Iterator[tuple[int, int, bytes]]:
+    """Each line with its number and the byte at which it begins."""
+    at = 0
+    if part is not None and part.start:
+        stream.seek(part.start - 1)  # where the byte before ends a line, one begins at the start
+        at = part.start - 1 + len(stream.readline())
+    for number, line in enumerate(stream, 1):
+        if part is not None and at >= part.stop:
+            return
+        yield number, at, line
+        at += len(line)
 
 
 def _text_of_line(reader: Reader, raw: bytes, where: str) -> str | None:
@@ -127,7 +158,7 @@ def _text_of_line(reader: Reader, raw: bytes, where: str) -> str | None:
     raise NoTextKey(where, config.text_key, record)
 
 
-def _in_lines(file: Path, head: bytes, config: DataConfig) -> TrainctlError | None:
+def _in_lines(file: File, head: bytes, config: DataConfig) -> TrainctlError | None:
     """The first problem of a JSONL file's first lines; where lines may be left out, of all."""
     lines = head.removeprefix(_BOM).split(b"\n")
     if len(head) == HEAD_BYTES:
@@ -146,7 +177,7 @@ def _in_lines(file: Path, head: bytes, config: DataConfig) -> TrainctlError | No
     return problems[0] if problems and not (may_skip and good) else None
 
 
-def _in_text(file: Path, head: bytes, config: DataConfig) -> TrainctlError | None:
+def _in_text(file: File, head: bytes, config: DataConfig) -> TrainctlError | None:
     if config.on_bad_text is not OnBadText.error:
         return None
     try:
@@ -160,7 +191,7 @@ def _in_text(file: Path, head: bytes, config: DataConfig) -> TrainctlError | Non
     return None
 
 
-def _refuse_binary(file: Path, head: bytes) -> None:
+def _refuse_binary(file: File, head: bytes) -> None:
     found = no_text(head)
     if found is not None:
         kind, hint = found

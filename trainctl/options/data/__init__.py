@@ -7,15 +7,17 @@ the same for all of them, and know no kind.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import Spec, load
 from trainctl.config.schema import DataConfig, DataFromPaths
 from trainctl.config.text.check import Look
+from trainctl.config.text.documents import Part
+from trainctl.config.text.files import Choose
+from trainctl.config.text.remote import File
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +29,18 @@ class DataSource(Spec):
     `Document`s in order. No torch is loaded then.
 
     Attributes:
-        endings: Of the files that it takes from a folder of `data.paths`; a glob takes any.
+        endings: Of the files that it takes from a folder of `data.paths`, packed or not; a glob
+            takes any.
+        choose: Of all files of such a folder, those that it means, before endings are looked at;
+            None takes them by their endings alone.
         files: Of its section: its files, sorted; None takes those that `data.paths` names.
+        parts: Of a file, its section and a number of bytes: the pieces of about that length that
+            `build` reads alone, as its third argument; None among them is all of the file. None
+            here cannot divide a file.
         problem: What is wrong with the beginning of a file, before anything starts; None does not
             look.
-        is_plain: Whether a file is at least as long as its text, so that a corpus that is too short
-            is seen by the sizes of its files.
+        is_plain: Whether a file that is not packed is at least as long as its text, so that a
+            corpus that is too short is seen by the sizes of its files.
         places: Lines of a file's documents, from 1, where all of them are kept; None has the file
             read again to know them.
         identity: Of its section: what its documents depend on beside the files. It is a part of
@@ -40,10 +48,12 @@ class DataSource(Spec):
     """
 
     endings: tuple[str, ...] = ()
-    files: Callable[[Any], list[Path]] | None = None
+    choose: Choose | None = None
+    files: Callable[[Any], Sequence[File]] | None = None
+    parts: Callable[[File, Any, int], list[Part | None]] | None = None
     problem: Look | None = None
     is_plain: bool = False
-    places: Callable[[Path], list[int | None]] | None = None
+    places: Callable[[File], list[int | None]] | None = None
     identity: Callable[[Any], str] | None = None
 
 
