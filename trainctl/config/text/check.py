@@ -25,7 +25,7 @@ from trainctl.config.text.files import (
 )
 from trainctl.config.text.remote import File
 from trainctl.config.text.stream import Damaged, is_packed
-from trainctl.errors import Finding, Severity, TrainctlError
+from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 
 MISSING = "TC115"
 BINARY = "TC138"
@@ -49,7 +49,8 @@ class FileProblem:
         kind: What files that share a finding have in common.
         message: Naming the file.
         hint: What to do.
-        key: That has to do with it; empty is the one that names the file.
+        key: The key that has to do with it; empty is the one that names the file.
+        exit_code: How a command that stops for it ends.
     """
 
     rule: str
@@ -57,6 +58,7 @@ class FileProblem:
     message: str
     hint: str
     key: str = ""
+    exit_code: ExitCode = ExitCode.bad_input
 
 
 Look = Callable[[File, Any], FileProblem | None]
@@ -133,7 +135,13 @@ def _of_files(key: str, files: list[File], data: DataConfig, look: Look) -> Iter
         first, others = problems[0], len(problems) - 1
         more = f" (and so {others:,} more of {len(files):,} files)" if others else ""
         message = first.message + more
-        yield Finding(rule=rule, key=first.key or key, message=message, hint=first.hint)
+        yield Finding(
+            rule=rule,
+            key=first.key or key,
+            message=message,
+            hint=first.hint,
+            exit_code=first.exit_code,
+        )
 
 
 def _problem(file: File, data: DataConfig, look: Look) -> FileProblem | None:
@@ -145,7 +153,9 @@ def _problem(file: File, data: DataConfig, look: Look) -> FileProblem | None:
     except Damaged as error:
         return FileProblem(BINARY, error.hint, error.message, error.hint)
     except TrainctlError as error:  # a package is missing, or a server silent
-        return FileProblem(MISSING, error.hint, error.message, error.hint)
+        return FileProblem(
+            MISSING, error.hint, error.message, error.hint, exit_code=error.exit_code
+        )
 
 
 def _of_sides(config: RunConfig, data: DataFromPaths, files: TextFiles) -> Iterator[Finding]:

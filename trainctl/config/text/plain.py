@@ -112,7 +112,7 @@ def _lines(reader: Reader, file: File, part: Part | None) -> Iterator[Document]:
             if not line:
                 continue
             where = f"{file}:{number}" if part is None else f"{file}, the line at byte {at:,}"
-            text = _text_of_line(reader, line, where)
+            text = text_of_record(reader, line, where)
             if text is not None:
                 yield Document(text, file, number)
 
@@ -130,8 +130,17 @@ def _numbered(stream: BinaryIO, part: Part | None) -> Iterator[tuple[int, int, b
         at += len(line)
 
 
-def _text_of_line(reader: Reader, raw: bytes, where: str) -> str | None:
-    """The text of a JSONL line; None to leave the line out."""
+def text_of_record(reader: Reader, raw: bytes, where: str) -> str | None:
+    """The text of a JSON object, such as a JSONL line; None to leave it out.
+
+    Args:
+        reader: Its configuration has the text's key, and the policy.
+        raw: The object, as it is written.
+        where: What it is, for the account and for errors.
+
+    Raises:
+        TrainctlError: By the policy.
+    """
     config = reader.config
     assert isinstance(config, DataFromRecords)
     before = reader.bad.replaced
@@ -170,7 +179,7 @@ def _in_lines(file: File, head: bytes, config: DataConfig) -> TrainctlError | No
         if not line.strip():
             continue
         try:
-            _text_of_line(reader, line.strip(), f"{file}:{number}")
+            text_of_record(reader, line.strip(), f"{file}:{number}")
             good += 1
         except TrainctlError as error:
             problems.append(error)

@@ -43,7 +43,7 @@ class RemoteFile:
     """A file under a URL; it has the methods of a `Path` that reading a corpus needs.
 
     Attributes:
-        url: With its protocol.
+        url: Where it is, with the protocol.
         size: Bytes, as it was listed.
         version: Its entity tag or the like, else its time; empty where the server tells neither.
     """
