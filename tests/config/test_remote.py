@@ -243,6 +243,6 @@ def test_a_remote_folder_is_as_a_folder_here(tmp_path):
 
 
 def test_a_protocol_without_its_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
-    (finding,) = missing_files(config_of("files", "s3://bucket/*.txt"))
-    assert finding.hint == "pip install 'trainctl[s3]'" and finding.exit_code == 4
+    monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
+    (finding,) = missing_files(config_of("files", "gs://bucket/*.txt"))
+    assert finding.hint == "pip install 'trainctl[gcs]'" and finding.exit_code == 4

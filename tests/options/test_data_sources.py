@@ -157,12 +157,14 @@ def saved_dataset(folder, *shards):
 def test_a_saved_dataset_has_the_files_that_it_names(tmp_path):
     saved_dataset(tmp_path / "d" / "train", ["a", "b"], ["c"])
     saved_dataset(tmp_path / "d" / "test", ["d"])
+    (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     write_stream(tmp_path / "d" / "train" / "cache-1f.arrow", pa.table({"text": ["a b"]}))
     whole, train = (config_of("arrow", tmp_path / "d" / each).data for each in ("", "train"))
     train.held_out_paths = [str(tmp_path / "d" / "test")]
     files = split_files(train)
     assert [text for file in files.train for text in texts("arrow", file)] == ["a", "b", "c"]
     assert [text for file in files.held_out for text in texts("arrow", file)] == ["d"]
+    assert missing_files(config_of("arrow", tmp_path / "d")) == []
     choose = load("data", "arrow").choose
     assert len(find(whole.paths[0], (".arrow",), choose).files) == 3
     (tmp_path / "d" / "train" / "data-00001-of-00002.arrow").unlink()

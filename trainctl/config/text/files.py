@@ -75,7 +75,7 @@ class FoundFiles:
 
 
 Choose = Callable[[list[File]], list[File]]
-"""Of all files of a folder, those that a kind takes."""
+"""Of all files of a folder, those that are a kind's corpus; nobody misses the others."""
 
 
 def find(pattern: str, endings: Sequence[str], choose: Choose | None = None) -> FoundFiles:
@@ -110,7 +110,7 @@ def find(pattern: str, endings: Sequence[str], choose: Choose | None = None) -> 
     visible = [file for file in files if not _is_hidden(file, root)]
     chosen = choose(visible) if choose is not None else visible
     taken = {file for file in chosen if unpacked_name(file).endswith(tuple(endings))}
-    left_out = Counter(file.suffix or "no ending" for file in visible if file not in taken)
+    left_out = Counter(file.suffix or "no ending" for file in chosen if file not in taken)
     resolved = {file.resolve() if isinstance(file, Path) else file for file in taken}
     return FoundFiles(sorted(resolved, key=order), left_out, is_folder=True)
 

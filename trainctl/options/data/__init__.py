@@ -31,8 +31,8 @@ class DataSource(Spec):
     Attributes:
         endings: Of the files that it takes from a folder of `data.paths`, packed or not; a glob
             takes any.
-        choose: Of all files of such a folder, those that it means, before endings are looked at;
-            None takes them by their endings alone.
+        choose: Of all files of such a folder, those that are its corpus, before endings are looked
+            at; None takes them by their endings alone.
         files: Of its section: its files, sorted; None takes those that `data.paths` names.
         parts: Of a file, its section and a number of bytes: the pieces of about that length that
             `build` reads alone, as its third argument; None among them is all of the file. None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import DataFromRecords
@@ -21,7 +21,7 @@ from trainctl.options.data import DataSource
 _FILE = b"ARROW1"
 """That a file begins with; a stream begins with the length of its first message."""
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-_ENDINGS = (".arrow", ".feather", ".ipc")
+_STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
 def read(reader: Reader, file: File) -> Iterator[Document]:
@@ -49,38 +49,39 @@ def problem(file: File, section: DataFromRecords) -> FileProblem | None:
 def choose(files: list[File]) -> list[File]:
     """The files that `state.json` names where `datasets` has written one; elsewhere all.
 
-    What that library keeps for itself lies beside its data under names that begin with `cache-`.
+    What that library keeps beside its data has names of its own, or ones that begin with `cache-`.
 
     Raises:
         TrainctlError: One of those files is not there.
     """
     by_name = {str(file): file for file in files}
-    taken: dict[str, File] = {}
+    found = []
     for name, file in by_name.items():
-        folder = (
-            str(PurePosixPath(name).parent) if isinstance(file, Path) else name.rpartition("/")[0]
-        )
-        state = by_name.get(f"{folder}/state.json")
-        if state is None:
-            if f"{folder}/dataset_info.json" not in by_name or not file.name.startswith("cache-"):
-                taken[name] = file
-        elif state is file:
-            for part in _named_by(state):
-                path = f"{folder}/{part}"
-                if path not in by_name:
-                    raise TrainctlError(f"{state} names {part}, which is not there", hint="copy it")
-                taken[path] = by_name[path]
-    return [*taken.values()]
+        folder = name.rpartition("/")[0]
+        if file.name == _STATE:
+            found += _named_by(file, folder, by_name)
+        is_saved = f"{folder}/{_STATE}" in by_name
+        is_cached = file.name.startswith("cache-") and f"{folder}/{_INFO}" in by_name
+        if not (is_saved or is_cached or file.name in (_INFO, _SPLITS)):
+            found.append(file)
+    return found
 
 
-def _named_by(state: File) -> list[str]:
+def _named_by(state: File, folder: str, by_name: dict[str, File]) -> list[File]:
     try:
-        return [part["filename"] for part in json.loads(state.read_bytes())["_data_files"]]
+        names = [part["filename"] for part in json.loads(state.read_bytes())["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise TrainctlError(
             f"{state} does not say which files a dataset has: {type(error).__name__}: {error}",
             hint="name them in data.paths, by a glob",
         ) from None
+    missing = [name for name in names if f"{folder}/{name}" not in by_name]
+    if missing:
+        raise TrainctlError(
+            f"{state} names {missing[0]}, which is not there",
+            hint="copy the whole folder",
+        )
+    return [by_name[f"{folder}/{name}"] for name in names]
 
 
 @contextmanager
@@ -118,7 +119,7 @@ SPEC = DataSource(
     keys=DataFromRecords,
     build="trainctl.options.data.arrow:read",
     extra="data",
-    endings=_ENDINGS,
+    endings=(".arrow", ".feather", ".ipc"),
     choose=choose,
     problem=problem,
 )

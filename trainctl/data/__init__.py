@@ -1,0 +1,1 @@
+"""The corpus as tokens: what reads and checks them. No torch."""
