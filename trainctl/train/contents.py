@@ -191,7 +191,7 @@ class _Sources:
             return self._places_read()
         found: list[tuple[File, int | None]] = []
         for file in self._files.train:
-            with suppress(OSError):  # it has gone
+            with suppress(OSError, TrainctlError):  # it has gone, or is another
                 found += [(file, line) for line in places(file)]
         return found
 

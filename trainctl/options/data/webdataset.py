@@ -27,10 +27,19 @@ _MEMBERS_READ = 1000
 """Of each tar, before the start: a sample's members lie together, so one of them has a text."""
 
 
+def _is_json(section: WebDatasetConfig) -> bool:
+    return section.member.rpartition(".")[2] == "json"
+
+
 @dataclass
 class WebDatasetConfig(DataFromRecords):
     """Its own keys."""
 
+    text_key: str = option(
+        "text",
+        "Key of the text in a JSON object.",
+        needs=(_is_json, "members of JSON, such as data.member=json"),
+    )
     member: str = option(
         "txt",
         "Ending of the members that have the texts, after the first dot of their names; of json "
@@ -53,7 +62,7 @@ def read(reader: Reader, file: File, *, most: int | None = None) -> Iterator[Doc
         for name, raw in _members(watched, file, section.member, endings, most):
             number += 1
             where = f"{file}, {name}"
-            if section.member.rpartition(".")[2] == "json":
+            if _is_json(section):
                 text = text_of_record(reader, raw, where)
             else:
                 text = reader.decoded(raw, where)
