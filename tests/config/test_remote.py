@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainctl.config.files import missing_files
-from trainctl.config.registry import new_section
+from trainctl.config.registry import load, new_section
 from trainctl.config.schema import RunConfig
 from trainctl.config.text import remote
 from trainctl.config.text.documents import Reader
@@ -46,6 +47,7 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    has_ranges = True
 
     def log_message(self, *arguments):
         """Says nothing."""
@@ -61,9 +63,9 @@ class Handler(BaseHTTPRequestHandler):
         if not path.is_file():
             return self.answer(404, b"")
         raw = path.read_bytes()
-        headers = {"ETag": f'"{hash(raw):x}"', "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{hash(raw):x}"'}
         wanted = self.headers.get("Range")
-        if wanted is None or self.command == "HEAD":
+        if wanted is None or self.command == "HEAD" or not self.has_ranges:
             return self.answer(200, raw, headers)
         start, _, stop = wanted.removeprefix("bytes=").partition("-")
         first, last = int(start), min(int(stop or len(raw)), len(raw) - 1)
@@ -201,6 +203,35 @@ def test_another_file_under_the_name_is_refused(server, waits):
     with pytest.raises(TrainctlError, match=f"{len(LINES) - 2:,} bytes, not {len(LINES):,}"):
         texts(again)
     assert waits == []
+
+
+def test_a_server_without_ranges_is_named(server, waits, monkeypatch):
+    monkeypatch.setattr(Handler, "has_ranges", False)
+    (server.folder / "a.txt").write_bytes(b"short")
+    assert texts(listed(server.url("a.txt"))[0]) == ["short"]
+    (server.folder / "a.jsonl").write_bytes(LINES * 30)
+    files, _ = listed(server.url("a.jsonl"))
+    with pytest.raises(TrainctlError, match="its server gives files as a whole only"):
+        texts(files)
+    assert waits == []
+
+
+def test_parts_of_a_remote_file_have_each_line_once(server):
+    (server.folder / "a.jsonl").write_bytes(LINES)
+    (file,), _ = listed(server.url("a.jsonl"))
+    section = new_section("data", "files")
+    parts = load("data", "files").parts(file, section, 100_000)
+    assert len(parts) == len(LINES) // 100_000 > 2
+    read = [[each.text for each in Reader(section).documents([file], part)] for part in parts]
+    assert [text for part in read for text in part] == EXPECTED
+
+
+def test_a_process_that_was_forked_reads_too(server):
+    (server.folder / "a.jsonl").write_bytes(LINES)
+    files, _ = listed(server.url("a.jsonl"))
+    assert texts(files) == EXPECTED
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map_async(texts, [files] * 4).get(60) == [EXPECTED] * 4
 
 
 def test_what_is_not_there_is_not_tried_again(server, waits):

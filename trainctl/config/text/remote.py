@@ -243,6 +243,9 @@ def _patiently(attempt: Callable[[], Any], url: str, at: int | None = None) -> A
         except ImportError as error:
             raise _missing(url, error) from None
         except Exception as error:  # clients of services raise what they like
+            if isinstance(error, ValueError) and "range requests" in str(error):
+                why = "its server gives files as a whole only, and no parts of them"
+                raise _unreadable(url, why, place) from None
             why = " ".join(f"{type(error).__name__}: {error}".split()) or "no reason given"
         if number < ATTEMPTS:
             print(
