@@ -171,25 +171,19 @@ def test_zstd_without_its_package_names_the_extra(tmp_path, monkeypatch):
     st.integers(1, 200),
 )
 @settings(max_examples=100, deadline=None)
-def test_parts_of_a_file_have_each_line_once(tmp_path_factory, texts, has_last_end, size):
+def test_ranges_of_a_file_have_each_line_once(tmp_path_factory, texts, has_last_end, size):
     file = tmp_path_factory.mktemp("parts") / "a.jsonl"
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     file.write_bytes("\n".join([*lines, ""][: None if has_last_end else -1]).encode())
-    section = new_section("data", "files")
-    parts = plain.parts(file, section, size)
-    assert parts[0].start == 0 and parts[-1].stop == file.stat().st_size
-    read = [[each.text for each in Reader(section).documents([file], part)] for part in parts]
-    assert [text for part in read for text in part] == texts
+    found = plain.ranges(file, size)
+    assert [start for start, _ in found] == [0, *(end for _, end in found)][: len(found)]
+    reader = Reader(new_section("data", "files"))
+    assert [each.text for span in found for each in reader.read(file, span)] == texts
 
 
-def test_a_bad_line_of_a_part_is_named_by_its_byte(tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(LINES + b"{broken\n")
-    section = new_section("data", "files")
-    part = plain.parts(file, section, 1000)[-1]
-    with pytest.raises(TrainctlError, match=f"a.jsonl, the line at byte {len(LINES):,}: not JSON"):
-        list(Reader(section).documents([file], part))
+def test_what_cannot_be_divided_has_no_ranges(tmp_path):
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(LINES))
-    assert plain.parts(packed, section, 1000) == [None]
-    assert plain.parts(tmp_path / "a.txt", section, 1000) == [None]
+    assert plain.ranges(packed, 1000) == []
+    (tmp_path / "a.txt").write_bytes(LINES)
+    assert plain.ranges(tmp_path / "a.txt", 1000) == []

@@ -216,14 +216,13 @@ def test_a_server_without_ranges_is_named(server, waits, monkeypatch):
     assert waits == []
 
 
-def test_parts_of_a_remote_file_have_each_line_once(server):
+def test_ranges_of_a_remote_file_have_each_line_once(server):
     (server.folder / "a.jsonl").write_bytes(LINES)
     (file,), _ = listed(server.url("a.jsonl"))
-    section = new_section("data", "files")
-    parts = load("data", "files").parts(file, section, 100_000)
-    assert len(parts) == len(LINES) // 100_000 > 2
-    read = [[each.text for each in Reader(section).documents([file], part)] for part in parts]
-    assert [text for part in read for text in part] == EXPECTED
+    ranges = load("data", "files").ranges(file, 100_000)
+    assert len(ranges) > 2
+    reader = Reader(new_section("data", "files"))
+    assert [each.text for span in ranges for each in reader.read(file, span)] == EXPECTED
 
 
 def test_a_process_that_was_forked_reads_too(server):

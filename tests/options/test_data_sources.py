@@ -85,13 +85,13 @@ def test_feather_is_arrow(tmp_path):
 
 @given(st.lists(st.text(st.characters(codec="utf-8"), max_size=9)), st.integers(1, 9), st.data())
 @settings(max_examples=60, deadline=None)
-def test_parts_of_parquet_have_each_row_once(tmp_path_factory, rows, group, data):
+def test_ranges_of_parquet_have_each_row_once(tmp_path_factory, rows, group, data):
     file = tmp_path_factory.mktemp("parts") / "a.parquet"
     pq.write_table(pa.table({"text": pa.array(rows, pa.string())}), file, row_group_size=group)
-    section = new_section("data", "parquet")
-    parts = load("data", "parquet").parts(file, section, data.draw(st.integers(1, 2000)))
-    found = [[each.text for each in Reader(section).documents([file], part)] for part in parts]
-    assert [text for part in found for text in part] == rows
+    ranges = load("data", "parquet").ranges(file, data.draw(st.integers(1, 2000)))
+    reader = Reader(new_section("data", "parquet"))
+    found = [(each.text, each.line) for span in ranges for each in reader.read(file, span)]
+    assert found == [(text, row) for row, text in enumerate(rows, 1)]
     assert texts("parquet", file) == rows
 
 

@@ -49,26 +49,12 @@ class Document:
     Attributes:
         text: All of it; encodes as UTF-8.
         file: That it is in.
-        line: Its line, or row, from 1, in the file or the part of it that was read; None of a file
-            that is one document.
+        line: Its line, or row, from 1; None of a file that is one document.
     """
 
     text: str
     file: File
     line: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A piece of a file that can be read by itself; the pieces of a file have each document once.
-
-    Attributes:
-        start: Where it begins, in what its kind counts: bytes, row groups.
-        stop: Where the next one does.
-    """
-
-    start: int
-    stop: int
 
 
 @dataclass(slots=True)
@@ -104,20 +90,24 @@ class Reader:
         self.config = config
         self.bad = BadText()
 
-    def documents(self, files: Sequence[File], part: Part | None = None) -> Iterator[Document]:
+    def documents(self, files: Sequence[File]) -> Iterator[Document]:
         """The documents of files, in order.
-
-        Args:
-            files: As they were found.
-            part: Of each of them, one that its kind's `parts` gave; None is all of it.
 
         Raises:
             TrainctlError: A file cannot be read or is no text; or, by the policy, bad text.
         """
-        read = function_of("data", self.config.kind)
         for file in files:
-            with _readable(file):
-                yield from read(self, file) if part is None else read(self, file, part)
+            yield from self.read(file)
+
+    def read(self, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
+        """The documents of a file, or of one of the ranges that its source gives for it.
+
+        Raises:
+            TrainctlError: As `documents`.
+        """
+        read = function_of("data", self.config.kind)
+        with _readable(file):
+            yield from read(self, file) if span is None else read(self, file, span)
 
     def clean(self, text: str, where: str) -> str | None:
         """A text as it can be encoded; None to leave it out.

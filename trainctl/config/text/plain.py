@@ -10,13 +10,11 @@ import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
-from typing import BinaryIO
 
 from trainctl.config.schema import DataConfig, DataFromRecords, OnBadText
 from trainctl.config.suggest import nearest
 from trainctl.config.text.check import BAD_TEXT, BINARY, TEXT_KEY, FileProblem
-from trainctl.config.text.documents import REPLACEMENT, Document, Part, Reader
+from trainctl.config.text.documents import REPLACEMENT, Document, Reader
 from trainctl.config.text.files import HEAD_BYTES, no_text
 from trainctl.config.text.remote import File
 from trainctl.config.text.stream import head_of, is_packed, opened, unpacked_name
@@ -49,19 +47,28 @@ class NoTextKey(TrainctlError):
         super().__init__(f"{where}: no text under {text_key!r}: {has}", hint=hint)
 
 
-def read(reader: Reader, file: File, part: Part | None = None) -> Iterator[Document]:
-    """The documents of a file, or of a part of it, in order."""
-    return _lines(reader, file, part) if _has_lines(file) else _whole(reader, file)
+def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
+    """The documents of a file, or of one of its `ranges`, in order; lines are counted there."""
+    return _lines(reader, file, span) if _has_lines(file) else _whole(reader, file)
 
 
-def parts(file: File, config: DataConfig, size: int) -> list[Part | None]:
-    """Ranges of a JSONL file's bytes: a line is of the one in which it begins."""
+def ranges(file: File, size: int) -> list[tuple[int, int]]:
+    """Ranges of bytes of whole lines, in order, each of `size` bytes or a little more.
+
+    Only where they end is the file looked at. What is no JSONL is one document, and has none; nor
+    has a packed file, which can be read from its beginning alone.
+    """
     if not _has_lines(file) or is_packed(file):
-        return [None]
-    whole = file.stat().st_size
-    count = max(1, whole // size)
-    places = [whole * number // count for number in range(count + 1)]
-    return [Part(start, stop) for start, stop in pairwise(places)]
+        return []
+    found = []
+    start, length = 0, file.stat().st_size
+    with file.open("rb") as stream:
+        while start < length:
+            stream.seek(min(start + size, length) - 1)
+            stream.readline()
+            found.append((start, stream.tell()))
+            start = stream.tell()
+    return found
 
 
 def places(file: File) -> list[int | None]:
@@ -104,30 +111,23 @@ def _whole(reader: Reader, file: File) -> Iterator[Document]:
         yield Document(text.replace("\r\n", "\n").replace("\r", "\n"), file, None)
 
 
-def _lines(reader: Reader, file: File, part: Part | None) -> Iterator[Document]:
+def _lines(reader: Reader, file: File, span: tuple[int, int] | None) -> Iterator[Document]:
     _refuse_binary(file, head_of(file, HEAD_BYTES))
+    start, end = span or (0, None)
     with opened(file) as stream:
-        for number, at, raw in _numbered(stream, part):
-            line = (raw.removeprefix(_BOM) if at == 0 else raw).strip()
+        if start:
+            stream.seek(start)
+        at = start
+        for number, raw in enumerate(stream, 1):
+            if end is not None and at >= end:
+                return
+            line = (raw if at else raw.removeprefix(_BOM)).strip()
+            at += len(raw)
             if not line:
                 continue
-            where = f"{file}:{number}" if part is None else f"{file}, the line at byte {at:,}"
-            text = text_of_record(reader, line, where)
+            text = text_of_record(reader, line, f"{file}:{number}")
             if text is not None:
                 yield Document(text, file, number)
-
-
-def _numbered(stream: BinaryIO, part: Part | None) -> Iterator[tuple[int, int, bytes]]:
-    """Each line with its number and the byte at which it begins."""
-    at = 0
-    if part is not None and part.start:
-        stream.seek(part.start - 1)  # where the byte before ends a line, one begins at the start
-        at = part.start - 1 + len(stream.readline())
-    for number, line in enumerate(stream, 1):
-        if part is not None and at >= part.stop:
-            return
-        yield number, at, line
-        at += len(line)
 
 
 def text_of_record(reader: Reader, raw: bytes, where: str) -> str | None:

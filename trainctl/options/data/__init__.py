@@ -15,7 +15,6 @@ from trainctl.config.codec import to_plain
 from trainctl.config.registry import Spec, load
 from trainctl.config.schema import DataConfig, DataFromPaths
 from trainctl.config.text.check import Look
-from trainctl.config.text.documents import Part
 from trainctl.config.text.files import Choose
 from trainctl.config.text.remote import File
 
@@ -34,9 +33,13 @@ class DataSource(Spec):
         choose: Of all files of such a folder, those that are its corpus, before endings are looked
             at; None takes them by their endings alone.
         files: Of its section: its files, sorted; None takes those that `data.paths` names.
-        parts: Of a file, its section and a number of bytes: the pieces of about that length that
-            `build` reads alone, as its third argument; None among them is all of the file. None
-            here cannot divide a file.
+        ranges: Of a file and a number of bytes: ranges of about so many each that are read by
+            themselves, so that many processes read one file; in order, and without gaps where
+            documents are. Their two numbers are the source's own: bytes, row groups. Its `build` is
+            then also called with one of them, as ``read(reader, file, span)``. None has files read
+            whole.
+        counts_lines: Whether documents of a range have the number of their line there, as who reads
+            a range of lines knows none before it; else that in the file.
         problem: What is wrong with the beginning of a file, before anything starts; None does not
             look.
         is_plain: Whether a file that is not packed is at least as long as its text, so that a
@@ -50,7 +53,8 @@ class DataSource(Spec):
     endings: tuple[str, ...] = ()
     choose: Choose | None = None
     files: Callable[[Any], Sequence[File]] | None = None
-    parts: Callable[[File, Any, int], list[Part | None]] | None = None
+    ranges: Callable[[File, int], list[tuple[int, int]]] | None = None
+    counts_lines: bool = False
     problem: Look | None = None
     is_plain: bool = False
     places: Callable[[File], list[int | None]] | None = None

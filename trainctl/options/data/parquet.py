@@ -11,7 +11,7 @@ from trainctl.config.schema import DataFromRecords
 from trainctl.config.text.arrow import cells, pyarrow, readable, require_texts
 from trainctl.config.text.check import TEXT_KEY, FileProblem
 from trainctl.config.text.columns import NoColumn, key_of, text_of
-from trainctl.config.text.documents import Document, Part, Reader
+from trainctl.config.text.documents import Document, Reader
 from trainctl.config.text.remote import File
 from trainctl.options.data import DataSource
 
@@ -20,35 +20,32 @@ _BUFFER = 1 << 20
 _ROWS = 256
 
 
-def read(reader: Reader, file: File, part: Part | None = None) -> Iterator[Document]:
-    """The texts of a file's rows, or of some row groups', in order."""
+def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
+    """The texts of a file's rows, or of a range of its row groups, in order."""
     key = key_of(reader)
-    with _opened(file, key) as table:
-        groups = range(table.num_row_groups) if part is None else range(part.start, part.stop)
-        sizes = [table.metadata.row_group(group).num_rows for group in range(groups.stop)]
-        before = sum(sizes[: groups.start])
-        batches = table.iter_batches(_ROWS, row_groups=[*groups], columns=[key])
-        row = 0
-        for batch in batches:
+    with _opened(file) as table:
+        require_texts(table.schema_arrow, file, key)
+        groups = range(*(span or (0, table.num_row_groups)))
+        row = sum(table.metadata.row_group(group).num_rows for group in range(groups.start))
+        for batch in table.iter_batches(_ROWS, row_groups=[*groups], columns=[key]):
             for cell in cells(batch.column(key)):
                 row += 1
-                text = text_of(reader, cell, f"{file}, row {before + row:,}")
+                text = text_of(reader, cell, f"{file}, row {row:,}")
                 if text is not None:
                     yield Document(text, file, row)
 
 
-def parts(file: File, section: DataFromRecords, size: int) -> list[Part | None]:
+def ranges(file: File, size: int) -> list[tuple[int, int]]:
     """Row groups, so many together that they have about that many bytes unpacked."""
-    with _opened(file, section.text_key) as table:
-        sizes = [
-            table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)
-        ]
-    found: list[Part | None] = []
+    with _opened(file) as table:
+        count = table.num_row_groups
+        sizes = [table.metadata.row_group(group).total_byte_size for group in range(count)]
+    found = []
     start = total = 0
     for group, each in enumerate(sizes, 1):
         total += each
-        if total >= size or group == len(sizes):
-            found.append(Part(start, group))
+        if total >= size or group == count:
+            found.append((start, group))
             start, total = group, 0
     return found
 
@@ -56,19 +53,19 @@ def parts(file: File, section: DataFromRecords, size: int) -> list[Part | None]:
 def problem(file: File, section: DataFromRecords) -> FileProblem | None:
     """What a file's end says of it."""
     try:
-        with _opened(file, section.text_key):
-            return None
+        with _opened(file) as table:
+            require_texts(table.schema_arrow, file, section.text_key)
+        return None
     except NoColumn as error:
         return FileProblem(TEXT_KEY, error.hint, error.message, error.hint, "data.text_key")
 
 
 @contextmanager
-def _opened(file: File, key: str) -> Iterator[Any]:
+def _opened(file: File) -> Iterator[Any]:
     parquet = pyarrow("parquet")
     with readable(file, "Parquet"):
         source = str(file) if isinstance(file, Path) else file.open()
         with parquet.ParquetFile(source, buffer_size=_BUFFER, pre_buffer=False) as table:
-            require_texts(table.schema_arrow, file, key)
             yield table
 
 
@@ -78,6 +75,6 @@ SPEC = DataSource(
     build="trainctl.options.data.parquet:read",
     extra="data",
     endings=(".parquet",),
-    parts=parts,
+    ranges=ranges,
     problem=problem,
 )
