@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.text.documents import EXAMPLES, BadText, limit_of
 from trainctl.config.text.files import TextFiles
+from trainctl.config.text.remote import File
 from trainctl.data.part import Part
 from trainctl.data.store import Store, files_in_order, in_file
 from trainctl.data.tasks import Task
@@ -52,7 +52,7 @@ def chunks(
     held_out_files = set(files.held_out)
     numbers = {file: n for n, file in enumerate(files_in_order(files.train, files.held_out))}
     limit = _limit(store, tasks, fraction) if files.by_document else None
-    before: dict[Path, int] = {}
+    before: dict[File, int] = {}
     for task in tasks:
         part = store.part(task)
         origin = part.origin()
@@ -82,7 +82,7 @@ def bad_text(store: Store, tasks: Sequence[Task], files: TextFiles) -> BadText:
     """
     of_sides = {True: BadText(), False: BadText()}
     held_out_files = set(files.held_out)
-    before: dict[Path, int] = {}
+    before: dict[File, int] = {}
     for task in tasks:
         for piece, facts in zip(task.pieces, store.part(task).pieces, strict=True):
             bad = of_sides[piece.file in held_out_files]

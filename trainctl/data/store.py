@@ -24,7 +24,8 @@ from pathlib import Path
 
 from trainctl.config.schema import DataConfig
 from trainctl.config.text.documents import Reader
-from trainctl.config.text.files import digest_of
+from trainctl.config.text.files import digest_of, order
+from trainctl.config.text.remote import File, RemoteFile
 from trainctl.data.claims import Claims
 from trainctl.data.encoding import Encoder
 from trainctl.data.part import (
@@ -86,7 +87,7 @@ class Store:
                 write_json(store.folder / "store.json", settings)
         return store
 
-    def tasks(self, files: Sequence[Path]) -> list[Task]:
+    def tasks(self, files: Sequence[File]) -> list[Task]:
         """What has to be done for all documents of files, in their order.
 
         Raises:
@@ -201,9 +202,9 @@ class Store:
         return self.folder / "parts" / content
 
 
-def files_in_order(train: Sequence[Path], held_out: Sequence[Path]) -> list[Path]:
+def files_in_order(train: Sequence[File], held_out: Sequence[File]) -> list[File]:
     """All files of a corpus, so that each side's are in its own order: tasks know no sides."""
-    return sorted({*train, *held_out}) if held_out else list(train)
+    return sorted({*train, *held_out}, key=order) if held_out else list(train)
 
 
 def lines_before(piece: Piece) -> int:
@@ -252,23 +253,35 @@ def _content(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
 
     The names are of it, as a source goes by a file's ending; the folders are not. So is where a
     range begins, unless lines are counted from there; but a byte order mark has to come first.
+    What is fetched is not fetched twice, but to count the lines of a range: its URL and version
+    stand for its bytes. So do path, size and time where a range is no range of bytes, as all of
+    the file would be read for each.
     """
     digest = hashlib.blake2b(digest_size=16)
     lines = []
     for piece in task.pieces:
+        lines.append(0)
+        if isinstance(piece.file, RemoteFile) or (piece.end is not None and not counts_lines):
+            digest.update(json.dumps(piece.to_plain()).encode())
+            if piece.end is not None and counts_lines:
+                lines[-1] = _lines_in(piece)
+            continue
         own = hashlib.blake2b(digest_size=32)
-        found = 0
         try:
             for block in _blocks(piece):
                 own.update(block)
-                found += block.count(b"\n")
+                lines[-1] += block.count(b"\n") if counts_lines else 0
         except OSError as error:
             raise TrainctlError(f"cannot read {piece.file}: {error.strerror}") from None
-        lines.append(found if counts_lines else 0)
         start = min(piece.start, 1) if counts_lines else piece.start
         name = json.dumps([piece.file.name, start, piece.end is not None])
         digest.update(name.encode() + own.digest())
     return digest.hexdigest(), lines
+
+
+def _lines_in(piece: Piece) -> int:
+    """Line feeds of a piece, for the pieces of its file after it."""
+    return sum(block.count(b"\n") for block in _blocks(piece))
 
 
 def _blocks(piece: Piece) -> Iterator[bytes]:

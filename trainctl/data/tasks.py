@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trainctl.config.text.files import digest_of
+from trainctl.config.text.remote import File, RemoteFile, is_url
 
 TASK_BYTES = 32 << 20
 """Of files in a task, about: seconds of work, lost at most where a process is killed."""
 _FEWEST = 16
 """A group of files may end early, with this share of a task: where that is, their names say."""
 
-Ranges = Callable[[Path, int], list[tuple[int, int]]]
-"""A file's ranges that can be read by themselves, in order, each of about so many bytes."""
+Ranges = Callable[[File, int], list[tuple[int, int]]]
+"""A file's ranges that can be read by themselves, in order, each of about so many bytes; their
+numbers are the source's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +30,16 @@ class Piece:
     """A file, or a range of it.
 
     Attributes:
-        file: Absolute.
+        file: Absolute, or of a URL.
         size: Of the file, in bytes.
-        modified: When the file was, in nanoseconds.
-        start: First byte of the range; 0 for a whole file.
+        version: When the file was modified, in nanoseconds; of a URL what its server calls it.
+        start: First of the range, in the source's own units; 0 for a whole file.
         end: One past its last; None for a whole file.
     """
 
-    file: Path
+    file: File
     size: int
-    modified: int
+    version: str
     start: int = 0
     end: int | None = None
 
@@ -48,13 +50,12 @@ class Piece:
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether the file is the one that it was."""
-        status = self.file.stat()
-        return (status.st_size, status.st_mtime_ns) == (self.size, self.modified)
+        """Whether the file is the one that it was; one of a URL sees to that itself."""
+        return isinstance(self.file, RemoteFile) or self == _of(self.file, self.start, self.end)
 
     def to_plain(self) -> list[Any]:
         """As JSON has it."""
-        return [str(self.file), self.size, self.modified, self.start, self.end]
+        return [str(self.file), self.size, self.version, self.start, self.end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +83,10 @@ class Task:
     @classmethod
     def from_plain(cls, data: dict[str, Any]) -> Task:
         """What `to_plain` gave."""
-        pieces = tuple(Piece(Path(file), *rest) for file, *rest in data["pieces"])
-        return cls(pieces, data["size"])
+        return cls(tuple(_piece(*each) for each in data["pieces"]), data["size"])
 
 
-def tasks_of(files: Iterable[Path], ranges: Ranges | None) -> list[Task]:
+def tasks_of(files: Iterable[File], ranges: Ranges | None) -> list[Task]:
     """The tasks that read all documents of files, in their order.
 
     Args:
@@ -99,12 +99,11 @@ def tasks_of(files: Iterable[Path], ranges: Ranges | None) -> list[Task]:
     return list(_tasks(files, ranges))
 
 
-def _tasks(files: Iterable[Path], ranges: Ranges | None) -> Iterator[Task]:
+def _tasks(files: Iterable[File], ranges: Ranges | None) -> Iterator[Task]:
     group: list[Piece] = []
     size = 0
     for file in files:
-        status = file.stat()
-        whole = Piece(file, status.st_size, status.st_mtime_ns)
+        whole = _of(file)
         found = ranges(file, TASK_BYTES) if ranges and whole.size > TASK_BYTES else []
         if len(found) > 1:
             if group:
@@ -112,8 +111,7 @@ def _tasks(files: Iterable[Path], ranges: Ranges | None) -> Iterator[Task]:
                 group, size = [], 0
             average = whole.size // len(found)
             for start, end in found:
-                piece = Piece(file, whole.size, whole.modified, start, end)
-                yield Task((piece,), average)
+                yield Task((replace(whole, start=start, end=end),), average)
             continue
         group.append(whole)
         size += whole.size
@@ -124,6 +122,20 @@ def _tasks(files: Iterable[Path], ranges: Ranges | None) -> Iterator[Task]:
         yield Task(tuple(group), size)
 
 
-def _ends_a_group(file: Path) -> bool:
+def _of(file: File, start: int = 0, end: int | None = None) -> Piece:
+    """A file, or a range of it, as it is now."""
+    if isinstance(file, RemoteFile):
+        return Piece(file, file.size, file.version, start, end)
+    status = file.stat()
+    return Piece(file, status.st_size, str(status.st_mtime_ns), start, end)
+
+
+def _piece(name: str, size: int, version: str, start: int, end: int | None) -> Piece:
+    """Of what `Piece.to_plain` gave."""
+    file = RemoteFile(name, size, version) if is_url(name) else Path(name)
+    return Piece(file, size, version, start, end)
+
+
+def _ends_a_group(file: File) -> bool:
     """One file in `_FEWEST`, by its name: where it does, the groups after it are as they were."""
     return int(digest_of(file.name)[:8], 16) % _FEWEST == 0

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from trainctl.config.schema import DataConfig, OnBadText
 from trainctl.config.text.documents import Reader, sides
 from trainctl.config.text.files import TextFiles, split_files
+from trainctl.config.text.remote import File, is_url
 from trainctl.errors import TrainctlError
 from trainctl.options.data import spec_of
 from trainctl.plan.types import RunPlan
@@ -193,7 +194,7 @@ class _Origins:
             return None, None
         file, line = self._origin[document].tolist()
         path = self._files[file]
-        return (path, line or None) if Path(path).is_file() else (None, None)
+        return (path, line or None) if is_url(path) or Path(path).is_file() else (None, None)
 
 
 class _Sources:
@@ -201,7 +202,7 @@ class _Sources:
 
     def __init__(self, config: DataConfig) -> None:
         self._config = config
-        self._places: list[tuple[Path, int | None]] | None = None
+        self._places: list[tuple[File, int | None]] | None = None
         try:
             self._files = split_files(config)
         except TrainctlError:  # they have gone; the tokens have not
@@ -216,19 +217,19 @@ class _Sources:
         file, line = self._places[document]
         return str(file), line
 
-    def _all_places(self) -> list[tuple[Path, int | None]]:
+    def _all_places(self) -> list[tuple[File, int | None]]:
         """The place of every document."""
         places = spec_of(self._config).places
         is_divided = self._files.by_document or self._config.on_bad_text is OnBadText.skip
         if places is None or is_divided:
             return self._places_read()
-        found: list[tuple[Path, int | None]] = []
+        found: list[tuple[File, int | None]] = []
         for file in self._files.train:
-            with suppress(OSError):  # it has gone
+            with suppress(OSError, TrainctlError):  # it has gone, or is another
                 found += [(file, line) for line in places(file)]
         return found
 
-    def _places_read(self) -> list[tuple[Path, int | None]]:
+    def _places_read(self) -> list[tuple[File, int | None]]:
         """The same where not every line is a document that was trained on: read as then."""
         try:
             found = sides(self._config, self._files, Reader(self._config))

@@ -15,6 +15,7 @@ from pathlib import Path
 from trainctl.config.schema import DataConfig, TokenizerConfig
 from trainctl.config.text.documents import Reader, is_one_document, sides
 from trainctl.config.text.files import TextFiles, digest_of, split_files
+from trainctl.config.text.remote import version_of
 from trainctl.data.assembly import bad_text, chunks
 from trainctl.data.part import DamagedPart
 from trainctl.data.preparation import do_tasks
@@ -286,8 +287,7 @@ def _parts(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) -> list[s
     for name, of_side in (("train", files.train), ("held_out", files.held_out)):
         parts.append(name)
         for file in of_side:
-            status = file.stat()
-            parts.append(f"{file}\0{status.st_size}\0{status.st_mtime_ns}")
+            parts.append(version_of(file))
     divided = str(config.held_out_fraction) if files.by_document else ""
     return [*parts, config.on_bad_text.value, divided]
 

@@ -17,6 +17,7 @@ from typing import IO, Any
 import numpy as np
 
 from trainctl.config.text.documents import BadText
+from trainctl.config.text.remote import File
 from trainctl.data.assembly import Chunk
 from trainctl.data.encoding import dtype_for, encoded
 from trainctl.data.part import writing
@@ -71,7 +72,7 @@ def write_corpus(
     tokenizer: Tokenizer,
     chunks: Iterable[Chunk],
     bad: Callable[[], BadText],
-    files: Sequence[Path] = (),
+    files: Sequence[File] = (),
 ) -> None:
     """Write tokens into a folder, which takes the place of one that is there.
 

@@ -55,7 +55,7 @@ class DataFromPaths(DataConfig):
     paths: list[str] = option(
         [],
         "Globs of files, or folders: of these the files with an ending of the kind's (.jsonl, .md "
-        "and .txt with `files`), and those of the folders in them.",
+        "and .txt with `files`), packed or not, and those of the folders in them. URLs, too.",
     )
     held_out_paths: list[str] = option(
         [], "The same of the held-out files; empty holds out a share of `paths`."

@@ -7,15 +7,16 @@ the same for all of them, and know no kind.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import Spec, load
 from trainctl.config.schema import DataConfig, DataFromPaths
 from trainctl.config.text.check import Look
+from trainctl.config.text.files import Choose
+from trainctl.config.text.remote import File
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,18 +28,22 @@ class DataSource(Spec):
     `Document`s in order. No torch is loaded then.
 
     Attributes:
-        endings: Of the files that it takes from a folder of `data.paths`; a glob takes any.
+        endings: Of the files that it takes from a folder of `data.paths`, packed or not; a glob
+            takes any.
+        choose: Of all files of such a folder, those that are its corpus, before endings are looked
+            at; None takes them by their endings alone.
         files: Of its section: its files, sorted; None takes those that `data.paths` names.
+        ranges: Of a file and a number of bytes: ranges of about so many each that are read by
+            themselves, so that many processes read one file; in order, and without gaps where
+            documents are. Their two numbers are the source's own: bytes, row groups. Its `build` is
+            then also called with one of them, as ``read(reader, file, span)``. None has files read
+            whole.
+        counts_lines: Whether documents of a range have the number of their line there, as who reads
+            a range of lines knows none before it; else that in the file.
         problem: What is wrong with the beginning of a file, before anything starts; None does not
             look.
-        is_plain: Whether a file is at least as long as its text, so that a corpus that is too short
-            is seen by the sizes of its files.
-        ranges: Of a file and a number of bytes: ranges of the file's bytes, of about so many each,
-            that are read by themselves, so that many processes read one file; in order, and without
-            gaps where documents are. Its `build` is then also called with one of them, as
-            ``read(reader, file, span)``. None has files read whole.
-        counts_lines: Whether documents of a range have the number of their line there, each line
-            ended by a line feed, as who reads a range knows none before it; else that in the file.
+        is_plain: Whether a file that is not packed is at least as long as its text, so that a
+            corpus that is too short is seen by the sizes of its files.
         places: Lines of a file's documents, from 1, where all of them are kept; None has the file
             read again to know them.
         identity: Of its section: what its documents depend on beside the files. It is a part of
@@ -46,12 +51,13 @@ class DataSource(Spec):
     """
 
     endings: tuple[str, ...] = ()
-    files: Callable[[Any], list[Path]] | None = None
+    choose: Choose | None = None
+    files: Callable[[Any], Sequence[File]] | None = None
+    ranges: Callable[[File, int], list[tuple[int, int]]] | None = None
+    counts_lines: bool = False
     problem: Look | None = None
     is_plain: bool = False
-    ranges: Callable[[Path, int], list[tuple[int, int]]] | None = None
-    counts_lines: bool = False
-    places: Callable[[Path], list[int | None]] | None = None
+    places: Callable[[File], list[int | None]] | None = None
     identity: Callable[[Any], str] | None = None
 
 
