@@ -1,0 +1,5 @@
+"""What a run is trained on: sources, their mixture, the order of their samples. No torch here.
+
+What costs much (text to token ids) is done once, before the ranks start. What decides a run is
+arithmetic: which sample is where is a function of the seed and a counter (`trainctl.data.order`).
+"""
