@@ -175,7 +175,7 @@ def with_parts(cls: type) -> type:
 
 
 @cache
-def part_class(part: type, kind: str) -> type:
+def part_class(part: Any, kind: str) -> type:
     """The dataclass of one of several sections of a group, such as `data.sources.NAME`.
 
     Args:

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from trainctl.config.schema import RunConfig, SourceConfig
 from trainctl.data.legs import samples_of
@@ -13,6 +14,9 @@ from trainctl.data.order import Order, OrderedSource, OrderedStage
 from trainctl.errors import Finding, Severity
 from trainctl.plan.mixture import DataStage, amount_of, shares_of_amounts, sources_of, stages_of
 from trainctl.plan.types import RunPlan
+
+ROUNDING = 1e-3
+"""Of a source's passes: what weights that are rounded to a period may add to them."""
 
 SHORT, OFF, LEFT_OUT = "TC345", "TC346", "TC347"
 
@@ -93,8 +97,10 @@ def order_of(plan: RunPlan, tokens: Mapping[str, int]) -> Order:
     config, stages = plan.config, _stages(plan)
     sources = sources_of(config.data)
     amounts = config.data.sources
-    by_amount = sum(stage.tokens for stage in stages if stage.weights is None)
-    whole = shares_of_amounts(amounts, tokens, by_amount) if amounts else {}
+    shared = [stage for stage in stages if stage.weights is None]
+    epoch_tokens = _of_epochs(tokens, shared[0].sequence_length) if shared else dict(tokens)
+    of = sum(stage.tokens for stage in shared)
+    whole = shares_of_amounts(amounts, epoch_tokens, of) if amounts else {}
     whole = whole or {name: Fraction(1) for name in sources}
     return Order(
         config.training.seed,
@@ -139,9 +145,14 @@ def plan_data(plan: RunPlan, counts: Mapping[str, Count]) -> DataPlan:
     problems = (
         *_runs_out(plan.config, order, stages, run, tokens),
         *_off(plan.config, run, tokens, everything),
-        *_left_out(order),
+        *_left_out(plan.config, order),
     )
     return DataPlan(stages=uses, run=run, counts=counts, problems=problems)
+
+
+def _of_epochs(tokens: Mapping[str, int], length: int) -> dict[str, int]:
+    """Tokens in the samples of an epoch of each source."""
+    return {name: samples_of(count, length) * length for name, count in tokens.items()}
 
 
 def _stages(plan: RunPlan) -> tuple[DataStage, ...]:
@@ -216,14 +227,11 @@ def _runs_out(
     found = []
     for name, source in config.data.sources.items():
         most = source.max_epochs
-        if most is None or run[name].epochs <= most:
+        if most is None or run[name].epochs <= most * (1 + ROUNDING):
             continue
         short = run[name].tokens - int(most * tokens[name])
-        step = 1 + bisect_left(
-            range(stages[-1].end_step),
-            most,
-            key=lambda step, name=name: _epochs_before(order, stages, name, tokens, step + 1),
-        )
+        before = partial(_epochs_before, order, stages, name, tokens)
+        step = bisect_left(range(stages[-1].end_step), most, key=before)
         found.append(
             Finding(
                 rule=SHORT,
@@ -256,19 +264,29 @@ def _off(
 ) -> list[Finding]:
     """Sources whose tokens or epochs are not what the run comes to."""
     found = []
+    epoch_tokens = _of_epochs(tokens, config.training.sequence_length)
     for name, source in config.data.sources.items():
-        wanted = amount_of(source, tokens[name])
-        drawn = run[name].tokens
-        if wanted is None or abs(drawn - wanted) <= max(wanted / 100, 1):
+        wanted, drawn = amount_of(source, epoch_tokens[name]), run[name].tokens
+        if source.weight is not None and not drawn:
+            found.append(
+                Finding(
+                    rule=SHORT,
+                    key=f"data.sources.{name}.weight",
+                    message=f"nothing is left for {name}: tokens and epochs of the other sources "
+                    f"take all of the run's {everything:,} tokens",
+                    hint="less of the others, or a longer run",
+                )
+            )
+        length = config.training.sequence_length
+        if wanted is None or abs(drawn - wanted) <= max(wanted / 100, Fraction(length)):
             continue
         unit = "tokens" if source.tokens is not None else "epochs"
-        asked = f"{unit}={getattr(source, unit):g}" if unit == "epochs" else f"{wanted:,} tokens"
         found.append(
             Finding(
                 rule=OFF,
                 key=f"data.sources.{name}.{unit}",
-                message=f"{asked} of {name} are {int(wanted):,} tokens, and the run of "
-                f"{everything:,} takes {drawn:,} of it ({run[name].epochs:.3g} epochs)",
+                message=f"{name} is to give {int(wanted):,} tokens ({unit}="
+                f"{getattr(source, unit):_}), and the run of {everything:,} takes {drawn:,} of it",
                 hint="another training.tokens, or a weight in place of it",
                 severity=Severity.warning,
             )
@@ -276,7 +294,7 @@ def _off(
     return found
 
 
-def _left_out(order: Order) -> list[Finding]:
+def _left_out(config: RunConfig, order: Order) -> list[Finding]:
     """What a change of length leaves out of an epoch that has begun."""
     return [
         Finding(
@@ -284,8 +302,10 @@ def _left_out(order: Order) -> list[Finding]:
             key="data.stages",
             message=f"{left:,} tokens of {name} are left out of its present epoch where the "
             "sequence gets longer",
-            hint=f"data.sources.{name}.shuffle_shards=1 has less to leave out, or shorten the "
-            "sequence instead: what is left is then cut anew",
+            hint="a shorter length that divides the one before cuts what is left anew"
+            + (
+                f"; data.sources.{name}.shuffle_shards=1 leaves less" if config.data.sources else ""
+            ),
             severity=Severity.warning,
         )
         for name, left in order.left_out().items()

@@ -55,7 +55,8 @@ class OrderedStage:
     weights: Mapping[str, Fraction]
 
 
-class Samples(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Samples:
     """What counters stand for: each an array of their shape.
 
     Attributes:
@@ -144,7 +145,12 @@ class Order:
                 leg, drawn = self._courses[source][number]
                 epoch, index = leg.at(drawn + draws[mine])
                 found.epoch[chosen[mine]], found.index[chosen[mine]] = epoch, index
-        return Samples(*(each.reshape(asked.shape) for each in found))
+        return Samples(
+            *(
+                each.reshape(asked.shape)
+                for each in (found.stage, found.source, found.epoch, found.index)
+            )
+        )
 
     def dealt(self, first: int, size: int) -> Integers:
         """The counters of a batch in the order in which it is dealt to the ranks.

@@ -61,21 +61,21 @@ def _walk(
     if start.size == 0:
         return start
     flat = start.reshape(-1).astype(np.uint64)
-    sizes = _one_or_each(size, np.int64, start).astype(np.uint64)
-    keys = _one_or_each(key, np.uint64, start)
+    sizes, keys = _one_or_each(size, start), _one_or_each(key, start)
     halves = _half_bits(sizes)
-    todo = np.ones(flat.shape, dtype=bool)
+    todo = np.ones(flat.shape, dtype=np.bool_)
     while todo.any():
         walked = _feistel(flat[todo], _of(halves, todo), _of(keys, todo), backward=backward)
         flat[todo] = walked
-        todo[todo] = walked >= _of(sizes, todo)
+        todo[todo] = np.asarray(walked >= _of(sizes, todo))
     return flat.astype(np.int64).reshape(start.shape)
 
 
 def _feistel(values: Words, half_bits: Words, key: Words, *, backward: bool) -> Words:
     """One walk; backward the rounds come in the reverse order with the halves exchanged."""
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
-    left, right = values >> half_bits, values & mask
+    left: Words = values >> half_bits
+    right: Words = values & mask
     numbers = range(1, ROUNDS + 1)
     for number in reversed(numbers) if backward else numbers:
         word = mix(np.uint64(number) ^ key)
@@ -92,13 +92,13 @@ def _half_bits(sizes: Words) -> Words:
     return cast(Words, np.maximum(1, (bits + 1) // 2).astype(np.uint64))
 
 
-def _one_or_each(value: npt.ArrayLike, dtype: type, like: Integers) -> npt.NDArray[np.generic]:
+def _one_or_each(value: npt.ArrayLike, like: Integers) -> Words:
     """One number where it is the same for all, which is much less work; else one of each."""
-    array = np.asarray(value, dtype=dtype)
+    array: Words = np.asarray(value).astype(np.uint64)
     if array.ndim == 0:
         return array
     flat = np.broadcast_to(array, like.shape).reshape(-1)
-    return flat[0] if (flat == flat[0]).all() else flat
+    return np.asarray(flat[0]) if (flat == flat[0]).all() else flat
 
 
 def _of(numbers: Words, chosen: npt.NDArray[np.bool_]) -> Words:

@@ -76,7 +76,7 @@ def add_up(weights: Iterable[float]) -> bool:
 
 
 def shares_of_amounts(
-    sources: Mapping[str, SourceConfig], tokens: Mapping[str, int], of: int
+    sources: Mapping[str, SourceConfig], epoch_tokens: Mapping[str, int], of: int
 ) -> dict[str, Fraction]:
     """Shares that give each source its weight, tokens or epochs.
 
@@ -85,13 +85,13 @@ def shares_of_amounts(
 
     Args:
         sources: Their sections; one without any of the three has no share.
-        tokens: Of each source's training text.
+        epoch_tokens: Tokens in the samples of an epoch of each source.
         of: Tokens of the steps that these shares are of.
     """
     amounts = {
         name: amount
         for name, source in sources.items()
-        if (amount := amount_of(source, tokens[name])) is not None
+        if (amount := amount_of(source, epoch_tokens[name])) is not None
     }
     weights = {
         name: exact(source.weight) for name, source in sources.items() if source.weight is not None
@@ -104,11 +104,11 @@ def shares_of_amounts(
     return {**amounts, **{name: weight * rest for name, weight in weights.items()}}
 
 
-def amount_of(source: SourceConfig, tokens: int) -> Fraction | None:
+def amount_of(source: SourceConfig, epoch_tokens: int) -> Fraction | None:
     """Tokens that a source is to give in the run, where it says how many."""
     if source.tokens is not None:
         return Fraction(source.tokens)
-    return None if source.epochs is None else exact(source.epochs) * tokens
+    return None if source.epochs is None else exact(source.epochs) * epoch_tokens
 
 
 def batch_of_length(batch: Batch, length: int) -> Batch | None:
@@ -171,13 +171,14 @@ def stages_of(
     for stage in data.stages or [StageConfig()]:
         of_length = batches_of_length(batches, stage.sequence_length or training.sequence_length)
         assert of_length is not None
-        weights = stage.weights
+        own = stage.weights
+        weights = None if own is None else {name: exact(weight) for name, weight in own.items()}
         made = DataStage(
             first_step=first_step,
             end_step=min(total, end_of(stage, schedule, batches, total)),
             first_sample=first_sample,
             batches=of_length,
-            weights=weights and {name: exact(weight) for name, weight in weights.items()},
+            weights=weights,
         )
         found.append(made)
         first_step, first_sample = made.end_step, first_sample + made.samples

@@ -111,12 +111,12 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC094", run.model_has_a_shape),
     ("TC099", no_effect.settings_have_an_effect),
     ("TC144", run.weights_have_one_source),
+    ("TC195", precision.loss_scale_starts_above_its_least),
     ("TC340", data.sources_have_their_share),
     ("TC341", data.run_of_sources_has_a_length),
     ("TC342", data.stages_follow_each_other),
     ("TC343", data.stages_know_their_sources),
     ("TC344", data.batches_keep_their_tokens),
-    ("TC195", precision.loss_scale_starts_above_its_least),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 

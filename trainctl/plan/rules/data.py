@@ -231,7 +231,7 @@ def _not_whole(draft: Draft, where: str, length: int) -> Finding:
 def _sum(key: str, suffix: str, weights: Mapping[str, float], where: str = "") -> Iterator[Finding]:
     if weights and all(weight > 0 for weight in weights.values()) and not add_up(weights.values()):
         total = sum(map(exact, weights.values()), Fraction(0))
-        name = next(reversed(weights))
+        *_, name = weights
         yield error(
             f"{key}.{name}{suffix}" if suffix else key,
             f"{where}the weights {', '.join(f'{n} {w:g}' for n, w in weights.items())} have the "
