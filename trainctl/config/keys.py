@@ -359,12 +359,17 @@ def _accept_mapping(hint: Any, value: Any) -> dict[str, Any]:
     return {str(name): _accept(inner, item, None, None) for name, item in value.items()}
 
 
-def _accept_part(hint: Any, value: Any) -> dict[str, Any]:
-    """A section as a whole, of which nothing is set: what is set in it has keys of its own."""
-    if value != {}:
-        keys = ", ".join(item.name for item in fields(hint))
-        raise ValueProblem(f"expected a section, got {as_written(value)}", f"its keys: {keys}, ...")
-    return {}
+def _accept_part(part: Any, value: Any) -> dict[str, Any]:
+    """What is set in one of several sections; each key of it can be set alone, too."""
+    legal = part_leaves(part)
+    if not isinstance(value, dict):
+        shown = as_written(value) or "nothing"
+        raise ValueProblem(f"expected a section, got {shown}", f"its keys: {', '.join(legal)}")
+    for name in value:
+        if name not in legal:
+            close = ", ".join(nearest(str(name), legal)) or ", ".join(legal)
+            raise ValueProblem(f"such a section has no key {name}", f"did you mean {close}?")
+    return {name: accept(legal[name], item) for name, item in value.items()}
 
 
 def _accept_entry(hint: Any, value: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ the next window. No token comes twice in an epoch either way.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,8 +57,8 @@ class Leg:
     """What is drawn of a source at one length; its own draws are counted from 0.
 
     Attributes:
-        key: Of the source.
-        tokens: Of its text.
+        key: The key of the source.
+        tokens: Length of its text.
         length: Tokens of a sample.
         window: Shards that are shuffled together; None shuffles the whole text.
         shard_tokens: Tokens of a shard, a multiple of every length where there are windows.
@@ -89,10 +89,10 @@ class Leg:
     def at(self, draws: Integers) -> tuple[Integers, Integers]:
         """Epoch and index of the sample of each draw; its tokens begin at index x length."""
         if self.before is None or not (inside := draws < self.tail).any():
-            return self._ordinary(draws - self.tail)
+            return located(draws, self.numbers, self.shuffle)
         epoch, index = np.empty_like(draws), np.empty_like(draws)
         epoch[inside], index[inside] = self._of_tail(self.before, draws[inside])
-        epoch[~inside], index[~inside] = self._ordinary(draws[~inside] - self.tail)
+        epoch[~inside], index[~inside] = located(draws[~inside], self.numbers, self.shuffle)
         return epoch, index
 
     def draws_of(self, token: int, draws: int) -> list[tuple[int, int]]:
@@ -152,44 +152,28 @@ class Leg:
     def _per_window(self, length: int) -> int | None:
         return None if self.window is None else self.window * (self.shard_tokens // length)
 
-    def _ordinary(self, draws: Integers) -> tuple[Integers, Integers]:
-        epochs, places = np.divmod(self.first + draws, self.samples)
-        if not self.shuffle:
-            return epochs, places
-        keys = self._epoch_keys(epochs)
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What `located` needs of the leg: of several, each is then an array."""
         each = self._per_window(self.length)
-        if each is None:
-            return epochs, permute(places, self.samples, keys)
-        begin = places // each * each
-        size = np.minimum(each, self.samples - begin)
-        mixed = begin + permute(places - begin, size, key_of(keys, begin))
-        in_shard = self.shard_tokens // self.length
-        slots, within = np.divmod(mixed, in_shard)
-        return epochs, self._shards(slots, keys, permute) * in_shard + within
+        samples = self.samples
+        in_shard = self.shard_tokens // self.length if each else 0
+        return self.key, self.first, self.tail, samples, each or samples, in_shard
 
     def _place(self, epoch: int, index: int) -> int:
         """Where in an epoch a sample is."""
         if not self.shuffle:
             return index
-        keys, each = self._epoch_keys(np.array([epoch])), self._per_window(self.length)
+        keys, each = _epoch_keys(self.key, np.array([epoch])), self._per_window(self.length)
         if each is None:
             return int(unpermute([index], self.samples, keys)[0])
         in_shard = self.shard_tokens // self.length
         shard, within = divmod(index, in_shard)
-        mixed = int(self._shards(np.array([shard]), keys, unpermute)[0]) * in_shard + within
+        full = self.samples // in_shard
+        mixed = int(_shards(np.array([shard]), full, keys, unpermute)[0]) * in_shard + within
         begin = mixed // each * each
         size = min(each, self.samples - begin)
         return begin + int(unpermute([mixed - begin], size, key_of(keys, begin))[0])
-
-    def _shards(self, shards: Integers, keys: Words, how: Permutation) -> Integers:
-        """The full shards in another order; one that is not full stays the last of an epoch."""
-        full = self.samples // (self.shard_tokens // self.length)
-        moved = how(np.minimum(shards, max(0, full - 1)), max(1, full), key_of(keys, _SHARDS))
-        return np.where(shards < full, moved, shards)
-
-    def _epoch_keys(self, epochs: Integers) -> Words:
-        with np.errstate(over="ignore"):
-            return np.uint64(self.key) + epochs.astype(np.uint64)
 
     def _of_tail(self, before: Leg, draws: Integers) -> tuple[Integers, Integers]:
         ratio = before.length // self.length
@@ -211,3 +195,45 @@ class Leg:
 
     def _tail_key(self) -> Words:
         return key_of(np.uint64(self.key), self.tail_from, self.length, self.tail)
+
+
+def located(
+    draws: Integers, numbers: Sequence[npt.ArrayLike], shuffle: bool
+) -> tuple[Integers, Integers]:
+    """Epoch and index of samples behind the tail of a leg, or of several legs.
+
+    Args:
+        draws: Draws of a leg each.
+        numbers: As `Leg.numbers` has them; each may be one of each draw.
+        shuffle: Without it an epoch has the text's own order.
+    """
+    key, first, tail, samples, each, in_shard = (np.asarray(number) for number in numbers)
+    epochs, places = np.divmod(first + draws - tail, samples)
+    if not shuffle:
+        return epochs, places
+    keys, has_windows = _epoch_keys(key, epochs), in_shard > 0
+    if not has_windows.any():
+        return epochs, permute(places, samples, keys)
+    begin = places // each * each
+    size = np.minimum(each, samples - begin)
+    of_window = np.where(has_windows, key_of(keys, begin), keys)
+    mixed = begin + permute(places - begin, size, of_window)
+    chosen = np.flatnonzero(np.broadcast_to(has_windows, mixed.shape))
+    in_shard, samples = (np.broadcast_to(n, mixed.shape)[chosen] for n in (in_shard, samples))
+    slots, within = np.divmod(mixed[chosen], in_shard)
+    shards = _shards(slots, samples // in_shard, keys[chosen], permute)
+    mixed[chosen] = shards * in_shard + within
+    return epochs, mixed
+
+
+def _shards(shards: Integers, full: npt.ArrayLike, keys: Words, how: Permutation) -> Integers:
+    """The full shards in another order; one that is not full stays the last of an epoch."""
+    most = np.asarray(full)
+    inside = np.minimum(shards, np.maximum(most - 1, 0))
+    moved = how(inside, np.maximum(most, 1), key_of(keys, _SHARDS))
+    return np.where(shards < most, moved, shards)
+
+
+def _epoch_keys(key: npt.ArrayLike, epochs: Integers) -> Words:
+    with np.errstate(over="ignore"):
+        return np.asarray(key, dtype=np.uint64) + epochs.astype(np.uint64)

@@ -26,7 +26,7 @@ class Count:
     """How long a source is.
 
     Attributes:
-        tokens: Of its training text.
+        tokens: Length of its training text.
         is_estimate: Whether it is guessed from the size of its files, which nobody has tokenized.
     """
 
@@ -41,7 +41,7 @@ class Use:
     Attributes:
         tokens: Drawn.
         samples: Drawn.
-        share: Of all tokens of the stage or run.
+        share: Part of all tokens of the stage or run.
         epochs: Passes over its training text.
         unseen: Tokens of its text that come in no sample; only of the whole run.
     """

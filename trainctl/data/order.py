@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.legs import SHARD_TOKENS, Leg, samples_of, source_key
+from trainctl.data.legs import SHARD_TOKENS, Leg, located, samples_of, source_key
 from trainctl.data.permutation import Integers, key_of, permute
 from trainctl.data.turns import Turns, quotas_of, turns_of
 
@@ -31,7 +31,7 @@ class OrderedSource:
 
     Attributes:
         name: Its permutations follow from it, so that sources may come and go beside it.
-        tokens: Of its training text.
+        tokens: Length of its training text.
         window: Shards that are shuffled together; None shuffles the whole text.
     """
 
@@ -47,7 +47,7 @@ class OrderedStage:
     Attributes:
         first: Counter of its first sample.
         length: Tokens of a sample.
-        weights: Of its sources, by name, above 0: shares of the tokens, whatever their sum.
+        weights: Shares of the tokens, by name of the source, above 0 and of any sum.
     """
 
     first: int
@@ -62,8 +62,8 @@ class Samples:
     Attributes:
         stage: Number of the stage.
         source: Number of the source, in the order of `Order.names`.
-        epoch: Of its source, from 0.
-        index: In its source, in samples of the stage's length: its tokens begin at index x length.
+        epoch: Number of the epoch of its source, from 0.
+        index: Place in its source, in samples of that length: its tokens begin at index x length.
     """
 
     stage: Integers
@@ -103,7 +103,7 @@ class Order:
         shuffle: bool = True,
         shard_tokens: int = SHARD_TOKENS,
     ) -> None:
-        self.seed = seed
+        self.seed, self._shuffle = seed, shuffle
         self.stages = tuple(stages)
         # By name: whose turn it is among equals is then no matter of who else is listed.
         self.sources = tuple(sorted(sources, key=lambda source: source.name))
@@ -123,6 +123,11 @@ class Order:
             for number, source in enumerate(self.sources)
         ]
 
+        self._numbers = [
+            _numbers([course[stage] for course in self._courses])
+            for stage in range(len(self.stages))
+        ]
+
     def at(self, counters: npt.ArrayLike) -> Samples:
         """What counters stand for; asked for thousands at a time it is fastest.
 
@@ -140,10 +145,14 @@ class Order:
             sources = turns.source[slot]
             draws = period * turns.quotas[sources] + turns.rank[slot]
             found.source[chosen] = sources
-            for source in np.unique(sources):
-                mine = sources == source
-                leg, drawn = self._courses[source][number]
-                epoch, index = leg.at(drawn + draws[mine])
+            before, tail, *numbers = (each[sources] for each in self._numbers[number])
+            draws += before
+            epoch, index = located(draws, numbers, self._shuffle)
+            found.epoch[chosen], found.index[chosen] = epoch, index
+            of_tail = draws < tail
+            for source in np.unique(sources[of_tail]):
+                mine = np.flatnonzero(of_tail & (sources == source))
+                epoch, index = self._courses[source][number][0].at(draws[mine])
                 found.epoch[chosen[mine]], found.index[chosen[mine]] = epoch, index
         return Samples(
             *(
@@ -224,6 +233,17 @@ class Order:
                     f"{stage.length:,}"
                 )
         return turns_of(quotas_of(weights))
+
+
+def _numbers(legs: list[tuple[Leg, int]]) -> list[npt.NDArray[np.generic]]:
+    """Of a stage, one array of all sources for each number that `located` needs: before them the
+    draws of the leg before the stage, and the leg's tail."""
+    columns = [(before, leg.tail, *leg.numbers) for leg, before in legs]
+    types = (np.int64, np.int64, np.uint64, *[np.int64] * 5)
+    return [
+        np.array(column, dtype=kind)
+        for column, kind in zip(zip(*columns, strict=True), types, strict=True)
+    ]
 
 
 def _course(

@@ -32,8 +32,8 @@ class Turns:
 
     Attributes:
         quotas: Draws of each source in a period.
-        source: Of each slot.
-        rank: Of each slot: draws that its source had before it in the period.
+        source: The source of each slot.
+        rank: Draws that the source of each slot had before it in the period.
         slots: Slots of each source, ascending.
     """
 

@@ -29,8 +29,8 @@ class DataStage:
         first_step: Number of the first of them, from 0.
         end_step: Number of the first after them.
         first_sample: Counter of its first sample, over all ranks and stages.
-        batches: Of the run, as if all of it had this length.
-        weights: Of its sources by name, where the stage has its own; None for those of the sources.
+        batches: The batch of every step of the run, as if all of it had this length.
+        weights: Its own, by name of the source; None for those of the sources.
     """
 
     first_step: int
