@@ -81,8 +81,21 @@ def test_nor_with_windows(plan):
     assert_no_token_twice(plan)
 
 
-def assert_no_token_twice(plan):
-    order = order_of(plan)
+@given(plans(lengths=(4, 8, 12, 16, 32), windows=(None,)))
+def test_nor_in_the_order_of_the_text_which_goes_on_where_it_is(plan):
+    assert_no_token_twice(plan, shuffle=False)
+    order = order_of(plan, shuffle=False)
+    found = order.at(np.arange(plan[-1]))
+    begin = found.index * np.array([stage.length for stage in order.stages])[found.stage]
+    end = begin + np.array([stage.length for stage in order.stages])[found.stage]
+    for number in range(len(order.names)):
+        mine = np.flatnonzero(found.source == number)
+        gaps = (begin[mine][1:] - end[mine][:-1])[np.diff(found.epoch[mine]) == 0]
+        assert ((gaps >= 0) & (gaps < 32)).all()
+
+
+def assert_no_token_twice(plan, **others):
+    order = order_of(plan, **others)
     found = order.at(np.arange(plan[-1]))
     for number, source in enumerate(order.sources):
         mine = np.flatnonzero(found.source == number)

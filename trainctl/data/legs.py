@@ -8,7 +8,8 @@ samples of so many shards together, so that few shards have to be at hand and th
 A *leg* is what is drawn of a source at one length of sample. Where the length changes within a
 window, a shorter length that divides cuts what is left of that window into smaller samples, its
 *tail*, so that nothing is left out; any other leaves the rest of the window out. Then it goes on at
-the next window. No token comes twice in an epoch either way.
+the next window. No token comes twice in an epoch either way. Without shuffling it goes on where it
+is.
 """
 
 from __future__ import annotations
@@ -118,7 +119,10 @@ class Leg:
         samples = samples_of(self.tokens, length)
         place = min(done * (self._per_window(length) or samples), samples)
         rest, ratio = end - draws, self.length // length
-        has_tail = rest > 0 and self.length % length == 0
+        has_tail = rest > 0 and self.length % length == 0 and self.shuffle
+        if not self.shuffle:  # what is left lies behind the last sample
+            epoch, place = divmod(self.first + draws, self.samples)
+            place = min(-(-place * self.length // length), samples)
         return Leg(
             key=self.key,
             tokens=self.tokens,
@@ -135,7 +139,8 @@ class Leg:
     def left_out(self, draws: int, length: int) -> int:
         """Tokens of the present window that nobody sees in this epoch after such a turn."""
         end, _, _ = self._window_end(draws)
-        return 0 if self.length % length == 0 else (end - draws) * self.length
+        is_cut = self.length % length == 0 or not self.shuffle
+        return 0 if is_cut else (end - draws) * self.length
 
     def _window_end(self, draws: int) -> tuple[int, int, int]:
         """The draw that ends the window which `draws` are in, or at the beginning of; its epoch,
@@ -177,8 +182,7 @@ class Leg:
 
     def _of_tail(self, before: Leg, draws: Integers) -> tuple[Integers, Integers]:
         ratio = before.length // self.length
-        if self.shuffle:
-            draws = permute(draws, self.tail, self._tail_key())
+        draws = permute(draws, self.tail, self._tail_key())
         epochs, indices = before.at(self.tail_from + draws // ratio)
         return epochs, indices * ratio + draws % ratio
 
@@ -188,8 +192,7 @@ class Leg:
         for epoch, draw in before.draws_of(token, self.tail_from + self.tail // ratio):
             piece = (draw - self.tail_from) * ratio + token // self.length % ratio
             if piece >= 0:
-                if self.shuffle:
-                    piece = int(unpermute([piece], self.tail, self._tail_key())[0])
+                piece = int(unpermute([piece], self.tail, self._tail_key())[0])
                 found.append((epoch, piece))
         return found
 
