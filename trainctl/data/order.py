@@ -103,7 +103,7 @@ class Order:
         shuffle: bool = True,
         shard_tokens: int = SHARD_TOKENS,
     ) -> None:
-        self.seed, self._shuffle = seed, shuffle
+        self.seed, self.shuffle = seed, shuffle
         self.stages = tuple(stages)
         # By name: whose turn it is among equals is then no matter of who else is listed.
         self.sources = tuple(sorted(sources, key=lambda source: source.name))
@@ -147,7 +147,7 @@ class Order:
             found.source[chosen] = sources
             before, tail, *numbers = (each[sources] for each in self._numbers[number])
             draws += before
-            epoch, index = located(draws, numbers, self._shuffle)
+            epoch, index = located(draws, numbers, self.shuffle)
             found.epoch[chosen], found.index[chosen] = epoch, index
             of_tail = draws < tail
             for source in np.unique(sources[of_tail]):
