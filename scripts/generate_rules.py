@@ -115,6 +115,10 @@ FOUND_ELSEWHERE = {
     "TC201": "A key that a DeepSpeed JSON gives twice; DeepSpeed refuses it.",
     "TC202": "A comment, or a comma too many: DeepSpeed reads Hjson, others read JSON.",
     "TC305": "A definition in another package is not the one that trainctl was written for.",
+    "TC345": "A source that cannot give what a run takes of it.",
+    "TC346": "A source of which a run takes another number of tokens or epochs than was asked for.",
+    "TC347": "Text that a longer sequence leaves out of an epoch that has begun.",
+    "TC348": "A source whose files cannot be read.",
 }
 """Findings that are made while something is read or compared, not by a rule of a list."""
 

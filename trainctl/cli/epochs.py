@@ -40,7 +40,7 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
     is_known = training.epoch_tokens is not None
     if is_known or not is_counted_in_epochs(training) or config.data.factory is not None:
         return composed
-    if not config.trains_itself:
+    if not config.trains_itself or config.data.sources:
         return composed
     corpus = _tokenized(config) if tokenize else _cached(config)
     if corpus is None:

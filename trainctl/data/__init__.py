@@ -1,1 +1,6 @@
-"""From text to tokens: a store of parts, each made once by whoever comes to it. No torch."""
+"""What a run is trained on: sources, their mixture, the order of their samples. No torch here.
+
+What costs much (text to token ids) is done once, before the ranks start, in parts that are
+each made by whoever comes to them (`trainctl.data.store`). What decides a run is
+arithmetic: which sample is where is a function of the seed and a counter (`trainctl.data.order`).
+"""

@@ -7,9 +7,9 @@ with the number of files that have it and the first of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths, RunConfig
@@ -67,7 +67,9 @@ it cannot be read."""
 
 
 def check_text(config: RunConfig) -> list[Finding]:
-    """Findings about the files that `data.paths` and `data.held_out_paths` name."""
+    """Findings about the files that `data.paths` and `data.held_out_paths` name, of each source."""
+    if config.data.sources:
+        return _of_sources(config)
     data = config.data
     if not isinstance(data, DataFromPaths) or data.factory is not None:
         return []
@@ -91,6 +93,20 @@ def check_text(config: RunConfig) -> list[Finding]:
         if of_sides and not any(is_packed(file) for file in (*split.train, *split.held_out)):
             findings += of_sides
     return findings
+
+
+def _of_sources(config: RunConfig) -> list[Finding]:
+    """What is to be said of each source, under the keys that it has."""
+    return [
+        replace(
+            finding,
+            key=finding.key.replace("data.", f"data.sources.{name}.", 1),
+            message=finding.message.replace("data.", f"data.sources.{name}."),
+            hint=finding.hint.replace("data.", f"data.sources.{name}."),
+        )
+        for name, section in config.data.sources.items()
+        for finding in check_text(replace(config, data=cast(DataConfig, section)))
+    ]
 
 
 def _of_patterns(

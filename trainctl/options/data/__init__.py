@@ -13,7 +13,7 @@ from typing import Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import Spec, load
-from trainctl.config.schema import DataConfig, DataFromPaths
+from trainctl.config.schema import DataConfig, DataFromPaths, SourceConfig
 from trainctl.config.text.check import Look
 from trainctl.config.text.files import Choose
 from trainctl.config.text.remote import File
@@ -77,6 +77,6 @@ def identity_of(section: DataConfig) -> str:
     spec = spec_of(section)
     if spec.identity is not None:
         return spec.identity(section)
-    shared = {item.name for item in fields(DataFromPaths)}
+    shared = {item.name for cls in (DataFromPaths, SourceConfig) for item in fields(cls)}
     own = {name: value for name, value in to_plain(section).items() if name not in shared}
     return f"{spec.name} {json.dumps(own, sort_keys=True)}"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from trainctl.errors import Finding
 from trainctl.plan.rules import (
     batch,
+    data,
     deterministic,
     escape,
     kernels,
@@ -111,6 +112,11 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC099", no_effect.settings_have_an_effect),
     ("TC144", run.weights_have_one_source),
     ("TC195", precision.loss_scale_starts_above_its_least),
+    ("TC340", data.sources_have_their_share),
+    ("TC341", data.run_of_sources_has_a_length),
+    ("TC342", data.stages_follow_each_other),
+    ("TC343", data.stages_know_their_sources),
+    ("TC344", data.batches_keep_their_tokens),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 
