@@ -20,7 +20,7 @@ ORDER = [
     {"plan", "memory"},
     {"planner"},
     {"runs"},
-    {"engines", "loggers"},
+    {"engines", "loggers", "data"},
     {"launch", "agent", "train", "reports"},
     {"cli"},
     {"__main__"},
