@@ -13,6 +13,7 @@ from planted_corpus import Planted, entries, five_grams, jaccard, parts_of, plan
 
 from trainctl.data.quality.contamination import passage, write_held_out
 from trainctl.data.quality.corpus import Measured
+from trainctl.data.quality.decide import select
 from trainctl.data.quality.exact import same_texts
 from trainctl.data.quality.measure import Wanted, measure_all
 from trainctl.data.quality.near import Pairs, near_pairs
@@ -23,7 +24,6 @@ from trainctl.data.quality.selection import (
     Contamination,
     Rules,
     Selection,
-    select,
 )
 
 THRESHOLDS = (0.7, 0.8, 0.9)

@@ -16,10 +16,11 @@ from trainctl.data.quality.batches import Entry
 from trainctl.data.quality.columns import Columns
 from trainctl.data.quality.contamination import HeldOut, write_held_out
 from trainctl.data.quality.corpus import Measured
+from trainctl.data.quality.decide import select
 from trainctl.data.quality.exact import same_texts
 from trainctl.data.quality.measure import Part, Wanted, folder_of, measure, measure_all
 from trainctl.data.quality.near import near_pairs
-from trainctl.data.quality.selection import Contamination, Rules, Selection, select
+from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.errors import TrainctlError
 from trainctl.options.filter.function import FunctionConfig
 

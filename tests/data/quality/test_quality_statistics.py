@@ -17,9 +17,10 @@ from trainctl.config.registry import load, names
 from trainctl.data.quality import lists, statistics
 from trainctl.data.quality.batches import Batch, Entry, Spans
 from trainctl.data.quality.corpus import Measured
+from trainctl.data.quality.decide import select
 from trainctl.data.quality.exact import same_texts
 from trainctl.data.quality.measure import Wanted, measure_all
-from trainctl.data.quality.selection import Rules, select
+from trainctl.data.quality.selection import Rules
 from trainctl.errors import TrainctlError
 
 TEXTS = st.lists(

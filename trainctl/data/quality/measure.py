@@ -25,6 +25,7 @@ from trainctl.data.quality import minhash
 from trainctl.data.quality.batches import Batch, Entry, batches
 from trainctl.data.quality.columns import Columns, ColumnWriter, key_of
 from trainctl.data.quality.contamination import HeldOut
+from trainctl.data.quality.winnowing import anchors
 
 VERSION = 1
 """Of the numbers: to be raised when the same document gets others."""
@@ -56,11 +57,13 @@ class Wanted:
     Attributes:
         exact: Whether hashes of texts are.
         near: Whether MinHash signatures are.
+        passages: Whether anchors of passages are.
         held_out: The folder of held-out n-grams (`contamination.write_held_out`); None has none.
     """
 
     exact: bool = True
     near: bool = True
+    passages: bool = False
     held_out: Path | None = None
 
 
@@ -121,6 +124,11 @@ def measure(part: Part, folder: Path, wanted: Wanted) -> None:
                 writer.append({"hash": text_hashes(batch)})
             if wanted.near:
                 _append_near(writer, batch)
+            if wanted.passages:
+                hashes, words, counts = anchors(batch)
+                writer.append_ragged("anchor", hashes, counts)
+                writer.append({"anchor.word": words.astype(np.uint32)})
+                writer.append({"words": batch.total(batch.words).astype(np.int64)})
             if held_out is not None:
                 which, counts, first = held_out.find(batch)
                 writer.append_ragged("contamination", which, counts)
@@ -189,6 +197,7 @@ def _key(part: Part, wanted: Wanted, held_out: HeldOut | None) -> str:
     }
     what = [
         *(VERSION, part.source, part.name, part.identity, settings, wanted.exact, wanted.near),
+        wanted.passages,
         held_out.key if held_out is not None else None,
     ]
     return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()

@@ -143,8 +143,8 @@ def _repeated_ngrams(batch: Batch) -> dict[str, npt.NDArray[np.float64]]:
         order, run_starts = _runs(keys)
         runs = np.diff(np.append(run_starts, len(order)))
         if size in REPEATED_TOP:
-            one = begin[order[run_starts]]
-            covered = (lengths[one + size] - lengths[one]) * runs * (runs > 1)
+            one = begin[order[run_starts[runs > 1]]]
+            covered = (lengths[one + size] - lengths[one]) * runs[runs > 1]
             top = np.zeros(len(batch))
             np.maximum.at(top, tokens.document[one], covered)
             result[f"top_{size}gram_characters"] = np.minimum(_share(top, every), 1)
