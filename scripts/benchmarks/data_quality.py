@@ -34,7 +34,9 @@ from trainctl.data.quality.exact import same_texts
 from trainctl.data.quality.hashing import mix
 from trainctl.data.quality.measure import Part, Wanted, measure, text_hashes
 from trainctl.data.quality.near import near_pairs
+from trainctl.data.quality.passages import shared_passages
 from trainctl.data.quality.selection import Contamination, Rules
+from trainctl.data.quality.winnowing import anchors
 
 PARTS = 4
 
@@ -56,6 +58,7 @@ def main() -> None:
         steps: dict[str, Callable[[Batch], object]] = {
             "copies: 128-bit hashes": text_hashes,
             "near copies: signatures and sketches": _near,
+            "shared passages: anchors": anchors,
             f"held-out passages: {len(held_out.ngrams):,} n-grams": held_out.find,
             **{f"filter {each}": _measure(each) for each in names("filter") if _is_plain(each)},
             "near copies, the plain way": _plainly,
@@ -148,20 +151,23 @@ def _decide(texts: list[str], megabytes: float, folder: Path) -> None:
     ]
     start = time.process_time()
     for part in parts:
-        measure(part, folder, Wanted(held_out=folder / "held_out"))
+        measure(part, folder, Wanted(held_out=folder / "held_out", passages=True))
     measured = time.process_time()
     corpus = Measured.load(parts, folder)
     same = same_texts(corpus, folder / "scratch")
     exact = time.process_time()
     pairs = near_pairs(corpus, same, 0.8, folder / "scratch")
     near = time.process_time()
-    rules = Rules(near=0.8, filters={"all": filters}, contamination=Contamination())
-    selection = select(corpus, rules, same, pairs)
+    passages = shared_passages(corpus, same, folder / "scratch")
+    found = time.process_time()
+    rules = Rules(near=0.8, substring=0.8, filters={"all": filters}, contamination=Contamination())
+    selection = select(corpus, rules, same, pairs, passages)
     end = time.process_time()
     print(f"{megabytes / (measured - start):9.1f}  all of it, written as columns")
     print(f"{megabytes / (exact - measured):9.1f}  finding {len(same):,} copies")
     print(f"{megabytes / (near - exact):9.1f}  finding {len(pairs.ids):,} pairs of near copies")
-    print(f"{megabytes / (end - near):9.1f}  deciding: {int(selection.stays.sum()):,} stay")
+    print(f"{megabytes / (found - near):9.1f}  finding {len(passages.anchor):,} shared anchors")
+    print(f"{megabytes / (end - found):9.1f}  deciding: {int(selection.stays.sum()):,} stay")
     for of in selection.counts.values():
         for reason, tally in of.items():
             print(f"{tally.documents:9,}  go for {reason}, which applies to {tally.applies:,}")

@@ -1,6 +1,6 @@
 """Documents that are measured together: their characters in one array, and words, lines, n-grams.
 
-All of it is arithmetic on whole arrays; no Python runs for a word. A batch takes some 200 bytes a
+All of it is arithmetic on whole arrays; no Python runs for a word. A batch takes up to 70 bytes a
 character while it is measured, so `CHARACTERS` bound the memory, and the longest document does.
 """
 

@@ -143,28 +143,29 @@ class Columns:
         return rows
 
     def __getitem__(self, name: str) -> Array:
-        form = self.manifest["columns"][name]
-        shape = (form["rows"], *form["shape"])
-        if 0 in shape:  # a file of no bytes cannot be mapped
-            return np.empty(shape, form["dtype"])
-        return np.memmap(self.folder / f"{name}.bin", form["dtype"], "r", shape=shape)
+        if name not in self._mapped:
+            form = self.manifest["columns"][name]
+            shape = (form["rows"], *form["shape"])
+            file = self.folder / f"{name}.bin"
+            self._mapped[name] = (
+                np.asarray(np.memmap(file, form["dtype"], "r", shape=shape))
+                if 0 not in shape
+                else np.empty(shape, form["dtype"])  # a file of no bytes cannot be mapped
+            )
+        return self._mapped[name]
 
     def ragged(self, name: str, rows: npt.NDArray[np.int64]) -> tuple[Array, npt.NDArray[np.int64]]:
         """The values of some rows of a column, one after the other, and how many each has."""
-        values, ends = self._ragged[name] if name in self._ragged else self._map(name)
-        last = np.asarray(ends[rows])
+        values, ends = self[name], self[f"{name}.ends"]
+        last = ends[rows]
         first = np.where(rows > 0, ends[rows - 1], 0)
         counts = last - first
         places = np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
-        return np.asarray(values[places]), counts
+        return values[places], counts
 
     @cached_property
-    def _ragged(self) -> dict[str, tuple[Array, Array]]:
+    def _mapped(self) -> dict[str, Array]:
         return {}
-
-    def _map(self, name: str) -> tuple[Array, Array]:
-        self._ragged[name] = (self[name], self[f"{name}.ends"])
-        return self._ragged[name]
 
     def _is_whole(self, name: str) -> bool:
         form = self.manifest["columns"][name]

@@ -1,7 +1,7 @@
 """Documents that are nearly the same: candidates by MinHash, each verified by its Jaccard index.
 
-A third of what chains of unverified candidates remove is no duplicate. Here a pair counts only with
-its own index, and pairs are kept with it, so a higher threshold needs nothing else. Of documents
+Chains of unverified candidates remove much that is no duplicate. Here a pair counts only with its
+own index, and pairs are kept with it, so a higher threshold needs nothing else. Of documents
 with the same text one is compared for all.
 """
 
