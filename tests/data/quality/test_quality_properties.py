@@ -185,3 +185,13 @@ def test_bands_find_what_is_at_the_threshold(threshold: float) -> None:
     assert bands.recall(threshold) >= 0.95
     longer = Bands(112 // (bands.rows + 1), bands.rows + 1)
     assert longer.recall(threshold) < 0.95
+
+
+def test_files_of_one_that_was_killed_are_not_taken(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "00000000").write_bytes(bytes(160))
+    keys = mix(np.arange(100, dtype=np.uint64))
+    found = equal_keys(lambda: [(keys, np.arange(100))], 100, scratch, 64)
+    assert list(found) == []
+    assert not scratch.exists()

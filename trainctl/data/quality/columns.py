@@ -10,6 +10,7 @@ each row's values end.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -82,6 +83,9 @@ class ColumnWriter:
         Args:
             facts: Of the part, as plain JSON.
         """
+        for stream in self._open.values():
+            stream.flush()
+            os.fsync(stream.fileno())
         self._files.close()
         write_json(
             self._temporary / MANIFEST,
