@@ -135,7 +135,9 @@ def jaccard(left: tuple[U32, I64], right: tuple[U32, I64]) -> npt.NDArray[np.flo
         owner.astype(np.uint64) << np.uint64(32) | values
         for owner, (values, _) in zip(owners, (left, right), strict=True)
     ]
-    both = np.sort(np.concatenate(keys))
+    both = np.concatenate(keys)
+    del keys, owners
+    both.sort()
     owner = (both >> np.uint64(32)).astype(np.int64)
     both, owner = _at_most(both, owner, limit)
     again = ~_first(both)

@@ -21,9 +21,8 @@ from trainctl.data.quality.minhash import HASHES, Bands, jaccard
 
 _ALL_PAIRS = 16
 """Documents of a group that are all compared with each other; of larger groups, see `_rounds`."""
-_AT_ONCE = 1 << 12
-"""Pairs that are verified together: 32 MiB of the longest sketches, and sorting takes four times
-that."""
+_AT_ONCE = 1 << 9
+"""Pairs that are verified together: 16 MiB of the longest sketches; verifying takes 200 MiB."""
 _PENDING = 1 << 22
 """Candidates that are collected before they are verified: 64 MiB."""
 _ROWS = 1 << 16
