@@ -29,7 +29,7 @@ ENTRY_POINTS = "trainctl.options"
 FOLDER_VARIABLE = "TRAINCTL_OPTIONS"
 """Names a folder of `GROUP/NAME.py`; whoever sets it has trainctl run that code."""
 
-WITHOUT_A_SECTION = ("engine", "logger")
+WITHOUT_A_SECTION = ("engine", "filter", "logger")
 """Groups of which no option is the kind of a section: a plan names the engine, and a run may have
 several loggers, by a list of names; those that have keys have them in a section each."""
 
