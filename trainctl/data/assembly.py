@@ -23,9 +23,9 @@ class Chunk:
     Attributes:
         side: `train` or `held_out`.
         ids: Their tokens.
-        ends: Of each document, tokens of the chunk up to its end.
-        files: Of each, the number of its file among those of the corpus; None where there is none.
-        lines: Of each, its line there from 1, or 0.
+        ends: Tokens of the chunk up to the end of each document.
+        files: Number of each one's file among those of the corpus; None where there is none.
+        lines: Line of each in its file, from 1, or 0.
     """
 
     side: str

@@ -44,7 +44,7 @@ class Origin:
 
     Attributes:
         piece: Number of the piece in its task.
-        line: In that piece, from 1; 0 where the file is the document.
+        line: Its line in that piece, from 1; 0 where the file is the document.
     """
 
     piece: int
@@ -73,11 +73,11 @@ class Part:
     """What `part.json` says.
 
     Attributes:
-        folder: Of its files.
+        folder: Where its files are.
         dtype: numpy name of the ids' type.
         tokens: Their number.
         documents: Likewise.
-        text_bytes: Of its documents, in UTF-8.
+        text_bytes: Length of its documents in UTF-8.
         files: Bytes and CRC-32 of each file.
         pieces: One for each of its task.
     """
@@ -144,8 +144,8 @@ class DamagedPart(Exception):
     """A part is not what was written; it is made again.
 
     Attributes:
-        folder: Of the part.
-        why: In words.
+        folder: The part's.
+        why: What is wrong, in words.
     """
 
     def __init__(self, folder: Path, why: str) -> None:

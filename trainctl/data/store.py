@@ -51,7 +51,7 @@ class Store:
     """One store, as one process works on it.
 
     Attributes:
-        folder: Of the store.
+        folder: Where it is.
         config: How its source reads, and what is done with bad text.
         tokenizer: Its tokenizer.
         claims: Who is at which task.

@@ -31,7 +31,7 @@ class Piece:
 
     Attributes:
         file: Absolute, or of a URL.
-        size: Of the file, in bytes.
+        size: Length of the file in bytes.
         version: When the file was modified, in nanoseconds; of a URL what its server calls it.
         start: First of the range, in the source's own units; 0 for a whole file.
         end: One past its last; None for a whole file.
@@ -63,8 +63,8 @@ class Task:
     """What is tokenized by one process at a time, and is there whole or not at all.
 
     Attributes:
-        pieces: In order.
-        size: Of what it reads, in bytes, about.
+        pieces: What it reads, in order.
+        size: Bytes that it reads, about.
         key: Names it in a store: other files, or files that have changed, are other tasks.
     """
 
