@@ -12,7 +12,7 @@ from trainctl.errors import TrainctlError
 from trainctl.runs.layout import RunPaths
 from trainctl.train.contents import parse_counters, samples_of
 from trainctl.train.corpus import build_corpus
-from trainctl.train.prepare import corpus_of, prepare
+from trainctl.train.prepare import corpora_of, prepare
 from trainctl.train.tokenizer import ByteTokenizer
 
 LENGTH = 64
@@ -128,5 +128,7 @@ def test_the_command_escapes_what_a_terminal_would_obey(tmp_path, capsys, monkey
     assert "a.txt" in out and "document 0, tokens" in out
     command.show(run.root, "0-1", characters=5, as_json=True)
     answer = json.loads(capsys.readouterr().out)
-    expected = samples_of(plan, corpus_of(plan, run), ByteTokenizer(), [0, 1], most_characters=5)
+    expected = samples_of(
+        plan, corpora_of(plan, run)["data"], ByteTokenizer(), [0, 1], most_characters=5
+    )
     assert answer["samples"] == json.loads(json.dumps([asdict(sample) for sample in expected]))

@@ -39,16 +39,17 @@ def show(
     Example: trainctl data show runs/NAME --samples 96-103
     """
     from trainctl.cli.console import print_json
+    from trainctl.plan.mixture import SOLE
     from trainctl.runs.attempts import standing_attempt
     from trainctl.runs.directory import open_run, read_plan
     from trainctl.train.contents import parse_counters, samples_of
-    from trainctl.train.prepare import corpus_of
+    from trainctl.train.prepare import corpora_of
     from trainctl.train.tokenizer import load_tokenizer
 
     counters = parse_counters(samples)
     paths = open_run(run)
     plan = read_plan(paths.attempt(standing_attempt(paths).number).plan)
-    corpus = corpus_of(plan, paths)
+    corpus = corpora_of(plan, paths)[SOLE]
     tokenizer = load_tokenizer(plan.config.tokenizer)
     found = samples_of(plan, corpus, tokenizer, counters, most_characters=characters)
     if as_json:

@@ -128,12 +128,13 @@ def _weights(arguments: argparse.Namespace) -> str:
 def _evaluate(
     plan: RunPlan, run: RunPaths, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
+    from trainctl.plan.mixture import SOLE
     from trainctl.train.data import PackedDataset
     from trainctl.train.evaluation import evaluate
     from trainctl.train.loaded import load
-    from trainctl.train.prepare import corpus_of
+    from trainctl.train.prepare import corpora_of
 
-    corpus = corpus_of(plan, run)
+    corpus = corpora_of(plan, run)[SOLE]
     dataset = PackedDataset(
         corpus,
         corpus.held_out,
