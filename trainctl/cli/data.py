@@ -39,7 +39,6 @@ def show(
     Example: trainctl data show runs/NAME --samples 96-103
     """
     from trainctl.cli.console import print_json
-    from trainctl.plan.mixture import SOLE
     from trainctl.runs.attempts import standing_attempt
     from trainctl.runs.directory import open_run, read_plan
     from trainctl.train.contents import parse_counters, samples_of
@@ -49,9 +48,9 @@ def show(
     counters = parse_counters(samples)
     paths = open_run(run)
     plan = read_plan(paths.attempt(standing_attempt(paths).number).plan)
-    corpus = corpora_of(plan, paths)[SOLE]
+    corpora = corpora_of(plan, paths)
     tokenizer = load_tokenizer(plan.config.tokenizer)
-    found = samples_of(plan, corpus, tokenizer, counters, most_characters=characters)
+    found = samples_of(plan, corpora, tokenizer, counters, most_characters=characters)
     if as_json:
         shown = [asdict(sample) for sample in found]
         print_json({"schema": 1, "run": str(paths.root), "samples": shown})
@@ -62,10 +61,12 @@ def show(
 
 def _show(sample: Sample) -> None:
     from trainctl.cli.console import printable, put
+    from trainctl.plan.mixture import SOLE
 
+    of = "the training text" if sample.source == SOLE else sample.source
     put(
         f"sample {sample.counter}: index {sample.index} of pass {sample.epoch + 1}, from token "
-        f"{sample.first_token:,} of the training text"
+        f"{sample.first_token:,} of {of}"
     )
     for passage in sample.passages:
         put(f"  {_source(passage)}")

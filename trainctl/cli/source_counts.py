@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from trainctl.config.schema import DataConfig, RunConfig
     from trainctl.config.text.remote import File
     from trainctl.data.mixture import Count
+    from trainctl.plan.types import RunPlan
     from trainctl.train.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 1 << 16
@@ -56,6 +57,22 @@ def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
                 )
             )
     return counts, problems
+
+
+def check_amounts(plan: RunPlan) -> list[Finding]:
+    """What the sources of a run cannot give, where all of them are tokenized already.
+
+    Of others the run finds out before its ranks start.
+    """
+    from trainctl.data.mixture import plan_data
+
+    data = plan.config.data
+    if not plan.config.trains_itself or not (data.sources or data.stages) or data.factory:
+        return []
+    counts, unread = count_sources(plan.config)
+    if unread or any(count.is_estimate for count in counts.values()):
+        return []
+    return list(plan_data(plan, counts).problems)
 
 
 def _guess(section: DataConfig, tokenizer: Tokenizer) -> int:

@@ -178,8 +178,25 @@ def save_corpora(path: Path, corpora: Mapping[str, Corpus]) -> None:
     write_json(path, _plain(corpora))
 
 
-def load_corpora(path: Path) -> Corpora:
-    """Read it again.
+def load_corpora(path: Path, data: DataConfig) -> Corpora:
+    """Those of a configuration's sources, from a run's record.
+
+    Raises:
+        TrainctlError: It is none, or has not all of them (exit code 5).
+    """
+    found = recorded(path)
+    missing = [name for name in sources_of(data) if name not in found]
+    if missing:
+        raise TrainctlError(
+            f"{path.parent} has not read the text of {', '.join(missing)} yet",
+            hint="it does when its next attempt starts",
+            exit_code=ExitCode.run_state,
+        )
+    return {name: found[name] for name in sources_of(data)}
+
+
+def recorded(path: Path) -> Corpora:
+    """All that a run's record has, of sources that it has no more among them.
 
     Raises:
         TrainctlError: It is none (exit code 5).
@@ -222,7 +239,7 @@ def as_before(corpora: Mapping[str, Corpus], path: Path) -> Corpora:
     """
     if not path.is_file():
         return dict(corpora)
-    before = load_corpora(path)
+    before = recorded(path)
     return {
         **before,
         **{

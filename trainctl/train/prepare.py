@@ -130,13 +130,11 @@ def corpora_of(plan: RunPlan, run: RunPaths) -> Corpora:
             hint="it does when its first attempt starts",
             exit_code=ExitCode.run_state,
         )
-    before = load_corpora(run.corpus)
+    before = load_corpora(run.corpus, config.data)
     if not any(corpus.problem() for corpus in before.values()):
         return before
     again = build()
-    if not all(
-        name not in before or corpus.continues(before[name]) for name, corpus in again.items()
-    ):
+    if not all(corpus.continues(before[name]) for name, corpus in again.items()):
         raise TrainctlError(
             "the text of this run is not there any more, neither in the cache nor in its files",
             hint="restore the files",
