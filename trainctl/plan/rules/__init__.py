@@ -118,6 +118,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC343", data.stages_know_their_sources),
     ("TC344", data.batches_keep_their_tokens),
     ("TC349", data.lengths_suit_the_engine),
+    ("TC361", data.ids_are_no_text),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 
