@@ -2,9 +2,10 @@
 
     python scripts/benchmarks/data_peers.py LOOP CORPUS TOKENIZER FOLDER WORKERS
 
-LOOP is `bare`, `datasets` or `datatrove`. `bare` is what one writes by hand: lines, `json.loads`, a thousand texts a call of
-`encode_batch_fast` with its own threads, numpy to the disk. Prints the number of tokens. `data.py`
-starts it, with a Python that has these packages; nothing of trainctl is imported.
+LOOP is `bare`, `datasets` or `datatrove`. `bare` is what one writes by hand: lines, `json.loads`, a
+thousand texts a call of `encode_batch_fast` with its own threads, numpy to the disk. Prints the
+number of tokens. `data.py` starts it, with a Python that has these packages; nothing of trainctl is
+imported.
 """
 
 from __future__ import annotations
