@@ -13,6 +13,7 @@ from trainctl.errors import Finding
 from trainctl.plan import deepspeed_rules as json
 from trainctl.plan.rules import (
     batch,
+    data,
     deterministic,
     escape,
     kernels,
@@ -113,6 +114,12 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC099", no_effect.settings_have_an_effect),
     ("TC144", run.weights_have_one_source),
     ("TC195", precision.loss_scale_starts_above_its_least),
+    ("TC340", data.sources_have_their_share),
+    ("TC341", data.run_of_sources_has_a_length),
+    ("TC342", data.stages_follow_each_other),
+    ("TC343", data.stages_know_their_sources),
+    ("TC344", data.batches_keep_their_tokens),
+    ("TC361", data.ids_are_no_text),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 
