@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainctl.data.infilling import Infilling
 from trainctl.data.permutation import mix
 
-PREFIX, MIDDLE, SUFFIX, END = 1000, 1001, 1002, 1003
+PREFIX, MIDDLE, SUFFIX, END = range(1_000_000, 1_000_004)
 ALL = Infilling(mix(np.uint64(7)), 1.0, 0.5, PREFIX, MIDDLE, SUFFIX, END)
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=12)
 

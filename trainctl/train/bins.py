@@ -14,19 +14,19 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.config.schema import Packing, RunConfig
 from trainctl.config.text.files import digest_of
 from trainctl.data.packing import Bins, pack, pieces_of
 from trainctl.data.part import writing
 from trainctl.data.tokenized import ends_by_id
 from trainctl.runs.atomic import sync_directory, write_json
+from trainctl.train.corpus import Tell, cache_folder
 from trainctl.train.corpus_file import Corpus, Split
 from trainctl.train.corpus_folder import locked
 
@@ -35,55 +35,33 @@ _TYPES = {"starts": "<u8", "lengths": "<u4", "firsts": "<u8"}
 _BLOCK = 1 << 24
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """What best-fit packing made of a side of a corpus.
-
-    Attributes:
-        bins: Which pieces each sample has; None where the side has no document.
-        length: Of a sample.
-        tokens: Of the text: all of them are in the bins, once.
-    """
-
-    bins: Bins
-    length: int
-    tokens: int
-
-    @property
-    def samples(self) -> int:
-        """How many there are."""
-        return len(self.bins)
-
-    @property
-    def efficiency(self) -> float:
-        """Share of the samples' tokens that are not padding."""
-        return self.tokens / (self.samples * self.length) if self.samples else 1.0
+def _unheard(message: str) -> None:
+    """Nobody listens."""
 
 
-def packing_of(
-    corpus: Corpus,
-    split: Split,
-    length: int,
-    cache: Path,
-    tell: Callable[[str], None] = lambda _: None,
-) -> Packing:
-    """The bins of a side, from the cache if they are there and whole, else made.
+def bins_of(config: RunConfig, corpus: Corpus, split: Split, tell: Tell = _unheard) -> Bins | None:
+    """The bins of a side for a run, from the cache if they are there and whole, else made.
 
     Args:
-        corpus: Of which it is a side.
-        split: The side.
-        length: Of a sample.
-        cache: The folder of caches.
+        config: Of the run.
+        corpus: Of one of its sources.
+        split: A side of it.
         tell: Called with a sentence where another process is waited for, or what was kept is
             damaged.
+
+    Returns:
+        None where the run packs nothing, or the side is empty.
 
     Raises:
         TrainctlError: The cache cannot be written (exit code 4).
     """
+    if config.data.packing is Packing.stream or not split.tokens:
+        return None
+    length, cache = config.training.sequence_length, cache_folder()
     of = {
         "format": FORMAT,
         "digest": corpus.digest,
-        "side": "train" if split is corpus.train or split == corpus.train else "held_out",
+        "side": "train" if split == corpus.train else "held_out",
         "length": length,
     }
     folder = cache / f"packing-{digest_of(json.dumps(of, sort_keys=True))[:24]}"
@@ -97,7 +75,31 @@ def packing_of(
                 _write(folder, pack(pieces_of(_ends(corpus, split), length), length), of)
                 bins, problem = _read(folder)
                 assert bins is not None, problem
-    return Packing(bins, length, split.tokens)
+    return bins
+
+
+def drawn_tokens(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> int:
+    """How long a source's training text is as a run draws it: with the padding of its bins.
+
+    The order counts samples of a length L by N tokens, as floor((N - 1) / L).
+
+    Args:
+        config: Of the run.
+        corpus: Of the source.
+        tell: As for `bins_of`; and called with how much of the samples is text.
+
+    Raises:
+        TrainctlError: As `bins_of`.
+    """
+    bins = bins_of(config, corpus, corpus.train, tell)
+    if bins is None:
+        return corpus.train.tokens
+    tokens = len(bins) * config.training.sequence_length
+    tell(
+        f"best-fit packing: {len(bins):,} samples of {config.training.sequence_length:,} tokens, "
+        f"{corpus.train.tokens / tokens:.2%} of them text, the rest padding"
+    )
+    return tokens + 1
 
 
 def _ends(corpus: Corpus, split: Split) -> npt.NDArray[np.integer]:

@@ -24,8 +24,11 @@ from trainctl.errors import TrainctlError
 from trainctl.options.data import spec_of
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
+from trainctl.train.bins import bins_of, drawn_tokens
 from trainctl.train.corpus import Corpus
 from trainctl.train.corpus_file import FILES
+from trainctl.train.infilling import infilling_of
+from trainctl.train.rows import SampleRows
 from trainctl.train.tokenizer import Tokenizer
 
 Ends = Sequence[int] | npt.NDArray[np.uint64]
@@ -66,7 +69,7 @@ class Sample:
         source: Name of its source; that of a run with one source is `plan.mixture.SOLE`.
         index: In the source, in samples of its stage's length.
         epoch: How often the source had been gone through before it.
-        first_token: In the training split.
+        first_token: In the training split, of the first passage.
         passages: Of its documents, in order.
         text: Of its tokens, cut to the length that was asked for.
         is_cut: Whether there is more of it.
@@ -124,12 +127,14 @@ def samples_of(
     """
     sections = sources_of(plan.config.data)
     try:
-        order = order_of(plan, {name: corpora[name].train.tokens for name in sections})
+        tokens = {name: drawn_tokens(plan.config, corpora[name]) for name in sections}
+        order = order_of(plan, tokens)
     except ValueError:  # there is no sample
         return []
     found = order.at(counters)
     numbers = zip(counters, found.stage, found.source, found.epoch, found.index, strict=True)
     texts: dict[str, _Text] = {}
+    readers: dict[tuple[str, int], SampleRows] = {}
     samples = []
     for counter, stage, source, epoch, index in numbers:
         name, length = order.names[source], order.stages[stage].length
@@ -139,8 +144,20 @@ def samples_of(
             limit = int(((found.index[mine] + 1) * lengths).max())
             config = None if plan.config.data.factory is not None else sections[name]
             texts[name] = _Text(corpora[name], config, limit)
-        text, first = texts[name], int(index) * length
-        decoded = tokenizer.decode(text.tokens[first : first + length].tolist())
+        text = texts[name]
+        if (name, length) not in readers:
+            readers[name, length] = SampleRows(
+                corpora[name],
+                corpora[name].train,
+                length,
+                bins=bins_of(plan.config, corpora[name], corpora[name].train),
+                infilling=infilling_of(plan.config, name),
+            )
+        reader = readers[name, length]
+        pieces = reader.pieces(int(index))
+        size = sum(end - start for start, end in pieces)
+        row = reader.read(np.array([index]), np.array([epoch])).tokens[0]
+        decoded = tokenizer.decode(row[:size].tolist())
         cut = decoded[:most_characters] if most_characters else decoded
         samples.append(
             Sample(
@@ -148,8 +165,12 @@ def samples_of(
                 source=name,
                 index=int(index),
                 epoch=int(epoch),
-                first_token=first,
-                passages=tuple(_passages(text.ends, first, first + length, text.places)),
+                first_token=pieces[0][0],
+                passages=tuple(
+                    passage
+                    for start, end in pieces
+                    for passage in _passages(text.ends, start, end, text.places)
+                ),
                 text=cut,
                 is_cut=len(cut) < len(decoded),
             )
@@ -167,10 +188,10 @@ class _Text:
     """
 
     def __init__(self, corpus: Corpus, config: DataConfig | None, limit: int) -> None:
-        self.tokens = corpus.tokens(corpus.train)
         self.ends: Ends | None = corpus.ends(corpus.train)
         if self.ends is None:
-            self.ends = _ends_of_documents(self.tokens, corpus.end_of_document, limit)
+            tokens = corpus.tokens(corpus.train)
+            self.ends = _ends_of_documents(tokens, corpus.end_of_document, limit)
         self.places: _Origins | _Sources | None = None
         if corpus.train.origin:
             self.places = _Origins(corpus)

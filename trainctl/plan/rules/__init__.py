@@ -121,6 +121,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC344", data.batches_keep_their_tokens),
     ("TC349", data.lengths_suit_the_engine),
     ("TC361", data.ids_are_no_text),
+    ("TC362", data.bins_have_one_length),
+    ("TC363", data.infilling_has_its_tokens),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 
