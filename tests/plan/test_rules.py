@@ -73,6 +73,13 @@ ERRORS = [
         "training.tokens=NUMBER",
     ),
     ("TC341", {**mixed(), "data__factory": "a:b"}, gpus(), "both say what is trained on", "leave"),
+    (
+        "TC361",
+        mixed(code={"kind": "tokens", "paths": ["a.bin"], "max_bytes": 9}),
+        gpus(),
+        "data.sources.code.max_bytes=9 is of text, and data.sources.code.kind=tokens has ids",
+        "fewer files",
+    ),
     ("TC342", mixed({"until": 0.5}), gpus(), "stages[0]: until=0.5, and it is the last", "leave"),
     ("TC342", mixed({}, {}), gpus(), "data.stages[0] has no end, and is not the last", "one of"),
     (
@@ -1191,6 +1198,12 @@ ERRORS = [
 
 WARNINGS = [
     ("TC341", {**mixed(), "data__max_bytes": 5}, gpus(), "data.max_bytes has no effect"),
+    (
+        "TC361",
+        mixed(code={"kind": "tokens", "paths": ["a.bin"], "on_bad_text": "skip"}),
+        gpus(),
+        "data.sources.code.on_bad_text has no effect",
+    ),
     ("TC018", {**MUP, "gradients__clip_value": 0.1}, gpus(1), "1 / 2 of the base's"),
     ("TC018", {**MUP, "gradients__noise": 0.1}, gpus(1), "gradients.noise=0.1 with"),
     ("TC024", {"schedule__warmup_steps": 101}, gpus(), "longer than the run of 100 steps"),

@@ -18,6 +18,7 @@ from trainctl.config.schema import DataConfig, OnBadText
 from trainctl.config.text.documents import Reader, sides
 from trainctl.config.text.files import TextFiles, split_files
 from trainctl.config.text.remote import File, is_url
+from trainctl.data.in_place import Tokens
 from trainctl.errors import TrainctlError
 from trainctl.options.data import spec_of
 from trainctl.plan.types import RunPlan
@@ -148,9 +149,7 @@ def samples_of(
     return found
 
 
-def _ends_of_documents(
-    tokens: npt.NDArray[np.integer], end_of_document: int | None, limit: int
-) -> list[int] | None:
+def _ends_of_documents(tokens: Tokens, end_of_document: int | None, limit: int) -> list[int] | None:
     """Places right after the end of each document, up to a limit; None if nothing marks them.
 
     For a corpus of before they were kept.

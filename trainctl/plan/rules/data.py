@@ -7,11 +7,11 @@ from fractions import Fraction
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import section_class
-from trainctl.config.schema import DataFromPaths, StageConfig
+from trainctl.config.schema import DataFromPaths, OnBadText, StageConfig
 from trainctl.errors import Finding
 from trainctl.options.data import spec_of
 from trainctl.plan.derive import is_counted_in_epochs
-from trainctl.plan.mixture import add_up, batches_of_length, end_of, exact
+from trainctl.plan.mixture import add_up, batches_of_length, end_of, exact, sources_of
 from trainctl.plan.nearest import divisors
 from trainctl.plan.rules.draft import Draft, error, warning
 
@@ -59,6 +59,28 @@ def sources_have_their_share(draft: Draft) -> Iterator[Finding]:
             "a stage has no weights, and neither has any source",
             f"{key}.NAME.weight=1, or weights in each stage",
         )
+
+
+def ids_are_no_text(draft: Draft) -> Iterator[Finding]:
+    """What is said of text says nothing of a source whose files have ids."""
+    data = draft.config.data
+    for name, section in sources_of(data).items():
+        key = f"data.sources.{name}" if data.sources else "data"
+        if not spec_of(section).is_tokenized:
+            continue
+        kind = f"{key}.kind={section.kind}"
+        if section.max_bytes is not None:
+            yield error(
+                f"{key}.max_bytes",
+                f"{key}.max_bytes={section.max_bytes} is of text, and {kind} has ids, of which all "
+                "are used",
+                "leave it out, and name fewer files",
+            )
+        if section.on_bad_text is not OnBadText.error:
+            yield warning(
+                f"{key}.on_bad_text",
+                f"{key}.on_bad_text has no effect: {kind} has ids, and no text",
+            )
 
 
 def run_of_sources_has_a_length(draft: Draft) -> Iterator[Finding]:
