@@ -1,7 +1,7 @@
 """The shards that a node has here: a folder of bounded size that all its ranks share.
 
-A shard is fetched into `NAME.tmp`, which has its whole size from the first moment, and gets its name
-when its checksum is right. Who fetches has locked that file, so a lock that is free means that its
+A shard is fetched into `NAME.tmp`, which has its whole size from the first moment, and gets its
+name when its checksum is right. Who fetches has locked that file, so a lock that is free means that its
 process is gone; all else is decided under the lock of the folder. Locks are `flock`s: the kernel
 takes them back from whom it kills.
 
@@ -111,9 +111,8 @@ class ShardCache:
             waited = time.monotonic() - begun
             if waited - told >= _TELL_SECONDS:
                 told = waited
-                self._tell(
-                    f"waiting for {name}, which another rank of this node fetches, {waited:.0f} s"
-                )
+                who = "another rank of this node"
+                self._tell(f"waiting for {name}, which {who} fetches, {waited:.0f} s so far")
             time.sleep(_POLL_SECONDS)
 
     def fetch_ahead(self, wanted: Iterable[str]) -> bool:
@@ -137,7 +136,7 @@ class ShardCache:
         return False
 
     def clean(self) -> None:
-        """Before the ranks start: remove what killed ones left, and what is not as it was written."""
+        """Before ranks start: remove what killed ones left, and what is not as it was written."""
         with self._locked():
             self._sizes()
             for path in self._folder.glob("*.shard"):
@@ -207,15 +206,15 @@ class ShardCache:
     def _sizes(self) -> dict[str, int]:
         """What is here, by name; what was left by killed processes is removed. Folder locked."""
         found = {}
-        for entry in os.scandir(self._folder):
-            if entry.name.endswith(_UNFINISHED) and self._is_left(entry.path):
-                os.unlink(entry.path)
-            elif entry.name.endswith((".shard", _UNFINISHED)):
-                found[entry.name] = entry.stat().st_size
+        for path in self._folder.iterdir():
+            if path.suffix == _UNFINISHED and self._is_left(path):
+                path.unlink()
+            elif path.suffix in (".shard", _UNFINISHED):
+                found[path.name] = path.stat().st_size
         return found
 
     @staticmethod
-    def _is_left(path: str) -> bool:
+    def _is_left(path: Path) -> bool:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

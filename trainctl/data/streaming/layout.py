@@ -2,8 +2,8 @@
 
 | under the corpus's URL | |
 |---|---|
-| `stream.json` | the corpus's own record, the tokenizer, and of each shard its size and CRC-32 |
-| `DIGEST/SIDE-NUMBER.shard` | ends of documents, u32 each, then the ids, u16 or u32; little endian |
+| `stream.json` | the record of the corpus, the tokenizer, and each shard's size and CRC-32 |
+| `DIGEST/SIDE-NUMBER.shard` | ends of documents, u32 each, then the ids, little endian |
 
 Shard k of S tokens has the ids from k S on, S of them and the next one, which is the label of the
 last; and the documents that end behind k S and up to (k + 1) S, counted from k S.
@@ -66,7 +66,8 @@ class StreamRecord:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The type of the ids."""
-        return np.dtype(self.corpus["dtype"])
+        name: str = self.corpus["dtype"]
+        return np.dtype(name)
 
     def tokens(self, side: str) -> int:
         """Length of a side."""

@@ -16,8 +16,8 @@ MOST_SAMPLES = 1 << 22
 """How far it looks at most: a source of a small share has few samples in many."""
 
 Needs = Callable[[int, int], Sequence[int]]
-"""From the counter of a first sample and a number of samples: the shards they need, each once, in the
-order of first use."""
+"""From the counter of a first sample and a number of samples: the shards that they need, each once,
+in the order of first use."""
 
 
 class Lookahead:
