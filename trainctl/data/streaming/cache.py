@@ -1,9 +1,9 @@
 """The shards that a node has here: a folder of bounded size that all its ranks share.
 
 A shard is fetched into `NAME.tmp`, which has its whole size from the first moment, and gets its
-name when its checksum is right. Who fetches has locked that file, so a lock that is free means that its
-process is gone; all else is decided under the lock of the folder. Locks are `flock`s: the kernel
-takes them back from whom it kills.
+name when its checksum is right. Who fetches has locked that file, so a lock that is free means that
+its process is gone; all else is decided under the lock of the folder. Locks are `flock`s: the
+kernel takes them back from whom it kills.
 
 Readers open a shard for each sample and close it again, so what is removed is gone from the disk.
 """
