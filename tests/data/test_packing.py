@@ -36,6 +36,7 @@ def test_every_token_is_in_one_bin_and_no_document_is_cut_that_fits(lengths, len
         assert 0 < sum(sizes) <= length and starts == sorted(starts)
         for start, size in zip(starts, sizes, strict=True):
             seen[start : start + size] += 1
+            assert bins.bin_of(start) == bins.bin_of(start + size - 1) == number
             whole.add((start, start + size))
     assert (seen == 1).all()
     for end, size in zip(ends.tolist(), lengths, strict=True):

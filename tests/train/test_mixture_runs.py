@@ -42,6 +42,7 @@ def mixed(folder, stage=1, **changes):
         zero_stage__stage=stage,
         precision__compute="fp32",
         checkpoint__every_steps=SAVED,
+        checkpoint__at_end=False,
         **changes,
     )
     plain = to_plain(config)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
-from trainctl.plan.mixture import SOLE
 
 if TYPE_CHECKING:
     from trainctl.config.schema import RunConfig
@@ -92,7 +91,9 @@ def prepare(
 
 def _as_json(corpora: Corpora, last: Standing, *, is_mixture: bool) -> dict[str, object]:
     found = {name: _corpus(corpus) for name, corpus in corpora.items()}
-    told = {"sources": found} if is_mixture else found[SOLE]
+    told: dict[str, object] = {"sources": found}
+    if not is_mixture:
+        (told,) = found.values()
     return {"schema": 1, **told, "documents_tokenized": last.documents}
 
 

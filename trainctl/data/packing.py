@@ -55,6 +55,11 @@ class Bins:
         place = slice(int(self.firsts[number]), int(self.firsts[number + 1]))
         return self.starts[place].tolist(), self.lengths[place].tolist()
 
+    def bin_of(self, token: int) -> int:
+        """The bin that has a token of the text: all pieces are looked through."""
+        (piece,) = np.flatnonzero((self.starts <= token) & (token < self.starts + self.lengths))
+        return int(np.searchsorted(self.firsts, piece, side="right")) - 1
+
 
 def pieces_of(ends: npt.NDArray[np.integer], length: int) -> Pieces:
     """Documents as they are, and those longer than a sample in pieces of one and the rest.
