@@ -99,8 +99,8 @@ class DataConfig:
     )
     decontaminate: list[str] = option(
         [],
-        "Leave out what has a passage of these texts: paths as in data.paths, and held_out for what "
-        "the run itself holds out.",
+        "Leave out what has a passage of these texts: paths as in data.paths, and held_out for "
+        "what the run itself holds out.",
         example="[held_out, benchmarks/*.jsonl]",
         whole=True,
     )
