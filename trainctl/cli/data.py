@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainctl.cli import data_plan, data_prepare
-from trainctl.cli.arguments import Json, NamedRun
+from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
 
 if TYPE_CHECKING:
     from trainctl.train.contents import Passage, Sample
@@ -22,31 +23,51 @@ app.command()(data_plan.plan)
 
 @app.command()
 def show(
-    run: NamedRun,
+    target: TargetAndOverrides = None,
     samples: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="LIST", help="Their numbers, as in the run's records, such as 12,40-44."
+            metavar="LIST",
+            help="Their numbers, as in the run's records, such as 12,40-44.",
+            show_default=False,
         ),
-    ],
+    ] = None,
+    dropped: Annotated[
+        bool, typer.Option("--dropped", help="Documents that are not trained on, and why.")
+    ] = False,
     characters: Annotated[
         int, typer.Option(min=0, help="Of each text, at most; 0 shows all of it.")
     ] = 400,
+    config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
-    """Print the text of samples, and the files and documents that it was cut from.
+    """Print the text of samples of a run, and the files and documents that it was cut from.
 
-    Example: trainctl data show runs/NAME --samples 96-103
+    Or what was left out of a corpus that is prepared, and what stays in its place.
+
+    Examples: trainctl data show runs/NAME --samples 96-103; trainctl data show my-recipe --dropped
     """
     from trainctl.cli.console import print_json
+    from trainctl.cli.data_dropped import show_dropped
+    from trainctl.cli.planning import compose_target
+    from trainctl.errors import TrainctlError
     from trainctl.runs.attempts import standing_attempt
     from trainctl.runs.directory import open_run, read_plan
     from trainctl.train.contents import parse_counters, samples_of
     from trainctl.train.prepare import corpus_of
     from trainctl.train.tokenizer import load_tokenizer
 
+    name, overrides = split_target(target)
+    if dropped:
+        show_dropped(compose_target(name, overrides, config_dir).config, as_json=as_json)
+        return
+    if samples is None or name is None or overrides:
+        raise TrainctlError(
+            "a run and the numbers of samples are needed, or --dropped",
+            hint="trainctl data show runs/NAME --samples 96-103",
+        )
     counters = parse_counters(samples)
-    paths = open_run(run)
+    paths = open_run(Path(name))
     plan = read_plan(paths.attempt(standing_attempt(paths).number).plan)
     corpus = corpus_of(plan, paths)
     tokenizer = load_tokenizer(plan.config.tokenizer)

@@ -43,7 +43,9 @@ def prepare(
     Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32
     """
     from trainctl.cli.console import print_json, put
+    from trainctl.cli.data_dropped import dropped_of, put_dropped, told
     from trainctl.cli.planning import compose_target
+    from trainctl.config.quality import asks
     from trainctl.data.progress import Standing
     from trainctl.train.corpus import build_corpus, do_share
     from trainctl.train.prepare import TokenizingProgress, say
@@ -59,7 +61,7 @@ def prepare(
 
     def show(standing: Standing) -> None:
         nonlocal last
-        last = standing
+        last = standing if standing.is_tokenizing else last
         tell_of(standing)
 
     if share is not None:
@@ -79,13 +81,17 @@ def prepare(
     corpus = build_corpus(
         config.data, tokenizer, show, say, section=config.tokenizer, workers=workers
     )
+    left_out = list(dropped_of(config)) if asks(config.data) else []
     if as_json:
-        print_json(_as_json(corpus, last))
+        dropped = {"dropped": [told(each) for each in left_out]} if left_out else {}
+        print_json({**_as_json(corpus, last), **dropped})
         return
     for side, split in (("to train on", corpus.train), ("held out", corpus.held_out)):
         put(f"{split.tokens:,} tokens {side}, of {split.documents:,} documents")
     just_now = f", {last.documents:,} documents tokenized just now" if last.documents else ""
     put(f"in {corpus.folder}{just_now}")
+    for each in left_out:
+        put_dropped(each)
 
 
 def _as_json(corpus: Corpus, last: Standing) -> dict[str, object]:

@@ -20,6 +20,7 @@ from trainctl.plan.rules import (
     no_effect,
     optimizer,
     precision,
+    quality,
     recompute,
     run,
     stability,
@@ -117,6 +118,11 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC342", data.stages_follow_each_other),
     ("TC343", data.stages_know_their_sources),
     ("TC344", data.batches_keep_their_tokens),
+    ("TC353", quality.copies_can_be_found),
+    ("TC354", quality.precedence_knows_its_sources),
+    ("TC355", quality.what_is_looked_for_is_held_out),
+    ("TC356", quality.filters_keep_something),
+    ("TC357", quality.chosen_documents_are_whole),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 
