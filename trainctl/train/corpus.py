@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainctl.config.quality import asks
 from trainctl.config.schema import DataConfig, TokenizerConfig
-from trainctl.config.text.documents import Reader, is_one_document, sides
+from trainctl.config.text.documents import BadText, Reader, is_one_document, sides
 from trainctl.config.text.files import TextFiles, digest_of, split_files
 from trainctl.config.text.remote import version_of
 from trainctl.data.assembly import bad_text, chunks
@@ -32,10 +32,11 @@ from trainctl.data.selecting import (
 from trainctl.data.store import Store, files_in_order
 from trainctl.data.tasks import Task
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.options.data import identity_of
+from trainctl.options.data import identity_of, spec_of
 from trainctl.plan.mixture import SOLE, sources_of
 from trainctl.train.corpus_file import FORMAT, Corpus, Split, read_corpus
 from trainctl.train.corpus_folder import chunks_of, locked, migrate, write_corpus
+from trainctl.train.corpus_in_place import chunks_in_place
 from trainctl.train.tokenizer import Tokenizer
 from trainctl.train.user_code import in_words, load
 
@@ -93,6 +94,8 @@ def build_corpus(
     """
     whole = whole or config
     folder, earlier, files = _cached_at(config, tokenizer, whole, name)
+    if spec_of(config).is_tokenized:
+        return _in_place(config, tokenizer, folder, files, tell)
 
     def tell_of_format_1() -> None:
         if (earlier / "corpus.json").is_file():
@@ -164,6 +167,21 @@ def build_corpus(
     return _from_cache(folder, put_together, tell)
 
 
+def _in_place(
+    config: DataConfig, tokenizer: Tokenizer, folder: Path, files: TextFiles, tell: Tell
+) -> Corpus:
+    """Of ids that are there already: an index of them."""
+    every = files_in_order(files.train, files.held_out)
+
+    def write() -> None:
+        found = chunks_in_place(config, tokenizer, files)
+        write_corpus(folder, tokenizer, found, BadText, every)
+
+    count = f"{len(every):,} file" + ("s" if len(every) > 1 else "")
+    tell(f"nothing to tokenize: the ids of {count} are used where they are")
+    return _from_cache(folder, write, tell)
+
+
 def do_share(
     config: DataConfig,
     tokenizer: Tokenizer,
@@ -189,6 +207,8 @@ def do_share(
     Raises:
         TrainctlError: As `build_corpus`; or the text can be no job of an array.
     """
+    if spec_of(config).is_tokenized:
+        return 0
     if not in_parts(config):
         raise TrainctlError(
             "this text is cut somewhere (data.max_bytes, or a single document): it is one task",
@@ -207,6 +227,8 @@ def in_parts(config: DataConfig) -> bool:
     Raises:
         TrainctlError: A file is not there, or cannot be read.
     """
+    if spec_of(config).is_tokenized:
+        return False
     return config.max_bytes is None and not is_one_document(config, split_files(config))
 
 
@@ -222,6 +244,8 @@ def cached_corpus(
 ) -> Corpus | None:
     """The corpus of a config, if the same files were tokenized before; no text is read.
 
+    Ids that others made are there as soon as they are looked at.
+
     Args:
         config: As for `build_corpus`; so are the others.
         tokenizer: Of the run.
@@ -229,9 +253,11 @@ def cached_corpus(
         name: Likewise.
 
     Raises:
-        TrainctlError: No file matches.
+        TrainctlError: No file matches; or as `build_corpus`, of ids that others made.
     """
-    folder, _, _ = _cached_at(config, tokenizer, whole or config, name)
+    folder, _, files = _cached_at(config, tokenizer, whole or config, name)
+    if spec_of(config).is_tokenized:
+        return _in_place(config, tokenizer, folder, files, _unheard)
     file = folder / "corpus.json"
     return Corpus.load(file) if file.is_file() else None
 

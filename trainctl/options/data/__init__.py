@@ -14,7 +14,7 @@ from typing import Any
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import Spec, load
 from trainctl.config.schema import DataConfig, DataFromPaths, SourceConfig
-from trainctl.config.text.check import Look
+from trainctl.config.text.check import FileProblem
 from trainctl.config.text.files import Choose
 from trainctl.config.text.remote import File
 
@@ -48,6 +48,9 @@ class DataSource(Spec):
             read again to know them.
         identity: Of its section: what its documents depend on beside the files. It is a part of
             the key of the cache; None is the kind and all of its own keys.
+        is_tokenized: Whether its files have ids, which are used where they are. Its `build` is then
+            called as ``open(section, file)`` and gives a `data.tokenized.Tokenized`, and `problem`
+            has what is known of the tokenizer, a `TokenizerFacts` or None, as its first argument.
     """
 
     endings: tuple[str, ...] = ()
@@ -55,10 +58,11 @@ class DataSource(Spec):
     files: Callable[[Any], Sequence[File]] | None = None
     ranges: Callable[[File, int], list[tuple[int, int]]] | None = None
     counts_lines: bool = False
-    problem: Look | None = None
+    problem: Callable[..., FileProblem | None] | None = None
     is_plain: bool = False
     places: Callable[[File], list[int | None]] | None = None
     identity: Callable[[Any], str] | None = None
+    is_tokenized: bool = False
 
 
 def spec_of(section: DataConfig) -> DataSource:

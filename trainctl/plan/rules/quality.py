@@ -9,6 +9,7 @@ from trainctl.config.quality import HELD_OUT, asks, filters_of
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths, Dedup
 from trainctl.errors import Finding
+from trainctl.options.data import spec_of
 from trainctl.options.filter import Filter
 from trainctl.plan.mixture import SOLE, sources_of
 from trainctl.plan.rules.draft import Draft, error
@@ -93,6 +94,13 @@ def chosen_documents_are_whole(draft: Draft) -> Iterator[Finding]:
             "have the function leave documents out",
         )
     for where, section in _sections(data):
+        if spec_of(section).is_tokenized and (section.filters or not data.sources):
+            key = f"{where}.filters" if section.filters else asked
+            yield error(
+                key,
+                f"{key} looks at texts, and {where}.kind={section.kind} has none",
+                "leave it out, or name the texts that the ids were made of",
+            )
         if section.max_bytes is not None:
             yield error(
                 f"{where}.max_bytes",
