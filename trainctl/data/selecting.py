@@ -70,8 +70,8 @@ class Chosen:
     """What stays of the sources.
 
     Attributes:
-        keep: For each source and the key of each of its tasks, which documents stay, [documents].
-        dropped: For each source what `DROPPED` says of it, as plain JSON.
+        keep: Which documents stay, by source and by the key of a task, [documents] each.
+        dropped: What `DROPPED` says, by source, as plain JSON.
     """
 
     keep: Mapping[str, Mapping[str, Bool]]
