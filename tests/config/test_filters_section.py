@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainctl.config.compose import compose, examine, recompose
-from trainctl.config.json_schema import schema
+from trainctl.config.json_schema import option_schema
 from trainctl.config.quality import asks, filters_of
 
 OF_FILES = ["data=files", "data.paths=[a]"]
@@ -56,6 +56,6 @@ def test_what_is_wrong_is_named_where_it_is(text: str, key: str, message: str, h
 
 
 def test_editors_know_the_keys_of_each_filter() -> None:
-    (filters,) = schema()["properties"]["data"]["properties"]["filters"]["anyOf"]
+    (filters,) = option_schema("data")["properties"]["filters"]["anyOf"]
     assert "min_words" in filters["properties"]["gopher_quality"]["properties"]
     assert filters["additionalProperties"] is False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainctl.cli import data_plan, data_prepare
+from trainctl.cli import data_find, data_plan, data_prepare
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ app = typer.Typer(help="Look at what a run is trained on.", add_completion=False
 
 app.command()(data_prepare.prepare)
 app.command()(data_plan.plan)
+app.command()(data_find.find)
 
 
 @app.command()
@@ -30,6 +31,12 @@ def show(
             metavar="LIST",
             help="Their numbers, as in the run's records, such as 12,40-44.",
             show_default=False,
+        ),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Those of an optimizer step instead.", show_default=False
         ),
     ] = None,
     dropped: Annotated[
@@ -45,7 +52,8 @@ def show(
 
     Or what was left out of a corpus that is prepared, and what stays in its place.
 
-    Examples: trainctl data show runs/NAME --samples 96-103; trainctl data show my-recipe --dropped
+    Examples: trainctl data show runs/NAME --samples 96-103; trainctl data show runs/NAME --step 40;
+    trainctl data show my-recipe --dropped
     """
     from trainctl.cli.console import print_json
     from trainctl.cli.data_dropped import show_dropped
@@ -53,7 +61,8 @@ def show(
     from trainctl.errors import TrainctlError
     from trainctl.runs.attempts import standing_attempt
     from trainctl.runs.directory import open_run, read_plan
-    from trainctl.train.contents import parse_counters, samples_of
+    from trainctl.runs.records import iter_events
+    from trainctl.train.contents import counters_of_step, parse_counters, samples_of
     from trainctl.train.prepare import corpora_of
     from trainctl.train.tokenizer import load_tokenizer
 
@@ -61,13 +70,15 @@ def show(
     if dropped:
         show_dropped(compose_target(name, overrides, config_dir).config, as_json=as_json)
         return
-    if samples is None or name is None or overrides:
+    if name is None or overrides or (samples is None) == (step is None):
         raise TrainctlError(
-            "a run and the numbers of samples are needed, or --dropped",
-            hint="trainctl data show runs/NAME --samples 96-103",
+            "which samples of which run?",
+            hint="trainctl data show runs/NAME --samples 12,40-44, or --step 40",
         )
-    counters = parse_counters(samples)
+    counters = parse_counters(samples) if samples is not None else []
     paths = open_run(Path(name))
+    if step is not None:
+        counters = counters_of_step(iter_events(paths.events, "step"), step)
     plan = read_plan(paths.attempt(standing_attempt(paths).number).plan)
     corpora = corpora_of(plan, paths)
     tokenizer = load_tokenizer(plan.config.tokenizer)
