@@ -81,7 +81,7 @@ def test_what_cannot_be_asked_is_said_before_anything_is_read(
         "data.sources.code.filters={fineweb: {}, words: {file: none.txt}}",
         "data.sources.prose.filters.function.call=no_such_module:score",
     ]
-    assert run(["validate", "mix", *asked, "--offline"]) == ExitCode.bad_input
+    assert run(["validate", "mix", *asked]) == ExitCode.bad_input
     captured = capsys.readouterr()
     said = captured.out + captured.err
     assert "no file matches 'nothing/*.jsonl'" in said

@@ -56,6 +56,6 @@ def test_what_is_wrong_is_named_where_it_is(text: str, key: str, message: str, h
 
 
 def test_editors_know_the_keys_of_each_filter() -> None:
-    (filters,) = option_schema("data")["properties"]["filters"]["anyOf"]
+    filters, *_ = option_schema("data")["properties"]["filters"]["anyOf"]
     assert "min_words" in filters["properties"]["gopher_quality"]["properties"]
     assert filters["additionalProperties"] is False
