@@ -196,6 +196,28 @@ def test_tokens_that_there_are_not_are_named(with_words):
         infilling_of(config, "data")
 
 
+@pytest.mark.parametrize("packing", Packing)
+def test_any_layout_reads_the_same_samples_whatever_was_read_before(with_words, packing):
+    config = with_data(with_words, packing=packing, mask_documents=True)
+    plan = tiny_plan(config, 1)
+    corpora = build_corpora(config, load_tokenizer(config.tokenizer))
+    alone = TrainingData.of(plan, corpora, data_rank=0, data_size=1)
+    ranks = [TrainingData.of(plan, corpora, data_rank=rank, data_size=2) for rank in range(2)]
+
+    def rows(batches):
+        return [
+            [column[row].tolist() for column in (each.input_ids, each.labels, each.position_ids)]
+            for each in batches
+            for row in range(len(each.input_ids))
+        ]
+
+    epoch = alone.datasets["data", LENGTH].num_samples
+    halved = replace(plan.batch, gradient_accumulation_steps=1)
+    for first in (4, 0, epoch, epoch + 4):  # not in the order of the run, and of two epochs
+        shared = [row for rank in ranks for row in rows(rank.step(first, halved))]
+        assert sorted(shared) == sorted(rows(alone.step(first, plan.batch)))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_mixture_of_bins_is_trained_as_planned_and_goes_on_bit_for_bit(with_words, tmp_path):

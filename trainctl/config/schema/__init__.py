@@ -52,10 +52,12 @@ from trainctl.config.schema.optimization import (
 )
 from trainctl.config.schema.option import option, section
 from trainctl.config.schema.run import (
+    DEDUP_THRESHOLDS,
     CheckpointConfig,
     DataConfig,
     DataFromPaths,
     DataFromRecords,
+    Dedup,
     LoggingConfig,
     OnBadText,
     Packing,
@@ -66,6 +68,7 @@ from trainctl.config.schema.run import (
 from trainctl.config.schema.sources import SourceConfig, StageConfig
 
 __all__ = [
+    "DEDUP_THRESHOLDS",
     "GROUPS",
     "Accelerator",
     "ActivationCheckpointingConfig",
@@ -79,6 +82,7 @@ __all__ = [
     "DataFromPaths",
     "DataFromRecords",
     "DataType",
+    "Dedup",
     "GradientsConfig",
     "GroupOverride",
     "HardwareConfig",
