@@ -88,7 +88,7 @@ def test_random_kills_of_one_run_and_then_it_ends_well(launches: Launches) -> No
     draw = random.Random(20)
     run = launches.make_run()
     strikes = [kill_launcher, kill_agent, kill_rank, interrupt, terminate]
-    for _ in range(10):
+    for _ in range(6):
         launch = launches.start("forever,gloo,child", run=run)
         time.sleep(draw.uniform(0.0, 3.0))
         check(launches, launch, draw.choice(strikes))

@@ -139,23 +139,30 @@ def test_the_first_signal_saves_and_keeps_its_exit_code(launches: Launches, numb
     assert asked["within_seconds"] == 30 and not list(launch.run.requests.iterdir())
 
 
-def test_a_save_that_hangs_is_not_waited_for_longer_than_its_grace(launches: Launches) -> None:
-    launch = launches.start("forever", interrupt_grace_seconds=1.5)  # it follows no request
+@pytest.mark.parametrize(
+    ("grace", "number"),
+    [("interrupt_grace_seconds", signal.SIGINT), ("stop_grace_seconds", signal.SIGTERM)],
+)
+def test_a_save_that_hangs_is_not_waited_for_longer_than_its_grace(
+    launches: Launches, grace: str, number: signal.Signals
+) -> None:
+    launch = launches.start("forever", **{grace: 1.5})  # it follows no request
     launch.wait_for_step(SEEN)
     begun = launch.run.checkpoints / ".step-00000009.tmp"
     begun.mkdir()
-    os.kill(launch.process.pid, signal.SIGINT)
+    os.kill(launch.process.pid, number)
     signalled = time.monotonic()
     time.sleep(1.0)
     os.kill(launch.process.pid, signal.SIGHUP)  # a terminal that closes hurries no save
     assert launch.seconds_to_clean(signalled) >= 1.4
     code, talk = launch.end()
-    assert code == 130 and "stopped by SIGINT" in talk
+    assert code == 128 + number and f"stopped by {number.name}" in talk
     assert not begun.exists(), "half a checkpoint is left"
 
 
-def test_a_second_signal_does_not_wait_for_the_save(launches: Launches) -> None:
-    launch = launches.start("forever,worker,child", interrupt_grace_seconds=60.0)
+@pytest.mark.parametrize("grace", ["interrupt_grace_seconds", "stop_grace_seconds"])
+def test_a_second_signal_does_not_wait_for_the_save(launches: Launches, grace: str) -> None:
+    launch = launches.start("forever,worker,child", **{grace: 60.0})
     launch.wait_for_step(SEEN)
     os.kill(launch.process.pid, signal.SIGTERM)
     time.sleep(0.5)
