@@ -109,7 +109,7 @@ def test_ranks_that_ignore_sigterm_share_one_grace(launches: Launches) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_launcher_stops_every_rank(launches: Launches, number: int) -> None:
-    launch = launches.start("forever,torch,child")
+    launch = launches.start("forever,child")
     launch.wait_for_step()
     # As a terminal does it: the whole foreground process group gets the signal.
     os.killpg(launch.process.pid, number)
@@ -231,7 +231,7 @@ def test_a_killed_agent_takes_its_ranks_along(launches: Launches) -> None:
 
 
 def test_a_killed_launcher_is_reported_by_its_agent_and_frees_the_run(launches: Launches) -> None:
-    launch = launches.start("forever,torch,child")
+    launch = launches.start("forever,child")
     launch.wait_for_step()
     os.kill(launch.process.pid, signal.SIGKILL)
     launch.seconds_to_clean(time.monotonic())
