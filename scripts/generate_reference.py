@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from trainctl.config.catalog import options
-from trainctl.config.keys import Leaf, leaves
+from trainctl.config.keys import Leaf, leaves, part_leaves
 from trainctl.config.registry import names
 from trainctl.config.schema import GROUPS, RunConfig
 
@@ -47,7 +47,19 @@ def _section(name: str, cls: type) -> Iterator[str]:
             if not info.is_users:
                 yield f"| `{name}={info.name}` | {_cell(info.summary)} |"
     yield ""
-    yield from _table([leaf for leaf in leaves().values() if leaf.key.startswith(f"{name}.")])
+    keys = [leaf for leaf in leaves().values() if leaf.key.startswith(f"{name}.")]
+    yield from _table(keys)
+    for leaf in keys:
+        if leaf.part is not None:
+            yield ""
+            yield f"### {leaf.key}.NAME"
+            yield f"{(leaf.part.__doc__ or '').strip().splitlines()[0]} Its own:"
+            yield ""
+            found = part_leaves(leaf.part)
+            names = [item.name for item in fields(leaf.part)]
+            yield from _table(
+                [replace(found[each], key=f"{leaf.key}.NAME.{each}", kinds=()) for each in names]
+            )
 
 
 def _table(leaves: list[Leaf]) -> Iterator[str]:

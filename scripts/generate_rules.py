@@ -64,8 +64,8 @@ FOUND_ELSEWHERE = {
     "TC135": "A network interface that is not there or not up.",
     "TC136": "A package or compiler that a kernel of the plan needs is missing.",
     "TC137": "The lock of a killed build, which would hold up the run for ever.",
-    "TC138": "A file of the corpus that is compressed or binary: never read as text.",
-    "TC139": "A JSONL file without a text under `data.text_key` in its first lines.",
+    "TC138": "A file of the corpus that is not of its kind, cut off or damaged: it is not read.",
+    "TC139": "A file without a text under `data.text_key`: in its first lines, or no such column.",
     "TC140": "A folder of the corpus without a text, or with files that are left out.",
     "TC141": "A side of the corpus without a sample, or with much more text than was asked for.",
     "TC142": "Text at the beginning of a file that is not UTF-8, or a line that is not JSON.",
@@ -78,7 +78,7 @@ FOUND_ELSEWHERE = {
     "TC151": "The plan does not fit into a node's memory.",
     "TC152": "The plan does not fit onto a node's NVMe.",
     "TC153": "Attention code that the model cannot have.",
-    "TC154": "A tokenizer without a token that ends a document, where documents are to be masked.",
+    "TC154": "A tokenizer without a token that ends a document: they follow each other unmarked.",
     "TC155": "A mixture of experts whose auxiliary loss is not trained with.",
     "TC156": "A tokenizer's file that is malformed.",
     "TC157": "A tokenizer whose ids are not those of the model.",
@@ -115,6 +115,11 @@ FOUND_ELSEWHERE = {
     "TC201": "A key that a DeepSpeed JSON gives twice; DeepSpeed refuses it.",
     "TC202": "A comment, or a comma too many: DeepSpeed reads Hjson, others read JSON.",
     "TC305": "A definition in another package is not the one that trainctl was written for.",
+    "TC345": "A source that cannot give what a run takes of it.",
+    "TC346": "A source of which a run takes another number of tokens or epochs than was asked for.",
+    "TC347": "Text that a longer sequence leaves out of an epoch that has begun.",
+    "TC348": "A source whose files cannot be read.",
+    "TC360": "A file of ids that does not fit its index, or whose ids are not the tokenizer's.",
 }
 """Findings that are made while something is read or compared, not by a rule of a list."""
 

@@ -14,6 +14,7 @@ ROOMS = (
     "agent",
     "cli",
     "config",
+    "data",
     "hardware",
     "loggers",
     "memory",

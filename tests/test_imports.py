@@ -20,6 +20,7 @@ ORDER = [
     {"plan", "memory"},
     {"planner"},
     {"runs"},
+    {"data"},
     {"engines", "loggers"},
     {"launch", "agent", "train", "reports"},
     {"cli"},

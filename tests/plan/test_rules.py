@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_cases import config_with, cpus, gpus
 
-from trainctl.config.keys import leaves
+from trainctl.config.keys import leaf_of
 from trainctl.errors import Severity
 from trainctl.plan.resolve import resolve
 from trainctl.plan.rules import RULES
@@ -27,8 +27,150 @@ MUP = {"model__mup": True, "model__mup_base_width": 64}
 DEEPCOMPILE = {"kernels__compile": "deepcompile"}
 SAVES = {"checkpoint__every_steps": 10}
 
+
+def mixed(*stages, **sources):
+    """Two sources, changed as said, and stages."""
+    plain = {
+        "code": {"kind": "stdlib", "weight": 0.7},
+        "prose": {"kind": "files", "paths": ["a"], "weight": 0.3},
+    }
+    for name, changes in sources.items():
+        plain[name] = {**plain.get(name, {"kind": "stdlib"}), **changes}
+    return {"data__sources": plain, "data__stages": list(stages)}
+
+
 # Rule, changes, hardware, part of the message, part of the hint.
 ERRORS = [
+    (
+        "TC340",
+        mixed(prose={"weight": 0.2}),
+        gpus(),
+        "code 0.7, prose 0.2 have the sum 0.9",
+        "7 and",
+    ),
+    ("TC340", mixed(new={}), gpus(), "data.sources.new has no weight", "leave the source out"),
+    (
+        "TC340",
+        mixed(code={"epochs": 2}),
+        gpus(),
+        "code has weight and epochs",
+        "sources.code.weight",
+    ),
+    ("TC340", mixed(prose={"paths": []}), gpus(), "needs data.sources.prose.paths", "/path/to/*"),
+    (
+        "TC340",
+        mixed({"until": 0.5}, {"weights": {"code": 1}}, code={"weight": None})
+        | {"data__sources": {"code": {"kind": "stdlib"}}},
+        gpus(),
+        "a stage has no weights, and neither has any source",
+        "weights in each stage",
+    ),
+    (
+        "TC341",
+        {**mixed(), "training__steps": None, "training__epochs": 2.0, "training__epoch_tokens": 9},
+        gpus(),
+        "training.epochs=2 is of one text, and data.sources has 2",
+        "training.tokens=NUMBER",
+    ),
+    ("TC341", {**mixed(), "data__factory": "a:b"}, gpus(), "both say what is trained on", "leave"),
+    (
+        "TC361",
+        mixed(code={"kind": "tokens", "paths": ["a.bin"], "max_bytes": 9}),
+        gpus(),
+        "data.sources.code.max_bytes=9 is of text, and data.sources.code.kind=tokens has ids",
+        "fewer files",
+    ),
+    ("TC342", mixed({"until": 0.5}), gpus(), "stages[0]: until=0.5, and it is the last", "leave"),
+    ("TC342", mixed({}, {}), gpus(), "data.stages[0] has no end, and is not the last", "one of"),
+    (
+        "TC342",
+        mixed({"until": 0.5, "until_step": 9}, {}),
+        gpus(),
+        "has until and until_step, and is not the last",
+        "one of",
+    ),
+    ("TC342", mixed({"until": 1.5}, {}), gpus(), "until=1.5 is no point within", "above 0"),
+    (
+        "TC342",
+        mixed({"until_step": 50}, {"until": 0.5}, {}),
+        gpus(),
+        "data.stages[1]: until=0.5 is step 50, and the stage before it ends with step 50",
+        "a step at least",
+    ),
+    (
+        "TC342",
+        mixed({"until_tokens": 10**12}, {}),
+        gpus(),
+        "and the run ends with step 100: nothing is left",
+        "an earlier end",
+    ),
+    (
+        "TC343",
+        mixed({"until": 0.5}, {"weights": {"cod": 1.0}}),
+        gpus(),
+        "data.stages[1]: there is no source cod",
+        "data.sources has code, prose",
+    ),
+    (
+        "TC343",
+        mixed({"until": 0.5}, {"weights": {"code": 0.0, "prose": 1.0}}),
+        gpus(),
+        "data.stages[1]: the weight of code is 0",
+        "leave it out",
+    ),
+    (
+        "TC343",
+        mixed({"weights": {"code": 0.5, "prose": 0.4}}),
+        gpus(),
+        "data.stages[0]: the weights code 0.5, prose 0.4 have the sum 0.9",
+        "whole numbers",
+    ),
+    ("TC343", mixed({"weights": {}}), gpus(), "its weights name no source", "code, prose"),
+    (
+        "TC343",
+        {"data__stages": [{"weights": {"code": 1.0}}]},
+        gpus(),
+        "and there is only data.kind=stdlib",
+        "data.sources",
+    ),
+    (
+        "TC344",
+        mixed({"until": 0.5, "sequence_length": 1000}, {}),
+        gpus(),
+        "data.stages[0]: sequence_length=1000: a batch of ",
+        "nearest legal: 512 or 1024",
+    ),
+    (
+        "TC344",
+        {**mixed({"until": 0.5}, {"sequence_length": 512}), "training__sequence_length": 256},
+        gpus(),
+        "sequence_length=512 is more than a rank has room for at once",
+        "training.sequence_length=512, and the shorter length in the other stages",
+    ),
+    (
+        "TC344",
+        mixed({"until": 0.5}, {"sequence_length": 10**7}),
+        gpus(),
+        "sequence_length=10000000 is not from 2 to model.max_position_embeddings",
+        "",
+    ),
+    (
+        "TC344",
+        {
+            **mixed({"until": 0.5, "sequence_length": 31}, {}),
+            "parallelism__sequence": 2,
+        },
+        gpus(),
+        "sequence_length=31 is not divided by parallelism.sequence=2",
+        "",
+    ),
+    (
+        "TC344",
+        {**mixed(prose={"shuffle_shards": 4}), "training__sequence_length": 1000},
+        gpus(),
+        "sequence_length=1000 does not divide a shard",
+        "nearest legal: 512 or 1024",
+    ),
     (
         "TC027",
         {
@@ -1055,6 +1197,13 @@ ERRORS = [
 ]
 
 WARNINGS = [
+    ("TC341", {**mixed(), "data__max_bytes": 5}, gpus(), "data.max_bytes has no effect"),
+    (
+        "TC361",
+        mixed(code={"kind": "tokens", "paths": ["a.bin"], "on_bad_text": "skip"}),
+        gpus(),
+        "data.sources.code.on_bad_text has no effect",
+    ),
     ("TC018", {**MUP, "gradients__clip_value": 0.1}, gpus(1), "1 / 2 of the base's"),
     ("TC018", {**MUP, "gradients__noise": 0.1}, gpus(1), "gradients.noise=0.1 with"),
     ("TC024", {"schedule__warmup_steps": 101}, gpus(), "longer than the run of 100 steps"),
@@ -1111,7 +1260,7 @@ def test_an_error_says_what_is_wrong_and_what_would_be_right(
     assert all(finding.severity is Severity.error for finding in found)
     for finding in found:
         top = finding.key.split(".")[0]
-        assert finding.key in leaves() or top in ("deepspeed", "parallelism")
+        assert leaf_of(tuple(finding.key.split("."))) or top in ("deepspeed", "parallelism")
 
 
 @pytest.mark.parametrize(("rule", "changes", "hardware", "message"), WARNINGS)

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -103,8 +104,8 @@ def test_the_cache_is_used_until_a_file_changes(texts):
 def test_how_much_is_tokenized_together_changes_nothing(texts, monkeypatch):
     config = files_config(texts)
     together = build_corpus(config, ByteTokenizer())
-    shutil.rmtree(together.folder)
-    monkeypatch.setattr("trainctl.train.corpus_folder.AT_ONCE", 7)
+    shutil.rmtree(cache_folder())
+    monkeypatch.setattr("trainctl.data.encoding.AT_ONCE", 7)
     assert build_corpus(config, ByteTokenizer()) == together
 
 
@@ -174,7 +175,9 @@ def flip(path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("file", ["train.bin", "held_out.bin", "corpus.json"])
+@pytest.mark.parametrize(
+    "file", ["train.bin", "held_out.bin", "train.ends", "train.origin", "corpus.json"]
+)
 @pytest.mark.parametrize(
     "damage",
     [scramble, flip, lambda path: os.truncate(path, 40), lambda path: path.unlink()],
@@ -229,10 +232,15 @@ def test_everything_is_synced_before_the_folder_has_its_name(texts, monkeypatch)
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "rename", note_rename)
     folder = Path(built(texts)[0].folder)
-    ((_, names),) = renamed
+    (_, of_part), (_, names) = renamed
+    assert {Path(name).name for name in of_part} >= {"ids.bin", "ends.bin", "origin.bin"}
     temporary = folder.with_suffix(".tmp")
-    assert {str(temporary), *(str(temporary / f"{n}.bin") for n in ("train", "held_out"))} <= names
+    sides = [f"{side}.{what}" for side in ("train", "held_out") for what in ("bin", "ends")]
+    assert {str(temporary), *(str(temporary / name) for name in sides)} <= names
     assert str(folder.parent) in synced
+
+
+PART = ("ids", "ends", "origin", "hash")
 
 
 class Disk:
@@ -244,6 +252,13 @@ class Disk:
     def __getattr__(self, name):
         return getattr(self.stream, name)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        with suppress(OSError):
+            self.stream.close()
+
     def write(self, data):
         self.room -= len(data)
         if self.room < 0:
@@ -251,19 +266,22 @@ class Disk:
         return self.stream.write(data)
 
 
-def test_a_full_disk_is_the_machines_fault_and_leaves_nothing(texts, monkeypatch):
+@pytest.mark.parametrize("file", ["ids.bin", "train.bin"])
+def test_a_full_disk_is_the_machines_fault_and_leaves_nothing(texts, monkeypatch, file):
     plain = Path.open
 
     def limited(path, mode="r", **more):
         stream = plain(path, mode, **more)
-        return Disk(stream, 500) if path.suffix == ".bin" and mode == "wb" else stream
+        return Disk(stream, 150) if path.name == file and mode == "wb" else stream
 
     monkeypatch.setattr(Path, "open", limited)
     with pytest.raises(TrainctlError, match=r"corpus.*No space left on device") as caught:
         built(texts)
     assert caught.value.exit_code == ExitCode.environment
     assert "TRAINCTL_CACHE_DIR" in caught.value.hint
-    assert {path.suffix for path in cache_folder().iterdir()} == {".lock"}
+    left = {path.name for path in cache_folder().rglob("*.bin")}
+    assert left == (set() if file == "ids.bin" else {f"{name}.bin" for name in PART})
+    assert not list(cache_folder().rglob("*.tmp"))
 
 
 def test_a_cache_that_cannot_be_made_is_the_machines_fault(texts, monkeypatch):
@@ -297,7 +315,12 @@ def test_a_bad_text_leaves_nothing_in_the_cache(texts):
     (texts / "zz.jsonl").write_text("{broken\n")
     with pytest.raises(TrainctlError, match=r"zz\.jsonl:1"):
         built(texts)
-    assert {path.suffix for path in cache_folder().iterdir()} == {".lock"}
+    assert files_left() == {"store.json"}
+
+
+def files_left():
+    """Names of all files of the cache."""
+    return {path.name for path in cache_folder().rglob("*") if not path.is_dir()}
 
 
 def in_format_1(corpus, folder):
@@ -341,5 +364,5 @@ def test_a_function_that_gave_texts_in_the_first_format_is_not_asked_again(tmp_p
     monkeypatch.setattr("trainctl.train.corpus.load", lambda key, name: 1 / 0)
     told: list[str] = []
     again = build_users_corpus(config, ByteTokenizer(), tmp_path / "old", tell=told.append)
-    assert replace(again, folder=corpus.folder) == corpus
+    assert replace(again, folder=corpus.folder) == corpus.as_without_ends()
     assert "older format" in told[0]

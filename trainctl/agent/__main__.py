@@ -168,10 +168,12 @@ class Agent:
             file=self._attempt.store if is_file else None,
         )
         if command.prepare:
-            from trainctl.train.prepare import prepare
+            from trainctl.train.prepare import help_to_prepare, prepare
 
-            # The first node alone where all share a cache; the others then find what it made.
+            # All tokenize, and the first node alone puts the corpus together where they share a
+            # cache; the others then find what it made.
             if self._node > 0:
+                help_to_prepare(plan)
                 rendezvous.await_mark("prepared", guard.yield_if_stopping)
             if self._node == 0:
                 shown = Heartbeat(self._attempt.preparation)

@@ -1,4 +1,4 @@
-"""`trainctl data show`: what was in the samples of a run."""
+"""`trainctl data`: what was in the samples of a run, and its other commands."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainctl.cli import data_plan, data_prepare
 from trainctl.cli.arguments import Json, NamedRun
 
 if TYPE_CHECKING:
@@ -15,9 +16,8 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Look at what a run is trained on.", add_completion=False)
 
 
-@app.callback()
-def _group() -> None:
-    """Without it typer makes the only command the group itself."""
+app.command()(data_prepare.prepare)
+app.command()(data_plan.plan)
 
 
 @app.command()

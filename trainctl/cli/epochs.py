@@ -40,7 +40,7 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
     is_known = training.epoch_tokens is not None
     if is_known or not is_counted_in_epochs(training) or config.data.factory is not None:
         return composed
-    if not config.trains_itself:
+    if not config.trains_itself or config.data.sources:
         return composed
     corpus = _tokenized(config) if tokenize else _cached(config)
     if corpus is None:
@@ -69,4 +69,5 @@ def _tokenized(config: RunConfig) -> Corpus:
 
     if _cached(config) is None:
         say("reading the corpus, to know how long training.epochs is; it is kept for the training")
-    return build_corpus(config.data, load_tokenizer(config.tokenizer), TokenizingProgress(), say)
+    tokenizer = load_tokenizer(config.tokenizer)
+    return build_corpus(config.data, tokenizer, TokenizingProgress(), say, section=config.tokenizer)

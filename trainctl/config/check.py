@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainctl.config.keys import ValueProblem, accept, leaf_of, leaves, sections
+from trainctl.config.keys import (
+    ValueProblem,
+    accept,
+    leaf_of,
+    leaves,
+    part_leaves,
+    sections,
+)
 from trainctl.config.schema import GROUPS
 from trainctl.config.secrets import ENVIRONMENT
 from trainctl.config.suggest import DEEPSPEED_KEYS, OTHER_NAMES, did_you_mean, nearest_keys
@@ -48,6 +55,8 @@ def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
     leaf = leaf_of(setting.path)
     if leaf is None:
         return [], [unknown_key(setting)]
+    if leaf.part is not None and isinstance(setting.value, dict) and setting.value:
+        return _each(setting)
     if has_reference(setting.value):
         if leaf.is_text_mapping and isinstance(setting.value, dict):
             return _each(setting)
@@ -68,7 +77,7 @@ def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
 
 
 def _each(setting: Setting) -> tuple[list[Setting], list[Finding]]:
-    """Of a mapping with references in it: one setting for each of its keys."""
+    """Of a mapping of sections, or with references in it: one setting for each of its keys."""
     settings: list[Setting] = []
     findings: list[Finding] = []
     for name, item in setting.value.items():
@@ -89,7 +98,14 @@ def unknown_key(setting: Setting) -> Finding:
         )
         return Finding(rule=UNKNOWN_KEY, key=key, message=message, hint=hint, source=setting.source)
     parent = next((name for name in _parents(setting.path) if name in leaves()), None)
-    if parent:
+    part = leaves()[parent].part if parent else None
+    if parent and part:
+        message = f"there is no key {key}"
+        section = key[: len(key) - len(setting.path[-1]) - 1]
+        inside = [f"{section}.{name}" for name in part_leaves(part)]
+        hint = did_you_mean([near for near in nearest_keys(key, inside, ()) if near in inside])
+        hint = hint or f"a section of {parent} has the keys {', '.join(part_leaves(part))}"
+    elif parent:
         message, hint = f"{parent} is a single value and has no keys", f"set {parent}"
         if key.rpartition(".")[2] in OTHER_NAMES:
             hint = did_you_mean(nearest_keys(key, leaves(), GROUPS))

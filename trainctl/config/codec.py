@@ -7,12 +7,20 @@ import Hydra, so reading is done here.
 from __future__ import annotations
 
 import types
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from trainctl.config.registry import chooser, kind_of, own_keys, section_class, with_parts
+from trainctl.config.registry import (
+    chooser,
+    kind_of,
+    own_fields,
+    own_keys,
+    part_class,
+    section_class,
+    with_parts,
+)
 
 T = TypeVar("T")
 
@@ -20,7 +28,7 @@ T = TypeVar("T")
 def to_plain(value: Any) -> Any:
     """Nested dicts, lists, strings, numbers, booleans and None."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: to_plain(getattr(value, item.name)) for item in fields(value)}
+        return {item.name: to_plain(getattr(value, item.name)) for item in own_fields(value)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):
@@ -49,7 +57,8 @@ def from_plain(cls: type[T], data: Any, key: str = "") -> T:
     hints = _hints(cast(Any, cls))
     if has_parts:  # those of a package that is not installed here are left out
         data = {k: v for k, v in data.items() if k in hints or not isinstance(v, dict)}
-    unknown = [str(name) for name in data if name not in hints]
+    known = {item.name for item in own_fields(cls)}
+    unknown = [str(name) for name in data if name not in known]
     if unknown:
         raise ValueError(f"unknown key {_join(key, unknown[0])}")
     return cls(**{name: _read(hints[name], data[name], _join(key, name)) for name in data})
@@ -61,7 +70,8 @@ def _of_kind(group: str, cls: Any, data: dict[str, Any]) -> tuple[Any, dict[str,
     kind = data.get(key, kind_of(cls))
     if not isinstance(kind, str):
         raise ValueError(f"{group}.{key} must be a name, not {kind!r}")
-    found = section_class(group, kind)
+    is_part = getattr(cls, "is_part", False)
+    found = part_class(cls, kind) if is_part else section_class(group, kind)
     foreign = own_keys(group) - set(_hints(found))
     kept = {name: value for name, value in data.items() if name not in foreign}
     return found, {key: kind, **kept}

@@ -23,6 +23,7 @@ from trainctl.config.kinds import keep_own_keys
 from trainctl.config.layers import TAKEN_BACK, Layer, Stack
 from trainctl.config.literals import literal_secrets
 from trainctl.config.overrides import Choice, Overrides, read_overrides
+from trainctl.config.parts import complete_parts
 from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.config.tensor_table import to_table
 from trainctl.config.tracing import needs_trace, trace_in_child
@@ -156,7 +157,7 @@ def _finish(
     if unresolved:  # the values that such references stand for are not there to check
         raise TrainctlError.from_findings(findings)
     typed = {setting.key for setting in asked.settings}
-    findings += keep_own_keys(stack, typed, recipe)
+    findings += [*keep_own_keys(stack, typed, recipe), *complete_parts(stack)]
     if fill_model:
         findings += _fill_model(stack, typed)
     config = from_plain(RunConfig, stack.plain)

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trainctl.config.catalog import options, recipes
-from trainctl.config.keys import COUNT, Leaf, leaves
+from trainctl.config.keys import COUNT, Leaf, leaves, part_leaves
 from trainctl.config.registry import chooser, names
 from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.config.suggest import did_you_mean, nearest
@@ -135,6 +135,10 @@ def _types(hint: Any, limits: Any) -> list[dict[str, Any]]:
         return [{"type": "array", "items": {"anyOf": _types(get_args(hint)[0], {})}}]
     if origin is dict:
         inner = get_args(hint)[1]
+        if getattr(inner, "is_part", False):
+            keys = {name: value_schema(leaf) for name, leaf in part_leaves(inner).items()}
+            section = {"type": "object", "properties": keys, "additionalProperties": False}
+            return [{"type": "object", "additionalProperties": section}]
         # Any scalar is taken as the text of a variable.
         values = {"type": ["string", "number", "boolean"]} if inner is str else {}
         return [{"type": "object", "additionalProperties": values}]

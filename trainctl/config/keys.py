@@ -13,7 +13,15 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trainctl.config.codec import to_plain
 from trainctl.config.quantities import in_unit
-from trainctl.config.registry import chooser, kind_of, names, new_section, unit_groups
+from trainctl.config.registry import (
+    chooser,
+    kind_of,
+    names,
+    new_section,
+    own_fields,
+    part_class,
+    unit_groups,
+)
 from trainctl.config.schema import RunConfig
 from trainctl.config.suggest import nearest
 
@@ -46,6 +54,12 @@ class Leaf:
     def is_mapping(self) -> bool:
         """Whether the key is a free-form mapping, such as `deepspeed`."""
         return get_origin(self.hint) is dict
+
+    @property
+    def part(self) -> type | None:
+        """What the sections in it share, where it is a mapping of such: `data.sources`."""
+        inner = get_args(self.hint)[1] if self.is_mapping else None
+        return inner if getattr(inner, "is_part", False) else None
 
     @property
     def is_text_mapping(self) -> bool:
@@ -126,8 +140,45 @@ def leaf_of(path: tuple[str, ...]) -> Leaf | None:
     for length in range(len(path), 0, -1):
         leaf = leaves().get(".".join(path[:length]))
         if leaf is not None and leaf.key.count(".") == length - 1:
+            if leaf.part is not None and len(path) > length + 1:
+                return _leaf_of_part(leaf.part, path, length + 2)
             return leaf if length == len(path) or leaf.is_mapping else None
     return None
+
+
+@cache
+def part_leaves(part: type) -> dict[str, Leaf]:
+    """The keys of a section that is one of several, by their names: those of all kinds."""
+    found: dict[str, Leaf] = {}
+    for kind in names(part.units):  # type: ignore[attr-defined]
+        for name, leaf in part_leaves_of(part, kind).items():
+            having = (*found[name].kinds, kind) if name in found else (kind,)
+            found[name] = replace(found.get(name, leaf), kinds=having)
+    return found
+
+
+@cache
+def part_leaves_of(part: type, kind: str) -> dict[str, Leaf]:
+    """The keys of such a section under one kind, by their names."""
+    cls = part_class(part, kind)
+    hints, section = get_type_hints(cls), cls()
+    return {
+        item.name: Leaf(
+            item.name,
+            hints[item.name],
+            to_plain(getattr(section, item.name)),
+            item.metadata,
+        )
+        for item in own_fields(cls)
+    }
+
+
+def _leaf_of_part(part: type, path: tuple[str, ...], length: int) -> Leaf | None:
+    """The key that a path is, of which the first `length` names are one in such a section."""
+    leaf = part_leaves(part).get(path[length - 1])
+    if leaf is None or (len(path) > length and not leaf.is_mapping):
+        return None
+    return replace(leaf, key=".".join(path[:length]))
 
 
 def accept(leaf: Leaf, value: Any, text: str | None = None) -> Any:
@@ -263,7 +314,7 @@ def _accept(hint: Any, value: Any, text: str | None, default: Any) -> Any:
     if origin is dict:
         return _accept_mapping(hint, value)
     if is_dataclass(hint):
-        return _accept_entry(hint, value)
+        return _accept_part(hint, value) if hasattr(hint, "is_part") else _accept_entry(hint, value)
     if issubclass(hint, Enum):
         return _accept_member(hint, value, text)
     return _SCALARS[hint](value, text)
@@ -308,6 +359,19 @@ def _accept_mapping(hint: Any, value: Any) -> dict[str, Any]:
     return {str(name): _accept(inner, item, None, None) for name, item in value.items()}
 
 
+def _accept_part(part: Any, value: Any) -> dict[str, Any]:
+    """What is set in one of several sections; each key of it can be set alone, too."""
+    legal = part_leaves(part)
+    if not isinstance(value, dict):
+        shown = as_written(value) or "nothing"
+        raise ValueProblem(f"expected a section, got {shown}", f"its keys: {', '.join(legal)}")
+    for name in value:
+        if name not in legal:
+            close = ", ".join(nearest(str(name), legal)) or ", ".join(legal)
+            raise ValueProblem(f"such a section has no key {name}", f"did you mean {close}?")
+    return {name: accept(legal[name], item) for name, item in value.items()}
+
+
 def _accept_entry(hint: Any, value: Any) -> dict[str, Any]:
     """An entry of a list, which has keys of its own; those that it lacks keep their defaults."""
     hints = get_type_hints(hint)
@@ -320,7 +384,11 @@ def _accept_entry(hint: Any, value: Any) -> dict[str, Any]:
             hint_text = f"did you mean {close[0]}? {legal}" if close else legal
             raise ValueProblem(f"an entry has no key {name}", hint_text)
     entry = {item.name: to_plain(item.default) for item in fields(hint)}
-    return entry | {name: _accept(hints[name], item, None, None) for name, item in value.items()}
+    counts = {item.name for item in fields(hint) if item.metadata.get("unit") == "tokens"}
+    for name, item in value.items():
+        count = _with_suffix(item) if name in counts and isinstance(item, str) else item
+        entry[name] = _accept(hints[name], count, None, None)
+    return entry
 
 
 def _accept_member(kind: type[Enum], value: Any, text: str | None) -> Any:

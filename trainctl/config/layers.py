@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from trainctl.config.check import WRONG_VALUE, Setting, check_setting, has_reference
-from trainctl.config.keys import leaves, leaves_under
+from trainctl.config.keys import leaf_of, leaves, leaves_under
 from trainctl.config.secrets import ENVIRONMENT, is_kept, is_secret_name
 from trainctl.config.suggest import first_line
 from trainctl.config.yaml_files import read_scalar
@@ -65,9 +65,20 @@ class Stack:
     def reset(self, section: str, source: str) -> None:
         """Give every key of a section that was set its default again."""
         for key in [key for key in self.layers if key.startswith(f"{section}.")]:
-            leaf = leaves().get(key)
+            leaf, mapping = leaves().get(key), leaf_of(tuple(key.split(".")))
+            if leaf is None and mapping is not None and mapping.kinds:  # of one of several sections
+                del self.layers[key]
+                self._remove(key)
             if leaf is not None:
                 self.apply([Setting(tuple(key.split(".")), deepcopy(leaf.default), source)])
+
+    def _remove(self, key: str) -> None:
+        """Take a key out of the mapping that it is in, and what is then empty out of its own."""
+        above, _, name = key.rpartition(".")
+        node = self.value_of(above)
+        node.pop(name, None)
+        if not node and above not in leaves():
+            self._remove(above)
 
     def resolve(self) -> list[Finding]:
         """Replace references (`${training.steps}`, `${oc.env:NAME}`) by what they refer to."""

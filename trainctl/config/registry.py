@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import Field, dataclass, field, fields, make_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ ENTRY_POINTS = "trainctl.options"
 FOLDER_VARIABLE = "TRAINCTL_OPTIONS"
 """Names a folder of `GROUP/NAME.py`; whoever sets it has trainctl run that code."""
 
-WITHOUT_A_SECTION = ("engine", "logger")
+WITHOUT_A_SECTION = ("engine", "filter", "logger")
 """Groups of which no option is the kind of a section: a plan names the engine, and a run may have
 several loggers, by a list of names; those that have keys have them in a section each."""
 
@@ -172,6 +172,23 @@ def with_parts(cls: type) -> type:
         if fields(spec.keys)
     ]
     return make_dataclass(cls.__name__, own, bases=(cls,)) if own else cls
+
+
+@cache
+def part_class(part: Any, kind: str) -> type:
+    """The dataclass of one of several sections of a group, such as `data.sources.NAME`.
+
+    Args:
+        part: What all such sections share: a class with a group of `units`.
+        kind: Of the section: it has the keys of that kind, without those of the whole run.
+    """
+    return make_dataclass(part.__name__, [], bases=(part, section_class(part.units, kind)))
+
+
+def own_fields(cls: Any) -> tuple[Field[Any], ...]:
+    """The fields of a section's class, or of a section, that are keys of it."""
+    is_part = getattr(cls, "is_part", False)
+    return tuple(item for item in fields(cls) if not (is_part and item.metadata.get("whole")))
 
 
 def new_section(group: str, kind: str, **values: Any) -> Any:

@@ -54,18 +54,13 @@ def _ids_have_rows(config: RunConfig, facts: TokenizerFacts) -> Iterator[Finding
 def _documents_end(config: RunConfig, facts: TokenizerFacts, folder: Path) -> Iterator[Finding]:
     if facts.end_of_document is not None:
         return
-    needed = config.data.mask_documents
     yield Finding(
         rule=NO_END,
-        key="data.mask_documents" if needed else "tokenizer.path",
-        message="the tokenizer has no end-of-document token"
-        + (
-            ", by which data.mask_documents tells documents apart"
-            if needed
-            else ": documents follow each other without a mark"
-        ),
+        key="tokenizer.path",
+        message="the tokenizer has no end-of-document token: documents follow each other without a "
+        "mark",
         hint=f"name it as eos_token in {folder}/tokenizer_config.json",
-        severity=Severity.error if needed else Severity.warning,
+        severity=Severity.warning,
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,12 +17,18 @@ import numpy.typing as npt
 from trainctl.config.schema import DataConfig, OnBadText
 from trainctl.config.text.documents import Reader, sides
 from trainctl.config.text.files import TextFiles, split_files
+from trainctl.config.text.remote import File, is_url
+from trainctl.data.in_place import Tokens
 from trainctl.errors import TrainctlError
 from trainctl.options.data import spec_of
 from trainctl.plan.types import RunPlan
 from trainctl.train.corpus import Corpus
+from trainctl.train.corpus_file import FILES
 from trainctl.train.order import sample_indices
 from trainctl.train.tokenizer import Tokenizer
+
+Ends = Sequence[int] | npt.NDArray[np.uint64]
+"""Places right after the end of each document, ascending."""
 
 MOST_SAMPLES = 1000
 """That are shown at once."""
@@ -123,8 +130,14 @@ def samples_of(
         shuffle=plan.config.data.shuffle,
     )
     starts = (indices * length).tolist()
-    ends = _ends_of_documents(tokens, corpus.end_of_document, max(starts) + length)
-    sources = None if plan.config.data.factory is not None else _Sources(plan.config.data)
+    ends: Ends | None = corpus.ends(corpus.train)
+    if ends is None:
+        ends = _ends_of_documents(tokens, corpus.end_of_document, max(starts) + length)
+    sources: _Origins | _Sources | None = None
+    if corpus.train.origin:
+        sources = _Origins(corpus)
+    elif plan.config.data.factory is None:
+        sources = _Sources(plan.config.data)
     found = []
     for counter, index, first in zip(counters, indices.tolist(), starts, strict=True):
         text = tokenizer.decode(tokens[first : first + length].tolist())
@@ -136,10 +149,11 @@ def samples_of(
     return found
 
 
-def _ends_of_documents(
-    tokens: npt.NDArray[np.integer], end_of_document: int | None, limit: int
-) -> list[int] | None:
-    """Places right after the end of each document, up to a limit; None if nothing marks them."""
+def _ends_of_documents(tokens: Tokens, end_of_document: int | None, limit: int) -> list[int] | None:
+    """Places right after the end of each document, up to a limit; None if nothing marks them.
+
+    For a corpus of before they were kept.
+    """
     if end_of_document is None:
         return None
     found = [
@@ -150,25 +164,44 @@ def _ends_of_documents(
 
 
 def _passages(
-    ends: list[int] | None, first: int, last: int, sources: _Sources | None
+    ends: Ends | None, first: int, last: int, sources: _Origins | _Sources | None
 ) -> Iterator[Passage]:
     if ends is None:
         yield Passage(None, None, None, first, last)
         return
     number = bisect_right(ends, first)
-    inside = ends[number : bisect_right(ends, last - 1)]
+    inside = [int(end) for end in ends[number : bisect_right(ends, last - 1)]]
     for document, (start, end) in enumerate(pairwise([first, *inside, last]), number):
-        begins = ends[document - 1] if document else 0
+        if start == end:  # a document without a token
+            continue
+        begins = int(ends[document - 1]) if document else 0
         file, line = sources.find(document) if sources else (None, None)
         yield Passage(document, file, line, start - begins, end - begins)
 
 
+class _Origins:
+    """The files of the training split, and which document was in which when it was tokenized."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._origin = corpus.origin(corpus.train)
+        self._files: list[str] = json.loads((Path(corpus.folder) / FILES).read_bytes())
+
+    def find(self, document: int) -> tuple[str | None, int | None]:
+        """File and line of a document; the file must be there still."""
+        assert self._origin is not None
+        if document >= len(self._origin):
+            return None, None
+        file, line = self._origin[document].tolist()
+        path = self._files[file]
+        return (path, line or None) if is_url(path) or Path(path).is_file() else (None, None)
+
+
 class _Sources:
-    """The files of the training split, and which document is in which; as they are now."""
+    """The same of a corpus that does not say: from the files as they are now."""
 
     def __init__(self, config: DataConfig) -> None:
         self._config = config
-        self._places: list[tuple[Path, int | None]] | None = None
+        self._places: list[tuple[File, int | None]] | None = None
         try:
             self._files = split_files(config)
         except TrainctlError:  # they have gone; the tokens have not
@@ -183,19 +216,19 @@ class _Sources:
         file, line = self._places[document]
         return str(file), line
 
-    def _all_places(self) -> list[tuple[Path, int | None]]:
+    def _all_places(self) -> list[tuple[File, int | None]]:
         """The place of every document."""
         places = spec_of(self._config).places
         is_divided = self._files.by_document or self._config.on_bad_text is OnBadText.skip
         if places is None or is_divided:
             return self._places_read()
-        found: list[tuple[Path, int | None]] = []
+        found: list[tuple[File, int | None]] = []
         for file in self._files.train:
-            with suppress(OSError):  # it has gone
+            with suppress(OSError, TrainctlError):  # it has gone, or is another
                 found += [(file, line) for line in places(file)]
         return found
 
-    def _places_read(self) -> list[tuple[Path, int | None]]:
+    def _places_read(self) -> list[tuple[File, int | None]]:
         """The same where not every line is a document that was trained on: read as then."""
         try:
             found = sides(self._config, self._files, Reader(self._config))

@@ -1,23 +1,32 @@
 """The tokenized corpus: built once before the ranks start, then memory-mapped. No torch.
 
 A corpus is a folder of the cache with `train.bin` and `held_out.bin` (token ids, little endian, all
-documents one after the other) and `corpus.json`, which has their sizes and checksums: they are
-compared before every start, and what is damaged is made again.
+documents one after the other), `train.ends` and `held_out.ends` (where each document ends) and
+`corpus.json`, which has their sizes and checksums: they are compared before every start, and what
+is damaged is made again, from the store of its parts (`trainctl.data`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from trainctl.config.schema import DataConfig
-from trainctl.config.text.documents import Reader, sides
+from trainctl.config.schema import DataConfig, TokenizerConfig
+from trainctl.config.text.documents import BadText, Reader, is_one_document, sides
 from trainctl.config.text.files import TextFiles, digest_of, split_files
+from trainctl.config.text.remote import version_of
+from trainctl.data.assembly import bad_text, chunks
+from trainctl.data.part import DamagedPart
+from trainctl.data.preparation import do_tasks
+from trainctl.data.progress import Progress, unseen
+from trainctl.data.store import Store, files_in_order
+from trainctl.data.tasks import Task
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.options.data import identity_of
+from trainctl.options.data import identity_of, spec_of
 from trainctl.train.corpus_file import FORMAT, Corpus, Split, read_corpus
-from trainctl.train.corpus_folder import locked, migrate, write_corpus
+from trainctl.train.corpus_folder import chunks_of, locked, migrate, write_corpus
+from trainctl.train.corpus_in_place import chunks_in_place
 from trainctl.train.tokenizer import Tokenizer
 from trainctl.train.user_code import in_words, load
 
@@ -25,8 +34,10 @@ __all__ = ["Corpus", "Split", "build_corpus", "build_users_corpus", "cache_folde
 
 CACHE_VARIABLE = "TRAINCTL_CACHE_DIR"
 
-Progress = Callable[[int], None]
 Tell = Callable[[str], None]
+
+_MOST_REPAIRS = 5
+"""Of damaged parts, one after the other: a disk that damages what it is given damages more."""
 
 
 def cache_folder() -> Path:
@@ -43,43 +54,171 @@ def _unheard(message: str) -> None:
 def build_corpus(
     config: DataConfig,
     tokenizer: Tokenizer,
-    progress: Progress | None = None,
+    progress: Progress = unseen,
     tell: Tell = _unheard,
+    *,
+    section: TokenizerConfig | None = None,
+    workers: int | None = None,
 ) -> Corpus:
     """The corpus of a config, from the cache if the same files were tokenized before.
+
+    Its tokens are made by the tasks of a store, by any number of processes and machines, and then
+    put together by one. Only a text that is cut somewhere, or a single document, which is divided,
+    goes by itself: what its ids are depends on where.
 
     Args:
         config: Which files, and which of them are held out.
         tokenizer: Its fingerprint is part of the cache's key.
-        progress: Called with the number of documents done, as tokenizing goes on.
+        progress: Called with how far it has come, as tokenizing goes on.
         tell: Called with a sentence, where the cache is not as it should be.
+        section: Of the tokenizer, for other processes to load; None does everything in this one.
+        workers: Processes; None is one for each core.
 
     Raises:
         TrainctlError: No file matches, one cannot be read or has bad text; or the cache cannot be
             written (exit code 4).
     """
     folder, earlier, files = _cached_at(config, tokenizer)
+    if spec_of(config).is_tokenized:
+        return _in_place(config, tokenizer, folder, files, tell)
 
-    def write() -> None:
+    def tell_of_format_1() -> None:
         if (earlier / "corpus.json").is_file():
             tell(
                 f"{earlier} has this text in an older format: tokenizing it again; nothing of "
                 "this version needs the folder"
             )
-        reader = Reader(config)
-        texts = ((side, document.text) for side, document in sides(config, files, reader))
-        write_corpus(folder, tokenizer, texts, reader.bad, progress)
 
+    if not in_parts(config):
+
+        def write() -> None:
+            tell_of_format_1()
+            reader = Reader(config)
+            texts = ((side, document.text) for side, document in sides(config, files, reader))
+            write_corpus(
+                folder, tokenizer, chunks_of(texts, tokenizer, progress), lambda: reader.bad
+            )
+
+        return _from_cache(folder, write, tell)
+
+    def do(store: Store, tasks: Sequence[Task]) -> None:
+        do_tasks(store, tasks, section=section, workers=workers, show=progress)
+
+    corpus, problem = read_corpus(folder)
+    if corpus is not None:
+        return corpus
+    store, tasks = _store_of(config, tokenizer, files)
+    if not problem:
+        do(store, tasks)  # before the lock, so that others help
+
+    def put_together() -> None:
+        tell_of_format_1()
+        for _ in range(_MOST_REPAIRS):
+            do(store, tasks)
+            try:
+                found = chunks(store, tasks, files, config.held_out_fraction)
+                return write_corpus(
+                    folder,
+                    tokenizer,
+                    found,
+                    lambda: bad_text(store, tasks, files),
+                    files_in_order(files.train, files.held_out),
+                )
+            except DamagedPart as damage:
+                tell(f"{damage.folder} is damaged ({damage.why}): tokenizing its text again")
+                store.discard(damage.folder)
+        raise TrainctlError(
+            f"what is written to {store.folder} is read as something else, again and again",
+            hint="name a folder on another disk in TRAINCTL_CACHE_DIR",
+            exit_code=ExitCode.environment,
+        )
+
+    return _from_cache(folder, put_together, tell)
+
+
+def _in_place(
+    config: DataConfig, tokenizer: Tokenizer, folder: Path, files: TextFiles, tell: Tell
+) -> Corpus:
+    """Of ids that are there already: an index of them."""
+    every = files_in_order(files.train, files.held_out)
+
+    def write() -> None:
+        found = chunks_in_place(config, tokenizer, files)
+        write_corpus(folder, tokenizer, found, BadText, every)
+
+    count = f"{len(every):,} file" + ("s" if len(every) > 1 else "")
+    tell(f"nothing to tokenize: the ids of {count} are used where they are")
     return _from_cache(folder, write, tell)
+
+
+def do_share(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    share: tuple[int, int],
+    progress: Progress = unseen,
+    *,
+    section: TokenizerConfig | None = None,
+    workers: int | None = None,
+) -> int:
+    """Tokenize one share of a corpus, and put nothing together: a job of an array.
+
+    Args:
+        config: As for `build_corpus`; so are the others.
+        tokenizer: Of the run.
+        share: Its number, from 1, and how many there are.
+        progress: As for `build_corpus`.
+        section: Likewise.
+        workers: Likewise.
+
+    Returns:
+        Tasks of the corpus that are still to be done, by others.
+
+    Raises:
+        TrainctlError: As `build_corpus`; or the text can be no job of an array.
+    """
+    if spec_of(config).is_tokenized:
+        return 0
+    if not in_parts(config):
+        raise TrainctlError(
+            "this text is cut somewhere (data.max_bytes, or a single document): it is one task",
+            hint="leave out --task",
+        )
+    files = split_files(config)
+    store, tasks = _store_of(config, tokenizer, files)
+    number, count = share
+    do_tasks(store, tasks[number - 1 :: count], section=section, workers=workers, show=progress)
+    return sum(not store.is_done(task) for task in tasks)
+
+
+def in_parts(config: DataConfig) -> bool:
+    """Whether the ids of each document are the same wherever it is in the corpus.
+
+    Raises:
+        TrainctlError: A file is not there, or cannot be read.
+    """
+    if spec_of(config).is_tokenized:
+        return False
+    return config.max_bytes is None and not is_one_document(config, split_files(config))
+
+
+def _store_of(
+    config: DataConfig, tokenizer: Tokenizer, files: TextFiles
+) -> tuple[Store, list[Task]]:
+    store = Store.of(cache_folder(), config, tokenizer)
+    return store, store.tasks(files_in_order(files.train, files.held_out))
 
 
 def cached_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus | None:
     """The corpus of a config, if the same files were tokenized before; no text is read.
 
+    Ids that others made are there as soon as they are looked at.
+
     Raises:
-        TrainctlError: No file matches.
+        TrainctlError: No file matches; or as `build_corpus`, of ids that others made.
     """
-    folder, _, _ = _cached_at(config, tokenizer)
+    folder, _, files = _cached_at(config, tokenizer)
+    if spec_of(config).is_tokenized:
+        return _in_place(config, tokenizer, folder, files, _unheard)
     file = folder / "corpus.json"
     return Corpus.load(file) if file.is_file() else None
 
@@ -97,7 +236,7 @@ def build_users_corpus(
     config: DataConfig,
     tokenizer: Tokenizer,
     folder: Path,
-    progress: Progress | None = None,
+    progress: Progress = unseen,
     tell: Tell = _unheard,
 ) -> Corpus:
     """The corpus of a config with `data.factory`, in a folder of the run's.
@@ -125,7 +264,7 @@ def build_users_corpus(
             for side in ("held_out", "train")
             for text in _users_texts(config, side, reader)
         )
-        write_corpus(folder, tokenizer, texts, reader.bad, progress)
+        write_corpus(folder, tokenizer, chunks_of(texts, tokenizer, progress), lambda: reader.bad)
 
     with locked(folder, tell):
         migrate(folder, tell)
@@ -174,8 +313,7 @@ def _parts(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) -> list[s
     for name, of_side in (("train", files.train), ("held_out", files.held_out)):
         parts.append(name)
         for file in of_side:
-            status = file.stat()
-            parts.append(f"{file}\0{status.st_size}\0{status.st_mtime_ns}")
+            parts.append(version_of(file))
     divided = str(config.held_out_fraction) if files.by_document else ""
     return [*parts, config.on_bad_text.value, divided]
 

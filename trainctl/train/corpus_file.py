@@ -15,9 +15,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.data.in_place import Joined, Span, Tokens
 from trainctl.errors import ExitCode, TrainctlError
 
 FORMAT = 2
+_BLOCKS = ("blocks", "ends_blocks", "origin_blocks")
+ENDS = "<u8"
+"""numpy name of the type of ends of documents."""
+ORIGIN = np.dtype([("file", "<u4"), ("line", "<u8")])
+"""Where a document came from: which of the corpus's files, and its line there from 1, or 0."""
+FILES = "files.json"
+"""Those files, a list of paths."""
 BLOCK_BYTES = 1 << 24
 """That one checksum is of: CRC-32, which zlib takes of several gigabytes a second."""
 
@@ -32,6 +40,13 @@ class Split:
         documents: Documents in it, each followed by the end-of-document id if there is one.
         sha256: Of the file.
         blocks: CRC-32 of each `BLOCK_BYTES` of it, in order.
+        ends: Name of the file with the end of each document: u64, little endian, the tokens of the
+            split up to there. Empty where the corpus was made before there was one.
+        ends_blocks: As `blocks`.
+        origin: Name of the file with the file and line of each document, an `ORIGIN`; empty where
+            that is not known.
+        origin_blocks: As `blocks`.
+        in_place: Where its ids are, if others have written them; `file` is then empty.
     """
 
     file: str
@@ -39,6 +54,24 @@ class Split:
     documents: int
     sha256: str = ""
     blocks: tuple[int, ...] = ()
+    ends: str = ""
+    ends_blocks: tuple[int, ...] = ()
+    origin: str = ""
+    origin_blocks: tuple[int, ...] = ()
+    in_place: tuple[Span, ...] = ()
+
+    def files(self, dtype: str) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+        """Its files, each with its size in bytes and the checksums of its blocks.
+
+        Args:
+            dtype: Of the ids.
+        """
+        if not self.in_place:
+            yield self.file, self.tokens * np.dtype(dtype).itemsize, self.blocks
+        if self.ends:
+            yield self.ends, self.documents * np.dtype(ENDS).itemsize, self.ends_blocks
+        if self.origin:
+            yield self.origin, self.documents * ORIGIN.itemsize, self.origin_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +104,8 @@ class Corpus:
     former_digest: str = ""
     format: int = FORMAT
 
-    def tokens(self, split: Split, *, in_order: bool = True) -> npt.NDArray[np.integer]:
-        """The split's ids, shape (tokens,), memory-mapped.
+    def tokens(self, split: Split, *, in_order: bool = True) -> Tokens:
+        """The split's ids, shape (tokens,), memory-mapped: by slices.
 
         Args:
             split: Which side.
@@ -82,8 +115,49 @@ class Corpus:
         Raises:
             TrainctlError: Its file is gone or of another size (exit code 5).
         """
-        if split.tokens == 0:
-            return np.empty(0, dtype=self.dtype)
+        if split.in_place:
+            return Joined(split.in_place)
+        return self._mapped(split, split.file, self.dtype, split.tokens, in_order)
+
+    def ends(self, split: Split) -> npt.NDArray[np.uint64] | None:
+        """Tokens up to the end of each document, shape (documents,), memory-mapped; or None.
+
+        None is for a corpus of before they were kept: there only the end's id tells.
+
+        Raises:
+            TrainctlError: As `tokens`.
+        """
+        if not split.ends:
+            return None
+        return self._mapped(split, split.ends, ENDS, split.documents, in_order=False)
+
+    def origin(self, split: Split) -> npt.NDArray[Any] | None:
+        """Where each document came from, an `ORIGIN` each, (documents,), memory-mapped; or None.
+
+        Raises:
+            TrainctlError: As `tokens`.
+        """
+        if not split.origin:
+            return None
+        return self._mapped(split, split.origin, ORIGIN, split.documents, in_order=False)
+
+    def as_without_ends(self) -> Corpus:
+        """The same, as before anything was kept of documents."""
+        nothing: dict[str, Any] = {
+            **{"ends": "", "ends_blocks": ()},
+            **{"origin": "", "origin_blocks": ()},
+        }
+        return replace(
+            self,
+            train=replace(self.train, **nothing),
+            held_out=replace(self.held_out, **nothing),
+        )
+
+    def _mapped(
+        self, split: Split, file: str, dtype: Any, length: int, in_order: bool
+    ) -> npt.NDArray[Any]:
+        if length == 0:
+            return np.empty(0, dtype=dtype)
         problem = self._size_problem(split)
         if problem:
             raise TrainctlError(
@@ -91,11 +165,11 @@ class Corpus:
                 hint="start again: a launch or resume looks it through and tokenizes it anew",
                 exit_code=ExitCode.run_state,
             )
-        with (Path(self.folder) / split.file).open("rb") as stream:
+        with (Path(self.folder) / file).open("rb") as stream:
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         if not in_order and hasattr(mmap, "MADV_RANDOM"):  # Windows has none
             mapped.madvise(mmap.MADV_RANDOM)
-        return np.frombuffer(mapped, dtype=self.dtype)
+        return np.frombuffer(mapped, dtype=dtype)
 
     def problem(self, *splits: Split) -> str:
         """What is wrong with the files of the splits (of all, if none is given); empty if nothing.
@@ -104,6 +178,7 @@ class Corpus:
         """
         for split in splits or (self.train, self.held_out):
             found = self._size_problem(split) or self._checksum_problem(split)
+            found = found or next(filter(None, (span.problem() for span in split.in_place)), "")
             if found:
                 return found
         return ""
@@ -130,26 +205,34 @@ class Corpus:
         return digest.hexdigest()
 
     def _size_problem(self, split: Split) -> str:
-        expected = split.tokens * np.dtype(self.dtype).itemsize
-        try:
-            size = (Path(self.folder) / split.file).stat().st_size
-        except OSError as error:
-            return f"{split.file}: {error.strerror}"
-        return "" if size == expected else f"{split.file} has {size:,} bytes, not {expected:,}"
+        for name, size, _ in split.files(self.dtype):
+            try:
+                found = (Path(self.folder) / name).stat().st_size
+            except OSError as error:
+                return f"{name}: {error.strerror}"
+            if found != size:
+                return f"{name} has {found:,} bytes, not {size:,}"
+        is_gone = split.origin and not (Path(self.folder) / FILES).is_file()
+        return f"{FILES} is not there" if is_gone else ""
 
     def _checksum_problem(self, split: Split) -> str:
+        problems = (self._differs(name, blocks) for name, _, blocks in split.files(self.dtype))
+        return next(filter(None, problems), "")
+
+    def _differs(self, name: str, blocks: tuple[int, ...]) -> str:
+        """In which blocks a file is not what was written; empty if in none."""
         try:
-            stream = (Path(self.folder) / split.file).open("rb")
+            stream = (Path(self.folder) / name).open("rb")
         except OSError as error:
-            return f"{split.file}: {error.strerror}"
+            return f"{name}: {error.strerror}"
         with stream:
             found = tuple(zlib.crc32(block) for block in blocks_of(stream))
-        if found == split.blocks:
+        if found == blocks:
             return ""
-        pairs = enumerate(zip(found, split.blocks, strict=False))
+        pairs = enumerate(zip(found, blocks, strict=False))
         wrong = [number for number, (now, then) in pairs if now != then]
         return (
-            f"{len(wrong):,} of {len(found):,} blocks of {split.file} have other checksums, the "
+            f"{len(wrong):,} of {len(found):,} blocks of {name} have other checksums, the "
             f"first at byte {wrong[0] * BLOCK_BYTES if wrong else 0:,}"
         )
 
@@ -208,4 +291,6 @@ def digest_of_splits(corpus: Corpus) -> str:
 
 
 def _split(data: dict[str, Any]) -> Split:
-    return Split(**{**data, "blocks": tuple(data.get("blocks", ()))})
+    blocks = {name: tuple(data.get(name, ())) for name in _BLOCKS}
+    spans = tuple(Span(**span) for span in data.get("in_place", ()))
+    return Split(**{**data, **blocks, "in_place": spans})

@@ -8,31 +8,35 @@ import os
 import shutil
 import socket
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trainctl.config.text.documents import BadText
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.config.text.remote import File
+from trainctl.data.assembly import Chunk
+from trainctl.data.encoding import dtype_for, encoded
+from trainctl.data.in_place import Span, digest_of_spans
+from trainctl.data.part import writing
+from trainctl.data.progress import Progress, Standing, unseen
 from trainctl.runs.access import open_lock
 from trainctl.runs.atomic import sync_directory, write_json
 from trainctl.train.corpus_file import (
     BLOCK_BYTES,
+    ENDS,
+    FILES,
     FORMAT,
+    ORIGIN,
     Corpus,
     Split,
     blocks_of,
     digest_of_splits,
 )
 from trainctl.train.tokenizer import Tokenizer
-
-AT_ONCE = 4 << 20
-"""Characters of text that are tokenized together: work for every core, and little memory."""
 
 
 @contextmanager
@@ -46,7 +50,7 @@ def locked(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
     Raises:
         TrainctlError: Its parent cannot be written (exit code 4).
     """
-    with _writing(folder):
+    with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = open_lock(folder.with_suffix(".lock"))
     try:
@@ -56,7 +60,7 @@ def locked(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
             holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
             tell(f"waiting for {holder}, which tokenizes the same text into {folder}")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        with _writing(folder):
+        with writing(folder):
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
@@ -67,121 +71,123 @@ def locked(folder: Path, tell: Callable[[str], None]) -> Iterator[None]:
 def write_corpus(
     folder: Path,
     tokenizer: Tokenizer,
-    texts: Iterator[tuple[str, str]],
-    bad: BadText,
-    progress: Callable[[int], None] | None,
+    chunks: Iterable[Chunk],
+    bad: Callable[[], BadText],
+    files: Sequence[File] = (),
 ) -> None:
-    """Tokenize texts into a folder, which takes the place of one that is there.
+    """Write tokens into a folder, which takes the place of one that is there.
 
     Everything is synced before the folder has its name; what was begun is removed on an error.
 
     Args:
         folder: To make.
         tokenizer: Of the run.
-        texts: Each with its side, `train` or `held_out`; the sides may be mixed.
-        bad: The account of bad text, complete when the texts have ended.
-        progress: Called with the number of documents done.
+        chunks: The documents; the sides may be mixed.
+        bad: The account of bad text, asked when the chunks have ended.
+        files: That chunks number; empty where they do not tell their files.
 
     Raises:
-        TrainctlError: Whatever reading the texts raises, or the folder cannot be written (exit
+        TrainctlError: Whatever making the chunks raises, or the folder cannot be written (exit
             code 4).
     """
     temporary = folder.with_suffix(".tmp")
     try:
-        with _writing(folder):
+        with writing(folder):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-        corpus = _tokenized(folder, temporary, tokenizer, texts, progress)
-        with _writing(folder):
+        corpus = _written(folder, temporary, tokenizer, chunks, has_origin=bool(files))
+        account = bad()
+        with writing(folder):
+            if files:
+                write_json(temporary / FILES, [str(file) for file in files])
             write_json(
                 temporary / "corpus.json",
-                asdict(replace(corpus, bad_text=asdict(bad) if bad else {})),
+                asdict(replace(corpus, bad_text=asdict(account) if account else {})),
             )
             _put_in_place(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _tokenized(
+def chunks_of(
+    texts: Iterable[tuple[str, str]], tokenizer: Tokenizer, progress: Progress = unseen
+) -> Iterator[Chunk]:
+    """Each text by itself, tokenized here one after the other.
+
+    Args:
+        texts: Each with its side, `train` or `held_out`.
+        tokenizer: Of the run.
+        progress: Called with how many are done.
+    """
+    for done, (side, _, ids) in enumerate(encoded(texts, tokenizer), 1):
+        yield Chunk(side, ids, np.array([len(ids)]))
+        progress(Standing(done))
+
+
+def _written(
     folder: Path,
     temporary: Path,
     tokenizer: Tokenizer,
-    texts: Iterator[tuple[str, str]],
-    progress: Callable[[int], None] | None,
+    chunks: Iterable[Chunk],
+    has_origin: bool,
 ) -> Corpus:
-    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    dtype = dtype_for(tokenizer.vocab_size)
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    with _token_file(temporary, folder, "train") as train:
-        with _token_file(temporary, folder, "held_out") as held_out:
-            files = {"train": train, "held_out": held_out}
-            for done, (side, ids) in enumerate(_encoded(texts, tokenizer), 1):
-                files[side].add(ids, dtype)
-                if side == "train":
-                    counts += np.bincount(ids, minlength=len(counts))
-                if progress is not None:
-                    progress(done)
+    with ExitStack() as stack:
+
+        def opened(name: str) -> _CheckedFile:
+            return stack.enter_context(_checked_file(temporary / name, folder))
+
+        sides = {
+            side: _Side(
+                side,
+                opened(f"{side}.bin"),
+                opened(f"{side}.ends"),
+                opened(f"{side}.origin") if has_origin else None,
+            )
+            for side in ("train", "held_out")
+        }
+        for chunk in chunks:
+            sides[chunk.side].add(chunk, dtype)
+            if chunk.side == "train":
+                counts += np.bincount(chunk.ids, minlength=len(counts))
+        train, held_out = sides["train"].split(), sides["held_out"].split()
     shares = counts[counts > 0] / max(1, counts.sum())
     corpus = Corpus(
         folder=str(folder),
         dtype=dtype,
         end_of_document=tokenizer.end_of_document,
-        train=train.split,
-        held_out=held_out.split,
+        train=train,
+        held_out=held_out,
         unigram_entropy=float(-(shares * np.log(shares)).sum()),
         digest="",
     )
     return replace(corpus, digest=digest_of_splits(corpus))
 
 
-def _encoded(
-    texts: Iterator[tuple[str, str]], tokenizer: Tokenizer
-) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-    """Each text's side and ids, its end among them, in the order of the texts."""
-    end = tokenizer.end_of_document
-    for together in _together(texts):
-        encoded = tokenizer.encode_all([text for _, text in together])
-        for (side, _), ids in zip(together, encoded, strict=True):
-            yield side, ids if end is None else np.append(ids, end)
-
-
-def _together(texts: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Texts in groups of `AT_ONCE` characters; a longer one is a group of its own."""
-    group: list[tuple[str, str]] = []
-    size = 0
-    for side, text in texts:
-        group.append((side, text))
-        size += len(text)
-        if size >= AT_ONCE:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
 @dataclass(slots=True)
-class _TokenFile:
-    """A file of tokens while it is written.
+class _CheckedFile:
+    """A file while it is written.
 
     Attributes:
         stream: The file.
         folder: Whose corpus it is of, for errors.
-        split: What it is so far; its checksums only when it is finished.
+        sha256: Of what was written.
+        blocks: CRC-32 of each block; all of them only when it is finished.
     """
 
     stream: IO[bytes]
     folder: Path
-    split: Split
-    _digest: Any = field(default_factory=hashlib.sha256)
-    _blocks: list[int] = field(default_factory=list)
+    sha256: Any = field(default_factory=hashlib.sha256)
+    blocks: list[int] = field(default_factory=list)
     _in_block: int = 0
     _checksum: int = 0
 
-    def add(self, ids: npt.NDArray[np.int64], dtype: str) -> None:
-        """A document's tokens."""
-        raw = memoryview(ids.astype(dtype).tobytes())
-        with _writing(self.folder):
+    def write(self, raw: memoryview) -> None:
+        """Some more of it."""
+        with writing(self.folder):
             self.stream.write(raw)
-        self._digest.update(raw)
+        self.sha256.update(raw)
         while raw:
             part = raw[: BLOCK_BYTES - self._in_block]
             self._checksum = zlib.crc32(part, self._checksum)
@@ -189,34 +195,74 @@ class _TokenFile:
             raw = raw[len(part) :]
             if self._in_block == BLOCK_BYTES:
                 self._close_block()
-        was = self.split
-        self.split = replace(was, tokens=was.tokens + len(ids), documents=was.documents + 1)
 
     def finish(self) -> None:
-        """Sync it, and give the split its checksums."""
-        with _writing(self.folder):
+        """Sync it, and close the last block."""
+        with writing(self.folder):
             self.stream.flush()
             os.fsync(self.stream.fileno())
         if self._in_block:
             self._close_block()
-        self.split = replace(
-            self.split, sha256=self._digest.hexdigest(), blocks=tuple(self._blocks)
-        )
 
     def _close_block(self) -> None:
-        self._blocks.append(self._checksum)
+        self.blocks.append(self._checksum)
         self._in_block = self._checksum = 0
 
 
+@dataclass(slots=True)
+class _Side:
+    """One side of a corpus while it is written."""
+
+    name: str
+    ids: _CheckedFile
+    ends: _CheckedFile
+    origin: _CheckedFile | None
+    tokens: int = 0
+    documents: int = 0
+    spans: list[Span] = field(default_factory=list)
+
+    def add(self, chunk: Chunk, dtype: str) -> None:
+        """Some more documents."""
+        if chunk.span is not None:
+            self.spans.append(chunk.span)
+        else:
+            ids = np.ascontiguousarray(chunk.ids, dtype=dtype)
+            self.ids.write(ids.view(np.uint8).data)
+        self.ends.write(memoryview((chunk.ends + self.tokens).astype(ENDS).tobytes()))
+        if self.origin is not None:
+            found = np.empty(len(chunk.ends), dtype=ORIGIN)
+            found["file"], found["line"] = chunk.files, chunk.lines
+            self.origin.write(memoryview(found.tobytes()))
+        self.tokens += len(chunk.ids) if chunk.span is None else chunk.span.tokens
+        self.documents += len(chunk.ends)
+
+    def split(self) -> Split:
+        """What it is, synced."""
+        for file in (self.ids, self.ends, self.origin):
+            if file is not None:
+                file.finish()
+        in_place = tuple(self.spans)
+        digest = digest_of_spans(in_place, self.ends.sha256.hexdigest()) if in_place else ""
+        return Split(
+            f"{self.name}.bin" if not in_place else "",
+            self.tokens,
+            self.documents,
+            digest or self.ids.sha256.hexdigest(),
+            tuple(self.ids.blocks),
+            f"{self.name}.ends",
+            tuple(self.ends.blocks),
+            f"{self.name}.origin" if self.origin is not None else "",
+            tuple(self.origin.blocks) if self.origin is not None else (),
+            in_place,
+        )
+
+
 @contextmanager
-def _token_file(temporary: Path, folder: Path, side: str) -> Iterator[_TokenFile]:
-    name = f"{side}.bin"
-    with _writing(folder):
-        stream = (temporary / name).open("wb")
+def _checked_file(path: Path, folder: Path) -> Iterator[_CheckedFile]:
+    with writing(folder):
+        stream = path.open("wb")
     try:
-        file = _TokenFile(stream, folder, Split(name, 0, 0))
-        yield file
-        file.finish()
+        yield _CheckedFile(stream, folder)
     finally:
         with suppress(OSError):  # what a full disk did not take; that has been said already
             stream.close()
@@ -241,7 +287,7 @@ def migrate(folder: Path, tell: Callable[[str], None]) -> None:
         format=FORMAT,
     )
     tell(f"{folder} is in an older format: giving it checksums")
-    with _writing(folder):
+    with writing(folder):
         write_json(record, asdict(replace(new, digest=digest_of_splits(new))))
 
 
@@ -264,16 +310,3 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
     temporary.rename(folder)
     sync_directory(folder.parent)
     shutil.rmtree(damaged, ignore_errors=True)
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """What goes wrong within it is the disk's, or that of its permissions."""
-    try:
-        yield
-    except OSError as error:
-        raise TrainctlError(
-            f"cannot write the tokenized corpus, {folder}: {error.strerror or error}",
-            hint="free space there, or name another folder in TRAINCTL_CACHE_DIR",
-            exit_code=ExitCode.environment,
-        ) from None

@@ -25,6 +25,7 @@ class PackedDataset:
         self, corpus: Corpus, split: Split, *, sequence_length: int, mask_documents: bool
     ) -> None:
         self._tokens = corpus.tokens(split, in_order=False)
+        self._ends = corpus.ends(split)
         self._end_of_document = corpus.end_of_document
         self._length = sequence_length
         self._mask_documents = mask_documents
@@ -32,19 +33,22 @@ class PackedDataset:
 
     def micro_batch(self, indices: npt.NDArray[np.int64]) -> MicroBatch:
         """The samples at `indices`; an index of -1 is a sample without labels (padding)."""
-        starts = np.maximum(indices, 0)[:, None] * self._length
-        window = self._tokens[starts + np.arange(self._length + 1)].astype(np.int64)
+        starts = np.maximum(indices, 0) * self._length
+        window = np.empty((len(indices), self._length + 1), dtype=np.int64)
+        for row, start in zip(window, starts.tolist(), strict=True):
+            # Slices: indices of all tokens cost more than twice as much.
+            row[:] = self._tokens[start : start + self._length + 1]
         inputs, labels = window[:, :-1], window[:, 1:].copy()
         labels[indices < 0] = IGNORED_LABEL
         documents = np.zeros_like(inputs)
         positions = np.tile(np.arange(self._length), (len(indices), 1))
-        if self._end_of_document is not None:
-            ends = inputs[:, :-1] == self._end_of_document
-            documents[:, 1:] = np.cumsum(ends, axis=1)
+        ends = self._ends_in(inputs, starts)
+        if ends is not None:
+            documents[:, 1:] = np.cumsum(ends[:, :-1], axis=1)
             if self._mask_documents:
                 # The end of a document must not have to guess how the next one begins.
-                labels[inputs == self._end_of_document] = IGNORED_LABEL
-                first = np.where(np.pad(ends, ((0, 0), (1, 0))), positions, 0)
+                labels[ends] = IGNORED_LABEL
+                first = np.where(np.pad(ends[:, :-1], ((0, 0), (1, 0))), positions, 0)
                 positions = positions - np.maximum.accumulate(first, axis=1)
         return MicroBatch(
             input_ids=torch.from_numpy(np.ascontiguousarray(inputs)),
@@ -54,6 +58,20 @@ class PackedDataset:
             sample_ids=torch.from_numpy(indices.copy()),
             is_masked=self._mask_documents,
         )
+
+    def _ends_in(
+        self, inputs: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_] | None:
+        """Whether a token is the last of its document, (samples, length); None if nothing tells."""
+        if self._ends is None:  # a corpus of before they were kept
+            end = self._end_of_document
+            return None if end is None else inputs == end
+        found = np.zeros(inputs.shape, dtype=bool)
+        bounds = np.stack([starts, starts + self._length]).astype(self._ends.dtype)
+        firsts, lasts = np.searchsorted(self._ends, bounds, side="right")
+        for row, start, first, last in zip(found, starts, firsts, lasts, strict=True):
+            row[self._ends[first:last].astype(np.int64) - start - 1] = True
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,24 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 
 from trainctl.config.schema import TrainingConfig
+from trainctl.data.progress import Standing
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.types import RunPlan
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
-from trainctl.train.corpus import Corpus, build_corpus, build_users_corpus
+from trainctl.train.corpus import (
+    Corpus,
+    build_corpus,
+    build_users_corpus,
+    cached_corpus,
+    do_share,
+    in_parts,
+)
 from trainctl.train.tokenizer import load_tokenizer
 
 
@@ -50,7 +59,9 @@ def prepare(
             hint=f"model.vocab_size={-(-tokenizer.vocab_size // 64) * 64}",
         )
     if config.data.factory is None:
-        corpus = build_corpus(config.data, tokenizer, TokenizingProgress(show), tell)
+        corpus = build_corpus(
+            config.data, tokenizer, TokenizingProgress(show), tell, section=config.tokenizer
+        )
     else:
         corpus = build_users_corpus(
             config.data, tokenizer, run.users_corpus, TokenizingProgress(show), tell
@@ -64,6 +75,20 @@ def prepare(
         )
     _check_epoch(config.training, corpus)
     write_json(run.corpus, asdict(_as_before(corpus, run)))
+
+
+def help_to_prepare(plan: RunPlan) -> None:
+    """Tokenize what nobody does yet, for the node that puts the corpus together.
+
+    What is wrong with the text is that node's to say, so nothing is raised.
+    """
+    config = plan.config
+    if config.data.factory is not None:
+        return
+    with suppress(TrainctlError):
+        tokenizer = load_tokenizer(config.tokenizer)
+        if cached_corpus(config.data, tokenizer) is None and in_parts(config.data):
+            do_share(config.data, tokenizer, (1, 1), section=config.tokenizer)
 
 
 def _as_before(corpus: Corpus, run: RunPaths) -> Corpus:
@@ -87,7 +112,8 @@ def _as_before(corpus: Corpus, run: RunPaths) -> Corpus:
             exit_code=ExitCode.run_state,
         )
     former = before.digest if before.format < corpus.format else before.former_digest
-    return replace(corpus, former_digest=former)
+    kept = corpus if before.train.ends else corpus.as_without_ends()
+    return replace(kept, former_digest=former)
 
 
 def _check_epoch(training: TrainingConfig, corpus: Corpus) -> None:
@@ -118,7 +144,8 @@ def corpus_of(plan: RunPlan, run: RunPaths) -> Corpus:
     corpus = Corpus.load(run.corpus)
     if not corpus.problem():
         return corpus
-    again = build_corpus(plan.config.data, load_tokenizer(plan.config.tokenizer), tell=say)
+    section = plan.config.tokenizer
+    again = build_corpus(plan.config.data, load_tokenizer(section), tell=say, section=section)
     if not again.continues(corpus):
         raise TrainctlError(
             "the text of this run is not there any more, neither in the cache nor in its files",
@@ -129,18 +156,17 @@ def corpus_of(plan: RunPlan, run: RunPaths) -> Corpus:
 
 
 class TokenizingProgress:
-    """How many documents are tokenized: a plain line on stderr every few seconds, and shown more
-    often."""
+    """How far tokenizing is: a plain line on stderr every few seconds, and shown more often."""
 
     def __init__(self, show: Callable[[str], None] = lambda _: None) -> None:
         self._last = self._shown = time.monotonic()
         self._show = show
 
-    def __call__(self, done: int) -> None:
+    def __call__(self, standing: Standing) -> None:
         now = time.monotonic()
         if now - self._shown >= 0.5:
             self._shown = now
-            self._show(f"tokenizing: {done:,} documents")
+            self._show(str(standing))
         if now - self._last >= 5:
             self._last = now
-            print(f"tokenizing: {done:,} documents", file=sys.stderr, flush=True)
+            say(str(standing))

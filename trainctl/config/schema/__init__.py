@@ -62,6 +62,7 @@ from trainctl.config.schema.run import (
     TokenizerFromPath,
     TrainingConfig,
 )
+from trainctl.config.schema.sources import SourceConfig, StageConfig
 
 __all__ = [
     "GROUPS",
@@ -96,7 +97,9 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "ScheduleUnit",
+    "SourceConfig",
     "StabilityConfig",
+    "StageConfig",
     "TokenizerConfig",
     "TokenizerFromPath",
     "TrainingConfig",

@@ -21,6 +21,7 @@ def option(
     example: str = "",
     units: str = "",
     needs: tuple[Callable[[Any], bool], str] | None = None,
+    whole: bool = False,
 ) -> Any:
     """A config field with its meaning, unit and range.
 
@@ -34,6 +35,7 @@ def option(
         example: A value as it is typed, where its type alone does not say how: a list of mappings.
         units: The group whose registered options it names one of (`config.registry`).
         needs: When it has an effect, of the section that it is in, and that in words.
+        whole: Whether it is of the whole run, so that none of several such sections has it.
     """
     metadata = {
         "doc": doc,
@@ -44,6 +46,7 @@ def option(
         "example": example,
         "units": units,
         "needs": needs,
+        "whole": whole,
     }
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import ClassVar
 
 from trainctl.config.schema.option import option
+from trainctl.config.schema.sources import SourceConfig, StageConfig
 
 
 class OnBadText(Enum):
@@ -39,12 +40,30 @@ class DataConfig:
     max_bytes: int | None = option(
         None, "Read no more text than this, in file order; none reads all.", unit="bytes", minimum=1
     )
-    shuffle: bool = option(True, "Order is a pseudo-random function of (seed, sample counter).")
+    shuffle: bool = option(
+        True, "Order is a pseudo-random function of (seed, sample counter).", whole=True
+    )
     mask_documents: bool = option(
-        False, "Attend, and count positions, only within a document of a packed sample."
+        False, "Attend, and count positions, only within a document of a packed sample.", whole=True
     )
     factory: str | None = option(
-        None, "Your own function that gives the documents, as module:function, instead of `kind`."
+        None,
+        "Your own function that gives the documents, as module:function, instead of `kind`.",
+        whole=True,
+    )
+    sources: dict[str, SourceConfig] = option(
+        {},
+        "Sources that are mixed, by name, instead of the one of `kind`: each has the keys of its "
+        "kind and weight, tokens or epochs.",
+        example="{code: {paths: [code/*.jsonl], weight: 0.7}}",
+        whole=True,
+    )
+    stages: list[StageConfig] = option(
+        [],
+        "Parts of the run, one after the other: entries of until, until_step or until_tokens (the "
+        "last has none), weights and sequence_length.",
+        example="[{until: 0.8}, {weights: {code: 1}, sequence_length: 512}]",
+        whole=True,
     )
 
 
@@ -55,7 +74,7 @@ class DataFromPaths(DataConfig):
     paths: list[str] = option(
         [],
         "Globs of files, or folders: of these the files with an ending of the kind's (.jsonl, .md "
-        "and .txt with `files`), and those of the folders in them.",
+        "and .txt with `files`), packed or not, and those of the folders in them. URLs, too.",
     )
     held_out_paths: list[str] = option(
         [], "The same of the held-out files; empty holds out a share of `paths`."

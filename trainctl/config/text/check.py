@@ -7,11 +7,14 @@ with the number of files that have it and the first of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths, RunConfig
+from trainctl.config.special_tokens import TokenizerFacts
 from trainctl.config.text.files import (
     FoundFiles,
     TextFiles,
@@ -19,9 +22,12 @@ from trainctl.config.text.files import (
     find,
     hint_for,
     nothing_in,
+    order,
     split_files,
 )
-from trainctl.errors import Finding, Severity
+from trainctl.config.text.remote import File
+from trainctl.config.text.stream import Damaged, is_packed
+from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 
 MISSING = "TC115"
 BINARY = "TC138"
@@ -29,9 +35,12 @@ TEXT_KEY = "TC139"
 FOLDER = "TC140"
 SIDES = "TC141"
 BAD_TEXT = "TC142"
+UNFIT_IDS = "TC360"
 
 _FILES_OPENED = 1000
 """Of one key, in order: opening more would keep a launch waiting."""
+_REMOTE_OPENED = 20
+"""The same of those that lie elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,8 @@ class FileProblem:
         kind: What files that share a finding have in common.
         message: Naming the file.
         hint: What to do.
-        key: That has to do with it; empty is the one that names the file.
+        key: The key that has to do with it; empty is the one that names the file.
+        exit_code: How a command that stops for it ends.
     """
 
     rule: str
@@ -51,29 +61,65 @@ class FileProblem:
     message: str
     hint: str
     key: str = ""
+    exit_code: ExitCode = ExitCode.bad_input
 
 
-Look = Callable[[Path, DataConfig], FileProblem | None]
-"""What is wrong with a file, from its beginning; OSError where it cannot be read."""
+Look = Callable[[File, Any], FileProblem | None]
+"""What is wrong with a file, from its beginning, under its section; OSError or TrainctlError where
+it cannot be read."""
 
 
 def check_text(config: RunConfig) -> list[Finding]:
-    """Findings about the files that `data.paths` and `data.held_out_paths` name."""
+    """Findings about the files that `data.paths` and `data.held_out_paths` name, of each source."""
+    if config.data.sources:
+        return _of_sources(config)
     data = config.data
     if not isinstance(data, DataFromPaths) or data.factory is not None:
         return []
     spec = load("data", data.kind)
     findings: list[Finding] = []
     for key, patterns in (("paths", data.paths), ("held_out_paths", data.held_out_paths)):
-        found = [(pattern, find(pattern, spec.endings)) for pattern in patterns]
+        found = []
+        for pattern in patterns:
+            try:
+                found.append((pattern, find(pattern, spec.endings, spec.choose)))
+            except TrainctlError as error:  # nothing answers
+                findings.append(_not_read(f"data.{key}", error))
         findings += _of_patterns(f"data.{key}", found, spec.endings)
-        files = sorted({file for _, each in found for file in each.files})
-        if spec.problem is not None:
-            findings += _of_files(f"data.{key}", files, data, spec.problem)
+        files = sorted({file for _, each in found for file in each.files}, key=order)
+        look = partial(spec.problem, _facts(config)) if spec.is_tokenized else spec.problem
+        if look is not None:
+            findings += _of_files(f"data.{key}", files, data, look)
     has_error = any(finding.is_error for finding in findings)
     if data.paths and not has_error and spec.is_plain:
-        findings += _of_sides(config, data, split_files(data))
+        split = split_files(data)
+        of_sides = [*_of_sides(config, data, split)]
+        if of_sides and not any(is_packed(file) for file in (*split.train, *split.held_out)):
+            findings += of_sides
     return findings
+
+
+def _facts(config: RunConfig) -> TokenizerFacts | None:
+    """Of the tokenizer; None where its file is missing, which is another finding's."""
+    try:
+        facts: TokenizerFacts = load("tokenizer", config.tokenizer.kind).facts(config.tokenizer)
+        return facts
+    except (TrainctlError, OSError):
+        return None
+
+
+def _of_sources(config: RunConfig) -> list[Finding]:
+    """What is to be said of each source, under the keys that it has."""
+    return [
+        replace(
+            finding,
+            key=finding.key.replace("data.", f"data.sources.{name}.", 1),
+            message=finding.message.replace("data.", f"data.sources.{name}."),
+            hint=finding.hint.replace("data.", f"data.sources.{name}."),
+        )
+        for name, section in config.data.sources.items()
+        for finding in check_text(replace(config, data=cast(DataConfig, section)))
+    ]
 
 
 def _of_patterns(
@@ -95,10 +141,22 @@ def _of_patterns(
             )
 
 
-def _of_files(key: str, files: list[Path], data: DataConfig, look: Look) -> Iterator[Finding]:
+def _not_read(key: str, error: TrainctlError) -> Finding:
+    return Finding(
+        rule=MISSING,
+        key=key,
+        message=error.message,
+        hint=error.hint,
+        exit_code=error.exit_code,
+    )
+
+
+def _of_files(key: str, files: list[File], data: DataConfig, look: Look) -> Iterator[Finding]:
     """One finding for each kind of problem."""
     kinds: dict[tuple[str, str], list[FileProblem]] = {}
-    for file in files[:_FILES_OPENED]:
+    here = [file for file in files if isinstance(file, Path)]
+    there = files[len(here) :]
+    for file in here[:_FILES_OPENED] + there[:_REMOTE_OPENED]:
         problem = _problem(file, data, look)
         if problem is not None:
             kinds.setdefault((problem.rule, problem.kind), []).append(problem)
@@ -106,15 +164,27 @@ def _of_files(key: str, files: list[Path], data: DataConfig, look: Look) -> Iter
         first, others = problems[0], len(problems) - 1
         more = f" (and so {others:,} more of {len(files):,} files)" if others else ""
         message = first.message + more
-        yield Finding(rule=rule, key=first.key or key, message=message, hint=first.hint)
+        yield Finding(
+            rule=rule,
+            key=first.key or key,
+            message=message,
+            hint=first.hint,
+            exit_code=first.exit_code,
+        )
 
 
-def _problem(file: Path, data: DataConfig, look: Look) -> FileProblem | None:
+def _problem(file: File, data: DataConfig, look: Look) -> FileProblem | None:
     try:
         return look(file, data)
     except OSError as error:
         why = error.strerror or "not read"
         return FileProblem(MISSING, why, f"cannot read {file}: {why}", "")
+    except Damaged as error:
+        return FileProblem(BINARY, error.hint, error.message, error.hint)
+    except TrainctlError as error:  # a package is missing, or a server silent
+        return FileProblem(
+            MISSING, error.hint, error.message, error.hint, exit_code=error.exit_code
+        )
 
 
 def _of_sides(config: RunConfig, data: DataFromPaths, files: TextFiles) -> Iterator[Finding]:
@@ -157,7 +227,7 @@ def _of_sides(config: RunConfig, data: DataFromPaths, files: TextFiles) -> Itera
         )
 
 
-def _most_tokens(files: list[Path], data: DataConfig) -> int:
+def _most_tokens(files: list[File], data: DataConfig) -> int:
     """Bytes of the files, as far as they are read, and an end of each document."""
     size = sum(file.stat().st_size for file in files)
     return len(files) + (size if data.max_bytes is None else min(size, data.max_bytes))

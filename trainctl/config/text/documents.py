@@ -16,16 +16,16 @@ counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import islice
-from pathlib import Path
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, OnBadText
 from trainctl.config.text.files import TextFiles
+from trainctl.config.text.remote import File
 from trainctl.errors import TrainctlError
 
 EXAMPLES = 10
@@ -53,7 +53,7 @@ class Document:
     """
 
     text: str
-    file: Path
+    file: File
     line: int | None
 
 
@@ -90,16 +90,24 @@ class Reader:
         self.config = config
         self.bad = BadText()
 
-    def documents(self, files: list[Path]) -> Iterator[Document]:
+    def documents(self, files: Sequence[File]) -> Iterator[Document]:
         """The documents of files, in order.
 
         Raises:
             TrainctlError: A file cannot be read or is no text; or, by the policy, bad text.
         """
-        read = function_of("data", self.config.kind)
         for file in files:
-            with _readable(file):
-                yield from read(self, file)
+            yield from self.read(file)
+
+    def read(self, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
+        """The documents of a file, or of one of the ranges that its source gives for it.
+
+        Raises:
+            TrainctlError: As `documents`.
+        """
+        read = function_of("data", self.config.kind)
+        with _readable(file):
+            yield from read(self, file) if span is None else read(self, file, span)
 
     def clean(self, text: str, where: str) -> str | None:
         """A text as it can be encoded; None to leave it out.
@@ -108,11 +116,13 @@ class Reader:
             text: That may have lone surrogates in it.
             where: What it is, for the account and for errors.
         """
-        found = _SURROGATES.search(text)
-        if found is None:
+        try:
+            if not text.isascii():
+                text.encode()  # several times as fast as looking for them
             return text
-        problem = f"a lone surrogate, U+{ord(found[0]):04X}, is not text"
-        return self.judge(where, problem, _SURROGATES.sub(REPLACEMENT, text))
+        except UnicodeEncodeError as error:
+            problem = f"a lone surrogate, U+{ord(text[error.start]):04X}, is not text"
+            return self.judge(where, problem, _SURROGATES.sub(REPLACEMENT, text))
 
     def decoded(self, raw: bytes, where: str, *, whole: bool = False) -> str | None:
         """The text of bytes; None to leave it out.
@@ -172,25 +182,36 @@ def sides(config: DataConfig, files: TextFiles, reader: Reader) -> Iterator[tupl
     def documents(by: Reader) -> Iterator[Document]:
         return _bounded(by.documents(files.train), config.max_bytes)
 
-    first = list(islice(documents(Reader(config)), 2))
-    if len(first) == 1:
+    if is_one_document(config, files):
         (only,) = documents(reader)
         yield from _cut(only, config.held_out_fraction)
         return
-    limit = _limit(documents(Reader(config)), config.held_out_fraction)
+    places = (_place(document) for document in documents(Reader(config)))
+    limit = limit_of(places, config.held_out_fraction)
     for document in documents(reader):
         yield "held_out" if _place(document) <= limit else "train", document
 
 
-def _limit(documents: Iterator[Document], fraction: float) -> int:
+def is_one_document(config: DataConfig, files: TextFiles) -> bool:
+    """Whether the single file of a corpus is a single document, whose end is held out.
+
+    Raises:
+        TrainctlError: As `Reader.documents`.
+    """
+    if not files.by_document:
+        return False
+    documents = _bounded(Reader(config).documents(files.train), config.max_bytes)
+    return len(list(islice(documents, 2))) == 1
+
+
+def limit_of(places: Iterable[int], fraction: float) -> int:
     """The highest place of a held-out document: at least one is, and at least one is not.
 
     A document's place is a function of its text, so that adding some moves no other and two of the
-    same text are on the same side.
+    same text are on the same side. The lowest and the highest of them decide.
     """
     lowest, highest = 1 << 64, -1
-    for document in documents:
-        place = _place(document)
+    for place in places:
         lowest, highest = min(lowest, place), max(highest, place)
     return min(max(int(fraction * 2**64), lowest), highest - 1)
 
@@ -223,7 +244,7 @@ def _bounded(documents: Iterator[Document], room: int | None) -> Iterator[Docume
 
 
 @contextmanager
-def _readable(file: Path) -> Iterator[None]:
+def _readable(file: File) -> Iterator[None]:
     try:
         yield
     except OSError as error:

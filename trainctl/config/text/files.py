@@ -9,12 +9,15 @@ import glob
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any
 
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths
+from trainctl.config.text.remote import File, RemoteFile, is_url, listed
+from trainctl.config.text.stream import unpacked_name
 from trainctl.errors import TrainctlError
 
 HEAD_BYTES = 1 << 16
@@ -22,19 +25,16 @@ HEAD_BYTES = 1 << 16
 
 # What a file begins with, what that is called, and how to get text out of it.
 _UNPACK = "unpack it first: {}"
-_EXPORT = 'write its text as JSONL first: one {"text": ...} a line'
+_KIND = "read it with data={}"
 _LEAVE_OUT = "leave it out of data.paths, or get its text out first"
 _MAGIC = (
-    (b"\x1f\x8b", "gzip-compressed", _UNPACK.format("gunzip < FILE > TEXT")),
-    (b"\x28\xb5\x2f\xfd", "zstd-compressed", _UNPACK.format("zstd --decompress < FILE > TEXT")),
-    (b"\xfd7zXZ\x00", "xz-compressed", _UNPACK.format("unxz < FILE > TEXT")),
     (b"\x04\x22\x4d\x18", "lz4-compressed", _UNPACK.format("lz4 -d FILE TEXT")),
     (b"PK\x03\x04", "a zip archive", _UNPACK.format("unzip FILE")),
     (b"PK\x05\x06", "a zip archive", _UNPACK.format("unzip FILE")),
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK.format("7z x FILE")),
-    (b"PAR1", "Parquet", _EXPORT),
-    (b"ARROW1", "Arrow", _EXPORT),
-    (b"\xff\xff\xff\xff", "Arrow, or otherwise binary", _EXPORT),
+    (b"PAR1", "Parquet", _KIND.format("parquet")),
+    (b"ARROW1", "Arrow", _KIND.format("arrow")),
+    (b"\xff\xff\xff\xff", "Arrow, or otherwise binary", _KIND.format("arrow")),
     (b"%PDF-", "PDF", _LEAVE_OUT),
     (b"\x89PNG", "a PNG image", _LEAVE_OUT),
     (b"\xff\xd8\xff", "a JPEG image", _LEAVE_OUT),
@@ -54,57 +54,85 @@ class TextFiles:
             file to hold out there is not.
     """
 
-    train: list[Path]
-    held_out: list[Path]
+    train: list[File]
+    held_out: list[File]
     by_document: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFiles:
-    """What a path or glob of `data.paths` means.
+    """What a path, glob or URL of `data.paths` means.
 
     Attributes:
-        files: Resolved, sorted.
+        files: Resolved, sorted; those of this machine first.
         left_out: What a folder has beside them: how many files of each other ending it has.
         is_folder: Whether it names one.
     """
 
-    files: list[Path]
+    files: list[File]
     left_out: Counter[str]
     is_folder: bool = False
 
 
-def find(pattern: str, endings: Sequence[str]) -> FoundFiles:
-    """The files of a path, a folder or a glob; perhaps none.
+Choose = Callable[[list[File]], list[File]]
+"""Of all files of a folder, those that are a kind's corpus; nobody misses the others."""
 
-    A folder gives its files with these endings, and those of the folders in it, but for hidden
-    ones. A glob takes what it matches, and does not go into the folders among it.
+
+def find(pattern: str, endings: Sequence[str], choose: Choose | None = None) -> FoundFiles:
+    """The files of a path, a folder, a glob or a URL of one of these; perhaps none.
+
+    A folder gives its files with these endings, packed or not, and those of the folders in it, but
+    for hidden ones. A glob takes what it matches, and does not go into the folders among it.
+
+    Args:
+        pattern: Of `data.paths`.
+        endings: That are taken of a folder.
+        choose: Says of a folder's files which they are, before endings do.
+
+    Raises:
+        TrainctlError: A URL that cannot be listed.
     """
-    path = Path(pattern).expanduser()
-    if path.is_dir():
-        return _in_folder(path, endings)
-    matches = [path] if path.is_file() else _glob(path)
-    return FoundFiles(sorted({match.resolve() for match in matches if match.is_file()}), Counter())
+    files: list[File]
+    if is_url(pattern) and not pattern.startswith("file://"):
+        remote, is_folder = listed(pattern)
+        files = [*remote]
+        root: PurePath = PurePosixPath(pattern)
+    else:
+        path = Path(pattern.removeprefix("file://")).expanduser()
+        is_folder, root = path.is_dir(), path
+        if is_folder:
+            files = [*_in_folder(path)]
+        else:
+            matches = [path] if path.is_file() else _glob(path)
+            files = [*{match.resolve() for match in matches if match.is_file()}]
+    if not is_folder:
+        return FoundFiles(sorted(files, key=order), Counter())
+    visible = [file for file in files if not _is_hidden(file, root)]
+    chosen = choose(visible) if choose is not None else visible
+    taken = {file for file in chosen if unpacked_name(file).endswith(tuple(endings))}
+    left_out = Counter(file.suffix or "no ending" for file in chosen if file not in taken)
+    resolved = {file.resolve() if isinstance(file, Path) else file for file in taken}
+    return FoundFiles(sorted(resolved, key=order), left_out, is_folder=True)
+
+
+def order(file: File) -> tuple[bool, File]:
+    """To sort files by: those of this machine, then those that lie elsewhere."""
+    return isinstance(file, RemoteFile), file
 
 
 def _glob(path: Path) -> list[Path]:
     return [Path(match) for match in glob.iglob(str(path), recursive=True)]  # noqa: PTH207
 
 
-def _in_folder(folder: Path, endings: Sequence[str]) -> FoundFiles:
-    files: set[Path] = set()
-    left_out: Counter[str] = Counter()
+def _in_folder(folder: Path) -> Iterator[Path]:
     for where, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            file = Path(where, name)
-            if name.startswith(".") or not file.is_file():
-                continue
-            if file.suffix in endings:
-                files.add(file.resolve())
-            else:
-                left_out[file.suffix or "no ending"] += 1
-    return FoundFiles(sorted(files), left_out, is_folder=True)
+        yield from (file for name in names if (file := Path(where, name)).is_file())
+
+
+def _is_hidden(file: File, folder: PurePath) -> bool:
+    inside = PurePosixPath(str(file)).parts[len(PurePosixPath(str(folder)).parts) :]
+    return any(part.startswith(".") for part in inside)
 
 
 def split_files(config: DataConfig) -> TextFiles:
@@ -117,20 +145,25 @@ def split_files(config: DataConfig) -> TextFiles:
     """
     spec = load("data", config.kind)
     if isinstance(config, DataFromPaths):
-        files = _all(config.paths, "data.paths", spec.endings)
+        files = _all(config.paths, "data.paths", spec)
         if config.held_out_paths:
-            held_out = _all(config.held_out_paths, "data.held_out_paths", spec.endings)
+            held_out = _all(config.held_out_paths, "data.held_out_paths", spec)
             return TextFiles([file for file in files if file not in set(held_out)], held_out)
     else:
-        files = spec.files(config)
+        files = [*spec.files(config)]
     if config.held_out_fraction == 0:
         return TextFiles(files, [])
     if len(files) == 1:
         return TextFiles(files, [], by_document=True)
-    root = Path(os.path.commonpath([file.parent for file in files]))
-    by_hash = sorted(files, key=lambda file: digest_of(str(file.relative_to(root))))
+    root = os.path.commonpath([_path(file).parent for file in files])
+    by_hash = sorted(files, key=lambda file: digest_of(str(_path(file).relative_to(root))))
     count = max(1, round(len(files) * config.held_out_fraction))
-    return TextFiles(sorted(by_hash[count:]), sorted(by_hash[:count]))
+    return TextFiles(sorted(by_hash[count:], key=order), sorted(by_hash[:count], key=order))
+
+
+def _path(file: File) -> PurePath:
+    """Where it is, as if all URLs lay under the root."""
+    return file if isinstance(file, Path) else PurePosixPath("/", str(file))
 
 
 def digest_of(text: str) -> str:
@@ -138,17 +171,17 @@ def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", errors="surrogateescape")).hexdigest()
 
 
-def _all(patterns: list[str], key: str, endings: Sequence[str]) -> list[Path]:
-    files: set[Path] = set()
+def _all(patterns: list[str], key: str, spec: Any) -> list[File]:
+    files: set[File] = set()
     for pattern in patterns:
-        found = find(pattern, endings)
+        found = find(pattern, spec.endings, spec.choose)
         if not found.files:
-            message = f"{key}: {nothing_in(pattern, found, endings)}"
+            message = f"{key}: {nothing_in(pattern, found, spec.endings)}"
             raise TrainctlError(message, hint=hint_for(found))
         files |= set(found.files)
     if not files:
         raise TrainctlError(f"{key} is empty", hint=f"{key}=['corpus/**/*.txt']")
-    return sorted(files)
+    return sorted(files, key=order)
 
 
 def nothing_in(pattern: str, found: FoundFiles, endings: Sequence[str]) -> str:
@@ -176,13 +209,13 @@ def no_text(head: bytes) -> tuple[str, str] | None:
     """What a file is, if it is no text, and what to do about it; None for text.
 
     Args:
-        head: Its first `HEAD_BYTES`.
+        head: The first `HEAD_BYTES` of it, unpacked.
     """
     for magic, kind, hint in _MAGIC:
         if head.startswith(magic):
             return kind, hint
-    if head[:3] == b"BZh" and head[4:10] == b"1AY&SY":
-        return "bzip2-compressed", _UNPACK.format("bunzip2 < FILE > TEXT")
+    if head[257:262] == b"ustar":
+        return "a tar", _KIND.format("webdataset")
     if b"\x00" in head:
         return "binary (it has NUL bytes)", _LEAVE_OUT
     return None

@@ -1,6 +1,7 @@
 """Text and JSONL: how their documents are read, and what is wrong in the beginning of a file.
 
 A file that ends in `.jsonl` has a JSON object a line, with a text; any other is one document.
+Either may be packed, by gzip, bzip2, xz or zstd, and then ends in both (`.jsonl.zst`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from trainctl.config.schema import DataConfig, DataFromRecords, OnBadText
 from trainctl.config.suggest import nearest
 from trainctl.config.text.check import BAD_TEXT, BINARY, TEXT_KEY, FileProblem
 from trainctl.config.text.documents import REPLACEMENT, Document, Reader
 from trainctl.config.text.files import HEAD_BYTES, no_text
+from trainctl.config.text.remote import File
+from trainctl.config.text.stream import head_of, is_packed, opened, unpacked_name
 from trainctl.errors import TrainctlError
 
 _KEYS_SHOWN = 6
@@ -45,29 +47,51 @@ class NoTextKey(TrainctlError):
         super().__init__(f"{where}: no text under {text_key!r}: {has}", hint=hint)
 
 
-def read(reader: Reader, file: Path) -> Iterator[Document]:
-    """The documents of a file, in order."""
-    return _lines(reader, file) if file.suffix == ".jsonl" else _whole(reader, file)
+def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
+    """The documents of a file, or of one of its `ranges`, in order; lines are counted there."""
+    return _lines(reader, file, span) if _has_lines(file) else _whole(reader, file)
 
 
-def places(file: Path) -> list[int | None]:
+def ranges(file: File, size: int) -> list[tuple[int, int]]:
+    """Ranges of bytes of whole lines, in order, each of `size` bytes or a little more.
+
+    Only where they end is the file looked at. What is no JSONL is one document, and has none; nor
+    has a packed file, which can be read from its beginning alone.
+    """
+    if not _has_lines(file) or is_packed(file):
+        return []
+    found = []
+    start, length = 0, file.stat().st_size
+    with file.open("rb") as stream:
+        while start < length:
+            stream.seek(min(start + size, length) - 1)
+            stream.readline()
+            found.append((start, stream.tell()))
+            start = stream.tell()
+    return found
+
+
+def places(file: File) -> list[int | None]:
     """Lines of a file's documents: all of JSONL's; None of any other file, which is one."""
-    if file.suffix != ".jsonl":
+    if not _has_lines(file):
         return [None]
-    with file.open("rb") as lines:
+    with opened(file) as lines:
         return [number for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def problem(file: Path, config: DataConfig) -> FileProblem | None:
+def _has_lines(file: File) -> bool:
+    return unpacked_name(file).endswith(".jsonl")
+
+
+def problem(file: File, config: DataConfig) -> FileProblem | None:
     """What is wrong with the beginning of a file."""
-    with file.open("rb") as stream:
-        head = stream.read(HEAD_BYTES)
+    head = head_of(file, HEAD_BYTES)
     found = no_text(head)
     if found is not None:
         kind, hint = found
         message = f"{file} is {kind}, not text"
         return FileProblem(BINARY, kind, message, hint.replace("FILE", str(file)))
-    look = _in_lines if file.suffix == ".jsonl" else _in_text
+    look = _in_lines if _has_lines(file) else _in_text
     bad = look(file, head, config)
     if bad is None:
         return None
@@ -75,8 +99,9 @@ def problem(file: Path, config: DataConfig) -> FileProblem | None:
     return FileProblem(rule, bad.hint, bad.message, bad.hint, f"data.{key}")
 
 
-def _whole(reader: Reader, file: Path) -> Iterator[Document]:
-    raw = file.read_bytes()
+def _whole(reader: Reader, file: File) -> Iterator[Document]:
+    with opened(file) as stream:
+        raw = stream.read()
     _refuse_binary(file, raw[:HEAD_BYTES])
     text = reader.decoded(raw.removeprefix(_BOM), str(file), whole=True)
     if text is not None and "\x00" in text:
@@ -86,21 +111,36 @@ def _whole(reader: Reader, file: Path) -> Iterator[Document]:
         yield Document(text.replace("\r\n", "\n").replace("\r", "\n"), file, None)
 
 
-def _lines(reader: Reader, file: Path) -> Iterator[Document]:
-    with file.open("rb") as stream:
-        _refuse_binary(file, stream.read(HEAD_BYTES))
-        stream.seek(0)
+def _lines(reader: Reader, file: File, span: tuple[int, int] | None) -> Iterator[Document]:
+    _refuse_binary(file, head_of(file, HEAD_BYTES))
+    start, end = span or (0, None)
+    with opened(file) as stream:
+        if start:
+            stream.seek(start)
+        at = start
         for number, raw in enumerate(stream, 1):
-            line = (raw.removeprefix(_BOM) if number == 1 else raw).strip()
+            if end is not None and at >= end:
+                return
+            line = (raw if at else raw.removeprefix(_BOM)).strip()
+            at += len(raw)
             if not line:
                 continue
-            text = _text_of_line(reader, line, f"{file}:{number}")
+            text = text_of_record(reader, line, f"{file}:{number}")
             if text is not None:
                 yield Document(text, file, number)
 
 
-def _text_of_line(reader: Reader, raw: bytes, where: str) -> str | None:
-    """The text of a JSONL line; None to leave the line out."""
+def text_of_record(reader: Reader, raw: bytes, where: str) -> str | None:
+    """The text of a JSON object, such as a JSONL line; None to leave it out.
+
+    Args:
+        reader: Its configuration has the text's key, and the policy.
+        raw: The object, as it is written.
+        where: What it is, for the account and for errors.
+
+    Raises:
+        TrainctlError: By the policy.
+    """
     config = reader.config
     assert isinstance(config, DataFromRecords)
     before = reader.bad.replaced
@@ -127,7 +167,7 @@ def _text_of_line(reader: Reader, raw: bytes, where: str) -> str | None:
     raise NoTextKey(where, config.text_key, record)
 
 
-def _in_lines(file: Path, head: bytes, config: DataConfig) -> TrainctlError | None:
+def _in_lines(file: File, head: bytes, config: DataConfig) -> TrainctlError | None:
     """The first problem of a JSONL file's first lines; where lines may be left out, of all."""
     lines = head.removeprefix(_BOM).split(b"\n")
     if len(head) == HEAD_BYTES:
@@ -139,14 +179,14 @@ def _in_lines(file: Path, head: bytes, config: DataConfig) -> TrainctlError | No
         if not line.strip():
             continue
         try:
-            _text_of_line(reader, line.strip(), f"{file}:{number}")
+            text_of_record(reader, line.strip(), f"{file}:{number}")
             good += 1
         except TrainctlError as error:
             problems.append(error)
     return problems[0] if problems and not (may_skip and good) else None
 
 
-def _in_text(file: Path, head: bytes, config: DataConfig) -> TrainctlError | None:
+def _in_text(file: File, head: bytes, config: DataConfig) -> TrainctlError | None:
     if config.on_bad_text is not OnBadText.error:
         return None
     try:
@@ -160,7 +200,7 @@ def _in_text(file: Path, head: bytes, config: DataConfig) -> TrainctlError | Non
     return None
 
 
-def _refuse_binary(file: Path, head: bytes) -> None:
+def _refuse_binary(file: File, head: bytes) -> None:
     found = no_text(head)
     if found is not None:
         kind, hint = found

@@ -7,15 +7,16 @@ the same for all of them, and know no kind.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import Spec, load
-from trainctl.config.schema import DataConfig, DataFromPaths
-from trainctl.config.text.check import Look
+from trainctl.config.schema import DataConfig, DataFromPaths, SourceConfig
+from trainctl.config.text.check import FileProblem
+from trainctl.config.text.files import Choose
+from trainctl.config.text.remote import File
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,24 +28,41 @@ class DataSource(Spec):
     `Document`s in order. No torch is loaded then.
 
     Attributes:
-        endings: Of the files that it takes from a folder of `data.paths`; a glob takes any.
+        endings: Of the files that it takes from a folder of `data.paths`, packed or not; a glob
+            takes any.
+        choose: Of all files of such a folder, those that are its corpus, before endings are looked
+            at; None takes them by their endings alone.
         files: Of its section: its files, sorted; None takes those that `data.paths` names.
+        ranges: Of a file and a number of bytes: ranges of about so many each that are read by
+            themselves, so that many processes read one file; in order, and without gaps where
+            documents are. Their two numbers are the source's own: bytes, row groups. Its `build` is
+            then also called with one of them, as ``read(reader, file, span)``. None has files read
+            whole.
+        counts_lines: Whether documents of a range have the number of their line there, as who reads
+            a range of lines knows none before it; else that in the file.
         problem: What is wrong with the beginning of a file, before anything starts; None does not
             look.
-        is_plain: Whether a file is at least as long as its text, so that a corpus that is too short
-            is seen by the sizes of its files.
+        is_plain: Whether a file that is not packed is at least as long as its text, so that a
+            corpus that is too short is seen by the sizes of its files.
         places: Lines of a file's documents, from 1, where all of them are kept; None has the file
             read again to know them.
         identity: Of its section: what its documents depend on beside the files. It is a part of
             the key of the cache; None is the kind and all of its own keys.
+        is_tokenized: Whether its files have ids, which are used where they are. Its `build` is then
+            called as ``open(section, file)`` and gives a `data.tokenized.Tokenized`, and `problem`
+            has what is known of the tokenizer, a `TokenizerFacts` or None, as its first argument.
     """
 
     endings: tuple[str, ...] = ()
-    files: Callable[[Any], list[Path]] | None = None
-    problem: Look | None = None
+    choose: Choose | None = None
+    files: Callable[[Any], Sequence[File]] | None = None
+    ranges: Callable[[File, int], list[tuple[int, int]]] | None = None
+    counts_lines: bool = False
+    problem: Callable[..., FileProblem | None] | None = None
     is_plain: bool = False
-    places: Callable[[Path], list[int | None]] | None = None
+    places: Callable[[File], list[int | None]] | None = None
     identity: Callable[[Any], str] | None = None
+    is_tokenized: bool = False
 
 
 def spec_of(section: DataConfig) -> DataSource:
@@ -63,6 +81,6 @@ def identity_of(section: DataConfig) -> str:
     spec = spec_of(section)
     if spec.identity is not None:
         return spec.identity(section)
-    shared = {item.name for item in fields(DataFromPaths)}
+    shared = {item.name for cls in (DataFromPaths, SourceConfig) for item in fields(cls)}
     own = {name: value for name, value in to_plain(section).items() if name not in shared}
     return f"{spec.name} {json.dumps(own, sort_keys=True)}"

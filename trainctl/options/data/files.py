@@ -1,4 +1,4 @@
-"""Text and JSONL in files that are named."""
+"""Text and JSONL in files that are named, packed or not."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ SPEC = DataSource(
     keys=DataFromRecords,
     build="trainctl.config.text.plain:read",
     endings=(".jsonl", ".md", ".txt"),
+    ranges=plain.ranges,
+    counts_lines=True,
     problem=plain.problem,
     is_plain=True,
     places=plain.places,

@@ -103,7 +103,6 @@ class OptimizerForm:
         has_torch_adam: Whether `torch_adam` chooses torch's class in place of DeepSpeed's.
         is_zero_tested: Whether DeepSpeed lists its class as tested with ZeRO
             (runtime/zero/utils.py).
-        needs_adaptive_loss_scale: Whether its class refuses a fixed one in fp16.
     """
 
     type: str
@@ -112,7 +111,6 @@ class OptimizerForm:
     fixed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     has_torch_adam: bool = False
     is_zero_tested: bool = False
-    needs_adaptive_loss_scale: bool = False
 
     def matches(self, name: str, params: Mapping[str, Any]) -> bool:
         """Whether a JSON's optimizer of that name, as DeepSpeed takes it, is this one."""

@@ -130,7 +130,7 @@ def tokenizer_has_its_file(draft: Draft) -> Iterator[Finding]:
 def data_has_its_files(draft: Draft) -> Iterator[Finding]:
     """Files to read, and files to hold out."""
     data = draft.config.data
-    if isinstance(data, DataFromPaths) and not data.paths:
+    if isinstance(data, DataFromPaths) and not data.paths and not data.sources:
         *_, ending = sources.spec_of(data).endings
         yield error(
             "data.paths",

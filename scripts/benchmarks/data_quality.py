@@ -1,0 +1,183 @@
+"""Megabytes of text per CPU second of each step that judges the documents of a corpus.
+
+    python scripts/benchmarks/data_quality.py [PATH ...] [--megabytes 20] [--rounds 3]
+
+Files below the paths (Python's own library if there are none), some of them twice and some with
+words changed, are measured in one process. Steps take turns over the same batches; each has the
+median of its rounds. Beside it stands the plain way to MinHash, a document at a time: `re.findall`,
+a checksum for each word, and the same 112 minima by numpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import statistics
+import sysconfig
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from trainctl.config.registry import function_of, load, names
+from trainctl.data.quality import minhash
+from trainctl.data.quality.batches import Batch, Entry, batches
+from trainctl.data.quality.contamination import write_held_out
+from trainctl.data.quality.corpus import Measured
+from trainctl.data.quality.decide import select
+from trainctl.data.quality.exact import same_texts
+from trainctl.data.quality.hashing import mix
+from trainctl.data.quality.measure import Part, Wanted, measure, text_hashes
+from trainctl.data.quality.near import near_pairs
+from trainctl.data.quality.passages import shared_passages
+from trainctl.data.quality.selection import Contamination, Rules
+from trainctl.data.quality.winnowing import anchors
+
+PARTS = 4
+
+
+def main() -> None:
+    """Print a line for each step."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="*", type=Path)
+    parser.add_argument("--megabytes", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    paths = arguments.paths or [Path(sysconfig.get_path("stdlib"))]
+    texts = list(_texts(paths, int(arguments.megabytes * 1e6)))
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    print(f"{len(texts):,} documents, {megabytes:.1f} MB; MB per CPU second:")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        held_out = write_held_out(folder / "held_out", _entries(texts[::50]))
+        steps: dict[str, Callable[[Batch], object]] = {
+            "copies: 128-bit hashes": text_hashes,
+            "near copies: signatures and sketches": _near,
+            "shared passages: anchors": anchors,
+            f"held-out passages: {len(held_out.ngrams):,} n-grams": held_out.find,
+            **{f"filter {each}": _measure(each) for each in names("filter") if _is_plain(each)},
+            "near copies, the plain way": _plainly,
+        }
+        times: dict[str, list[float]] = {step: [] for step in steps}
+        for _ in range(arguments.rounds):
+            for step, function in steps.items():
+                times[step].append(_timed(function, texts))
+        for step, found in times.items():
+            print(f"{megabytes / statistics.median(found):9.1f}  {step}")
+        _decide(texts, megabytes, folder)
+
+
+def _texts(paths: list[Path], size: int) -> Iterator[str]:
+    """Texts of so many bytes; one in ten is a copy, and one has words changed."""
+    draw = random.Random(0)
+    files = [path for each in paths for path in each.rglob("*") if path.is_file()]
+    draw.shuffle(files)
+    for path in files:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if "\0" in text:
+            continue
+        for each in (text, *_planted(text, draw)):
+            size -= len(each)
+            yield each
+        if size < 0:
+            return
+
+
+def _planted(text: str, draw: random.Random) -> list[str]:
+    kind = draw.randrange(10)
+    if kind == 0:
+        return [text]
+    if kind == 1:
+        return [re.sub(r"\w+", lambda word: "x" if draw.random() < 0.01 else word[0], text)]
+    return []
+
+
+def _timed(function: Callable[[Batch], object], texts: list[str]) -> float:
+    """CPU seconds over all texts, with what the step alone needs of a batch."""
+    total = 0.0
+    for batch in batches(_entries(texts)):
+        start = time.process_time()
+        function(batch)
+        total += time.process_time() - start
+    return total
+
+
+def _near(batch: Batch) -> None:
+    values, counts = minhash.ngram_sets(batch)
+    minhash.signatures(values, counts)
+    minhash.sketches(values, counts)
+
+
+def _plainly(batch: Batch) -> None:
+    drawn = mix(np.arange(2 * minhash.HASHES, dtype=np.uint64))
+    odd, added = drawn[: minhash.HASHES] | np.uint64(1), drawn[minhash.HASHES :]
+    for text in batch.lowered:
+        words = [zlib.crc32(word.encode()) for word in re.findall(r"\w+", text)]
+        hashes = np.array(words, dtype=np.uint64)
+        size = len(hashes) - minhash.WORDS + 1
+        if size < 1:
+            continue
+        grams = mix(hashes[:size])
+        for place in range(1, minhash.WORDS):
+            grams = mix(grams ^ hashes[place : place + size])
+        grams = np.unique(grams)
+        ((grams[:, None] * odd + added) >> np.uint64(16)).min(0)
+
+
+def _measure(name: str) -> Callable[[Batch], object]:
+    measured: Callable[[Batch], object] = function_of("filter", name)
+    return measured
+
+
+def _is_plain(name: str) -> bool:
+    """Whether it needs nothing of the user's."""
+    return not load("filter", name).settings
+
+
+def _decide(texts: list[str], megabytes: float, folder: Path) -> None:
+    """Measure into columns, find duplicates, decide; each once."""
+    filters = {name: load("filter", name).keys() for name in names("filter") if _is_plain(name)}
+    parts = [
+        Part("all", str(number), "", partial(_entries, texts[number::PARTS]), filters)
+        for number in range(PARTS)
+    ]
+    start = time.process_time()
+    for part in parts:
+        measure(part, folder, Wanted(held_out=folder / "held_out", passages=True))
+    measured = time.process_time()
+    corpus = Measured.load(parts, folder)
+    same = same_texts(corpus, folder / "scratch")
+    exact = time.process_time()
+    pairs = near_pairs(corpus, same, 0.8, folder / "scratch")
+    near = time.process_time()
+    passages = shared_passages(corpus, same, folder / "scratch")
+    found = time.process_time()
+    rules = Rules(near=0.8, substring=0.8, filters={"all": filters}, contamination=Contamination())
+    selection = select(corpus, rules, same, pairs, passages)
+    end = time.process_time()
+    print(f"{megabytes / (measured - start):9.1f}  all of it, written as columns")
+    print(f"{megabytes / (exact - measured):9.1f}  finding {len(same):,} copies")
+    print(f"{megabytes / (near - exact):9.1f}  finding {len(pairs.ids):,} pairs of near copies")
+    print(f"{megabytes / (found - near):9.1f}  finding {len(passages.anchor):,} shared anchors")
+    print(f"{megabytes / (end - found):9.1f}  deciding: {int(selection.stays.sum()):,} stay")
+    for of in selection.counts.values():
+        for reason, tally in of.items():
+            print(f"{tally.documents:9,}  go for {reason}, which applies to {tally.applies:,}")
+    size = sum(path.stat().st_size for path in (folder / "all").rglob("*.bin")) / 1e6
+    print(f"{size / megabytes:9.3f}  bytes of columns for a byte of text")
+
+
+def _entries(texts: list[str]) -> list[Entry]:
+    return [Entry(number, text) for number, text in enumerate(texts)]
+
+
+if __name__ == "__main__":
+    main()

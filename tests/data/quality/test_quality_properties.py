@@ -1,0 +1,197 @@
+"""The order of parts, what is done together, and how much memory there is change nothing."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted_corpus import edited, entries, five_grams, jaccard, parts_of, texts_of_python
+
+from trainctl.data.quality.batches import Batch, Entry, batches
+from trainctl.data.quality.contamination import write_held_out
+from trainctl.data.quality.corpus import Measured
+from trainctl.data.quality.decide import select
+from trainctl.data.quality.exact import same_texts
+from trainctl.data.quality.groups import MEMORY, components, equal_keys
+from trainctl.data.quality.hashing import Segments, mix
+from trainctl.data.quality.measure import Wanted, measure_all
+from trainctl.data.quality.minhash import SKETCH, Bands, ngram_sets, signatures, sketches
+from trainctl.data.quality.minhash import jaccard as jaccard_of_sketches
+from trainctl.data.quality.near import near_pairs
+from trainctl.data.quality.selection import Contamination, Rules
+from trainctl.options.filter.gopher_quality import GopherQualityConfig
+
+WORDS = st.lists(st.sampled_from(["a", "b", "the", "sea", "ship"]), max_size=14).map(" ".join)
+CORPORA = st.dictionaries(
+    st.tuples(st.sampled_from(["one", "two"]), st.sampled_from("abc")),
+    st.lists(WORDS, max_size=6),
+    max_size=6,
+)
+RULES = Rules(
+    near=0.5,
+    contamination=Contamination(max_documents=3),
+    filters={"one": {"gopher_quality": GopherQualityConfig(min_words=4)}},
+)
+HELD_OUT = entries(["the sea the ship the wind the sea", "a b a b a b a b a b a b a b a"])
+
+Outcome = dict[tuple[str, str, int], str]
+
+
+def outcome(
+    texts: dict[tuple[str, str], list[str]], *, memory: int = MEMORY, processes: int = 1
+) -> Outcome:
+    """Why each document of a corpus goes."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        write_held_out(folder / "held_out", HELD_OUT)
+        parts = parts_of(texts, **RULES.filters)
+        wanted = Wanted(held_out=folder / "held_out")
+        measure_all(parts, folder, wanted, processes=processes)
+        corpus = Measured.load(parts, folder, ["two", "one"])
+        same = same_texts(corpus, folder / "scratch", memory)
+        pairs = near_pairs(corpus, same, 0.5, folder / "scratch", memory=memory)
+        selection = select(corpus, RULES, same, pairs)
+        assert not (folder / "scratch").exists()
+        result = {}
+        for document, why in enumerate(selection.why.tolist()):
+            part, number = corpus.where(document)
+            reason = selection.reasons[why - 1] if why else ""
+            result[part.source, part.name, number] = reason
+        return result
+
+
+@settings(max_examples=12)
+@given(CORPORA, st.randoms(use_true_random=False))
+def test_the_order_of_parts_changes_nothing(
+    texts: dict[tuple[str, str], list[str]], draw: random.Random
+) -> None:
+    shuffled = list(texts.items())
+    draw.shuffle(shuffled)
+    assert outcome(dict(shuffled)) == outcome(texts)
+
+
+@settings(max_examples=6)
+@given(CORPORA)
+def test_little_memory_changes_nothing(texts: dict[tuple[str, str], list[str]]) -> None:
+    assert outcome(texts, memory=256) == outcome(texts)
+
+
+def test_the_number_of_processes_changes_nothing() -> None:
+    draw = random.Random(3)
+    texts = {
+        (source, part): [
+            " ".join(draw.choices(["a", "b", "the", "sea", "ship"], k=draw.randrange(12)))
+            for _ in range(8)
+        ]
+        for source in ("one", "two")
+        for part in "abc"
+    }
+    found = outcome(texts)
+    assert len(set(found.values())) == 5
+    assert outcome(texts, processes=2) == found
+
+
+@settings(max_examples=12)
+@given(CORPORA)
+def test_what_goes_as_similar_is_similar_to_what_stays(
+    texts: dict[tuple[str, str], list[str]],
+) -> None:
+    found = outcome(texts)
+    sets = {document: five_grams(texts[document[:2]][document[2]]) for document in found}
+    staying = [document for document, reason in found.items() if not reason]
+    for document, reason in found.items():
+        words = texts[document[:2]][document[2]].split()
+        if reason == "near" and len(words) >= 5:
+            assert max(jaccard(sets[document], sets[other]) for other in staying) >= 0.5
+        if reason == "exact":
+            twins = [other for other in found if texts[other[:2]][other[2]].split() == words]
+            assert len(twins) > 1
+
+
+@given(st.lists(st.text(max_size=40), max_size=12), st.integers(1, 60))
+def test_batches_change_no_document(texts: list[str], characters: int) -> None:
+    def numbers(size: int) -> list[bytes]:
+        found = []
+        for batch in batches(entries(texts), size):
+            values, counts = ngram_sets(batch)
+            rows = signatures(values, counts)
+            found += [
+                row.tobytes() + bytes([count]) for row, count in zip(rows, counts, strict=True)
+            ]
+        return found
+
+    assert numbers(characters) == numbers(1 << 20)
+
+
+@given(st.lists(st.integers(0, 5), max_size=30), st.data())
+def test_segments_have_the_same_hash_where_they_are_the_same(
+    values: list[int], data: st.DataObject
+) -> None:
+    place = st.integers(0, len(values))
+    spans = [sorted((data.draw(place), data.draw(place))) for _ in range(6)]
+    starts, ends = np.array(spans).T
+    hashes = Segments(np.array(values, dtype=np.uint32)).hashes(starts, ends).tolist()
+    for left, one in zip(spans, hashes, strict=True):
+        for right, other in zip(spans, hashes, strict=True):
+            same = values[left[0] : left[1]] == values[right[0] : right[1]]
+            assert same == (one == other)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=40))
+def test_components_are_what_hangs_together(pairs: list[tuple[int, int]]) -> None:
+    lowest = {each: each for pair in pairs for each in pair}
+    for _ in lowest:
+        for left, right in pairs:
+            lowest[left] = lowest[right] = min(lowest[left], lowest[right])
+    ids, found = components(np.array(pairs))
+    assert dict(zip(ids.tolist(), found.tolist(), strict=True)) == lowest
+
+
+@given(st.lists(st.integers(0, 9), max_size=60), st.sampled_from([64, 1000, MEMORY]))
+def test_equal_keys_are_all_found(values: list[int], memory: int) -> None:
+    keys = mix(np.array(values, dtype=np.uint64))
+    with TemporaryDirectory() as folder:
+        found = [
+            group.tolist()
+            for ids, counts in equal_keys(
+                lambda: [(keys, np.arange(len(keys)))], len(keys), Path(folder) / "scratch", memory
+            )
+            for group in np.split(ids, np.cumsum(counts)[:-1])
+        ]
+    expected = [[at for at, each in enumerate(values) if each == value] for value in set(values)]
+    assert sorted(found) == sorted(group for group in expected if len(group) > 1)
+
+
+@pytest.mark.parametrize("share", [0.005, 0.02, 0.1])
+def test_jaccard_of_long_documents_is_estimated(share: float) -> None:
+    long = "\n".join(texts_of_python(80)["code"][:30])
+    assert len(five_grams(long)) > 4 * SKETCH
+    other = edited(long, share, random.Random(1))
+    sets = [ngram_sets(Batch([Entry(0, text)])) for text in (long, other)]
+    found = float(jaccard_of_sketches(sketches(*sets[0]), sketches(*sets[1]))[0])
+    assert found == pytest.approx(jaccard(five_grams(long), five_grams(other)), abs=0.03)
+    alike = (signatures(*sets[0]) == signatures(*sets[1])).mean()
+    assert alike == pytest.approx(found, abs=0.2)
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
+def test_bands_find_what_is_at_the_threshold(threshold: float) -> None:
+    bands = Bands.for_threshold(threshold)
+    assert bands.recall(threshold) >= 0.95
+    longer = Bands(112 // (bands.rows + 1), bands.rows + 1)
+    assert longer.recall(threshold) < 0.95
+
+
+def test_files_of_one_that_was_killed_are_not_taken(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "00000000").write_bytes(bytes(160))
+    keys = mix(np.arange(100, dtype=np.uint64))
+    found = equal_keys(lambda: [(keys, np.arange(100))], 100, scratch, 64)
+    assert list(found) == []
+    assert not scratch.exists()

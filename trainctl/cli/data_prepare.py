@@ -1,0 +1,146 @@
+"""`trainctl data prepare`: the corpus of a configuration, before anything is launched."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
+
+if TYPE_CHECKING:
+    from trainctl.config.schema import RunConfig
+    from trainctl.data.progress import Standing
+    from trainctl.train.corpus import Corpus
+
+
+def prepare(
+    target: TargetAndOverrides = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Processes; else one for each core.", show_default=False
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Only the I-th of N shares, as a job of an array: "
+            "--task $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT.",
+            show_default=False,
+        ),
+    ] = None,
+    config_dir: ConfigDir = None,
+    as_json: Json = False,
+) -> None:
+    """Tokenize the text of a configuration, or of a run, into the cache.
+
+    A launch does this by itself. What was tokenized before is kept, also where this is killed; the
+    same command on other machines with the same cache helps.
+
+    Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32
+    """
+    from trainctl.cli.console import print_json, put
+    from trainctl.cli.planning import compose_target
+    from trainctl.data.progress import Standing
+    from trainctl.train.corpus import build_corpus, do_share
+    from trainctl.train.prepare import TokenizingProgress, say
+    from trainctl.train.tokenizer import load_tokenizer
+
+    share = _share(task) if task is not None else None
+    name, overrides = split_target(target)
+    config = compose_target(name, overrides, config_dir).config
+    _require_text(config)
+    tokenizer = load_tokenizer(config.tokenizer)
+    last = Standing(0)
+    tell_of = TokenizingProgress()
+
+    def show(standing: Standing) -> None:
+        nonlocal last
+        last = standing
+        tell_of(standing)
+
+    if share is not None:
+        left = do_share(
+            config.data, tokenizer, share, show, section=config.tokenizer, workers=workers
+        )
+        if as_json:
+            print_json({"schema": 1, "task": task, "documents": last.documents, "left": left})
+        else:
+            put(f"share {task} is tokenized: {last.documents:,} documents just now")
+            put(
+                f"{left:,} tasks of other shares are left"
+                if left
+                else "all shares are: the same command without --task, or a launch, joins them"
+            )
+        return
+    corpus = build_corpus(
+        config.data, tokenizer, show, say, section=config.tokenizer, workers=workers
+    )
+    if as_json:
+        print_json(_as_json(corpus, last))
+        return
+    for side, split in (("to train on", corpus.train), ("held out", corpus.held_out)):
+        put(f"{split.tokens:,} tokens {side}, of {split.documents:,} documents")
+    just_now = f", {last.documents:,} documents tokenized just now" if last.documents else ""
+    put(f"in {corpus.folder}{just_now}")
+
+
+def _as_json(corpus: Corpus, last: Standing) -> dict[str, object]:
+    sides = {
+        name: {"tokens": split.tokens, "documents": split.documents}
+        for name, split in (("train", corpus.train), ("held_out", corpus.held_out))
+    }
+    return {
+        "schema": 1,
+        "folder": corpus.folder,
+        "digest": corpus.digest,
+        **sides,
+        "documents_tokenized": last.documents,
+        "bad_text": corpus.bad_text,
+    }
+
+
+def _share(text: str) -> tuple[int, int]:
+    """The two numbers of `I/N`.
+
+    Raises:
+        TrainctlError: It is not that.
+    """
+    from trainctl.errors import TrainctlError
+
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    number, count = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= number <= count:
+        raise TrainctlError(
+            f"--task {text}: expected I/N, with I from 1 to N",
+            hint="an array from 1, as sbatch --array=1-16, has --task $SLURM_ARRAY_TASK_ID/16",
+        )
+    return number, count
+
+
+def _require_text(config: RunConfig) -> None:
+    """That there is something to tokenize, and nothing wrong with how it begins.
+
+    Raises:
+        TrainctlError: With all that is wrong.
+    """
+    from trainctl.cli.findings import show_findings
+    from trainctl.config.files import missing_files
+    from trainctl.errors import TrainctlError
+
+    if config.data.factory is not None:
+        raise TrainctlError(
+            "data.factory is asked when a run starts, and what it gives is kept with the run",
+            hint="trainctl launch",
+        )
+    found = [
+        finding
+        for finding in missing_files(config)
+        if finding.key.partition(".")[0] in ("data", "tokenizer")
+    ]
+    if any(finding.is_error for finding in found):
+        raise TrainctlError.from_findings(found)
+    show_findings(found)

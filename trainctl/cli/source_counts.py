@@ -1,0 +1,84 @@
+"""How long each source of a run is: as the cache knows, else guessed from its files' sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trainctl.errors import Finding, TrainctlError
+
+if TYPE_CHECKING:
+    from trainctl.config.schema import DataConfig, RunConfig
+    from trainctl.config.text.remote import File
+    from trainctl.data.mixture import Count
+    from trainctl.train.tokenizer import Tokenizer
+
+SAMPLE_BYTES = 1 << 16
+"""Of a source's first file, that are tokenized to guess from."""
+
+USUAL = 4.0
+"""Bytes of text in a token, where none can be tokenized."""
+
+COMPRESSED = {".gz": 3.5, ".zst": 3.5, ".xz": 4.0, ".bz2": 4.0, ".parquet": 3.0}
+"""About as many bytes of text in a byte of such a file."""
+
+NO_SOURCE = "TC348"
+
+
+def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
+    """How long each source is, and what keeps one from being read; nothing is tokenized for it."""
+    from trainctl.data.mixture import Count
+    from trainctl.plan.mixture import sources_of
+    from trainctl.train.corpus import cached_corpus
+    from trainctl.train.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.tokenizer)
+    counts: dict[str, Count] = {}
+    problems: list[Finding] = []
+    for name, section in sources_of(config.data).items():
+        try:
+            corpus = cached_corpus(section, tokenizer)
+            if corpus is not None:
+                counts[name] = Count(tokens=corpus.train.tokens)
+            else:
+                counts[name] = Count(tokens=_guess(section, tokenizer), is_estimate=True)
+        except TrainctlError as error:
+            problems.append(_problem(config, name, error))
+    return counts, problems
+
+
+def _problem(config: RunConfig, name: str, error: TrainctlError) -> Finding:
+    """What keeps a source from being read, under the keys that it has in the mixture."""
+    section = f"data.sources.{name}" if config.data.sources else "data"
+    return Finding(
+        rule=NO_SOURCE,
+        key=section,
+        message=error.message.replace("data.", f"{section}."),
+        hint=error.hint.replace("data.", f"{section}."),
+        exit_code=error.exit_code,
+    )
+
+
+def _guess(section: DataConfig, tokenizer: Tokenizer) -> int:
+    """Tokens of a source's training text, from the sizes of its files."""
+    from trainctl.config.text.files import split_files
+
+    files = split_files(section)
+    share = 1 - section.held_out_fraction if files.by_document else 1.0
+    size = sum(file.stat().st_size * COMPRESSED.get(file.suffix, 1.0) for file in files.train)
+    if section.max_bytes is not None:
+        size = min(size, section.max_bytes)
+    return int(size * share / _bytes_of_a_token(files.train, tokenizer))
+
+
+def _bytes_of_a_token(files: Sequence[File], tokenizer: Tokenizer) -> float:
+    """As at the beginning of the first file, if that is text."""
+    from trainctl.config.text.files import no_text
+    from trainctl.config.text.stream import head_of
+
+    if not files:
+        return USUAL
+    head = head_of(files[0], SAMPLE_BYTES)
+    if not head or no_text(head) is not None:
+        return USUAL
+    return len(head) / max(1, len(tokenizer.encode(head.decode("utf-8", errors="replace"))))

@@ -1,0 +1,305 @@
+"""Files of a corpus that lie elsewhere: http(s), S3, GCS, the hub, whatever fsspec knows.
+
+A URL's listing says how long each file is and which version it is; both are in the cache's key. A
+file is read from where a connection broke, and not at all where it is another one by then.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, cast
+
+from trainctl.config.optional import optional
+from trainctl.errors import ExitCode, TrainctlError
+
+ATTEMPTS = 6
+"""To go on at a place, before a launch ends."""
+FIRST_WAIT = 1.0
+"""Seconds before the second attempt; each further wait is twice as long."""
+SILENCE = 60.0
+"""Seconds that an HTTP server may send nothing before the attempt has failed."""
+_READ_BYTES = 1 << 20
+"""That are asked for at once, at least."""
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}
+_FINAL = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""What no second attempt makes good."""
+_VERSIONS = ("ETag", "etag", "checksum", "md5Hash", "blob_id", "sha256", "uid")
+_TIMES = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "modificationTime")
+
+sleep = time.sleep
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RemoteFile:
+    """A file under a URL; it has the methods of a `Path` that reading a corpus needs.
+
+    Attributes:
+        url: Where it is, with the protocol.
+        size: Bytes, as it was listed.
+        version: Its entity tag or the like, else its time; empty where the server tells neither.
+    """
+
+    url: str
+    size: int
+    version: str = ""
+
+    @property
+    def name(self) -> str:
+        """After the last slash, without what an HTTP query adds."""
+        return PurePosixPath(self.url.partition("?")[0]).name
+
+    @property
+    def suffix(self) -> str:
+        """The last ending of the name, with its dot."""
+        return PurePosixPath(self.name).suffix
+
+    def stat(self) -> os.stat_result:
+        """Of which only the size says anything."""
+        return os.stat_result((0o100444, 0, 0, 1, 0, 0, self.size, 0, 0, 0))
+
+    def open(self, mode: str = "rb") -> BinaryIO:
+        """Its bytes; goes on after what broke, as often as `ATTEMPTS`.
+
+        Raises:
+            TrainctlError: While it is read: nothing came in the end, or it is another file now.
+        """
+        assert mode == "rb"
+        return cast(BinaryIO, io.BufferedReader(_Patient(self), _READ_BYTES))
+
+    def read_bytes(self) -> bytes:
+        """All of it."""
+        with self.open() as stream:
+            return stream.read()
+
+    def __str__(self) -> str:
+        return self.url
+
+
+File = Path | RemoteFile
+"""A file of a corpus."""
+
+
+def is_url(text: str) -> bool:
+    """Whether a path of `data.paths` is one of another machine's."""
+    return "://" in text
+
+
+def version_of(file: File) -> str:
+    """What changes when a file does: its name, its size, and its time or version."""
+    if isinstance(file, RemoteFile):
+        return f"{file}\0{file.size}\0{file.version}"
+    status = file.stat()
+    return f"{file}\0{status.st_size}\0{status.st_mtime_ns}"
+
+
+def listed(url: str) -> tuple[list[RemoteFile], bool]:
+    """The files of a URL, a folder's or a glob's, and whether it is a folder.
+
+    Of HTTP a `?` begins a query and only `*` is a glob; a page of links is its folder.
+
+    Raises:
+        TrainctlError: The protocol is unknown or its package missing (exit code 4), or nothing
+            answers.
+    """
+    file_system, path = _file_system(url)
+    protocol = url.partition("://")[0]
+    is_glob = any(sign in url for sign in ("*" if protocol.startswith("http") else "*?["))
+
+    def look() -> tuple[dict[str, Any], bool]:
+        if is_glob:
+            return file_system.glob(path, detail=True), False
+        try:
+            entry = file_system.info(path)
+        except FileNotFoundError:
+            return {}, False
+        if entry["type"] == "directory" or url.endswith("/"):
+            return file_system.find(path, detail=True), True
+        return {path: entry}, False
+
+    entries, is_folder = _patiently(look, url)
+    files = []
+    for name, entry in entries.items():
+        if entry["type"] == "file":
+            if entry.get("size") is None:  # a page of links does not say
+                entry = _patiently(partial(file_system.info, name), url)
+            files.append(_remote(protocol, name, entry))
+    return sorted(files), is_folder
+
+
+def _remote(protocol: str, name: str, entry: dict[str, Any]) -> RemoteFile:
+    url = name if is_url(name) else f"{protocol}://{name.lstrip('/')}"
+    if entry.get("size") is None:
+        raise TrainctlError(
+            f"{url} cannot be read: its server does not say how long it is",
+            hint="download it, and name the copy in data.paths",
+        )
+    return RemoteFile(url, int(entry["size"]), _version(entry))
+
+
+class _Patient(io.RawIOBase):
+    """A remote file that is opened again, at its place, when reading fails.
+
+    Args:
+        file: As it was listed.
+    """
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+        self._at = 0
+        self._stream: Any = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), self._file.size - self._at)
+        if wanted <= 0:
+            return 0
+        data = _patiently(lambda: self._read(wanted), self._file.url, self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        self._let_go()
+        super().close()
+
+    def _read(self, wanted: int) -> bytes:
+        try:
+            if self._stream is None:
+                self._stream = self._opened()
+            if self._stream.tell() != self._at:
+                self._stream.seek(self._at)
+            data: bytes = self._stream.read(wanted)
+            if not data:
+                raise OSError(f"it ended after {self._at:,} of {self._file.size:,} bytes")
+            return data
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _opened(self) -> Any:
+        file_system, path = _file_system(self._file.url)
+        file_system.invalidate_cache()
+        entry = file_system.info(path)
+        now = (entry.get("size"), _version(entry))
+        if now != (self._file.size, self._file.version):
+            raise TrainctlError(
+                f"{self._file} is not what it was when it was listed: {_differs(self._file, now)}",
+                hint="launch again, once nobody writes it",
+                exit_code=ExitCode.environment,
+            )
+        return file_system.open(path, "rb")
+
+    def _let_go(self) -> None:
+        if self._stream is not None:
+            with suppress(Exception):  # what is broken may not close
+                self._stream.close()
+        self._stream = None
+
+
+def _differs(file: RemoteFile, now: tuple[int | None, str]) -> str:
+    size, version = now
+    if size != file.size:
+        return f"{size or 0:,} bytes, not {file.size:,}"
+    return f"version {version or 'unknown'}, not {file.version or 'unknown'}"
+
+
+def _patiently(attempt: Callable[[], Any], url: str, at: int | None = None) -> Any:
+    """What an attempt gives; made again, after waits that grow, where it may have been chance.
+
+    Raises:
+        TrainctlError: It is not there, or no attempt succeeded (exit code 4).
+    """
+    place = "" if at is None else f" at byte {at:,}"
+    wait, begun = FIRST_WAIT, time.monotonic()
+    for number in range(1, ATTEMPTS + 1):
+        try:
+            return attempt()
+        except TrainctlError:
+            raise
+        except _FINAL as error:
+            raise _unreadable(url, type(error).__name__, "") from None
+        except ImportError as error:
+            raise _missing(url, error) from None
+        except Exception as error:  # clients of services raise what they like
+            if isinstance(error, ValueError) and "range requests" in str(error):
+                why = "its server gives files as a whole only, and no parts of them"
+                raise _unreadable(url, why, place) from None
+            why = " ".join(f"{type(error).__name__}: {error}".split()) or "no reason given"
+        if number < ATTEMPTS:
+            print(
+                f"{url}{place}: {why}; attempt {number + 1} of {ATTEMPTS} in {wait:g} s",
+                file=sys.stderr,
+                flush=True,
+            )
+            sleep(wait)
+            wait *= 2
+    seconds = time.monotonic() - begun
+    raise _unreadable(url, why, f"{place} after {ATTEMPTS} attempts in {seconds:,.0f} seconds")
+
+
+def _unreadable(url: str, why: str, after: str) -> TrainctlError:
+    return TrainctlError(
+        f"cannot read {url}{after}: {why}",
+        hint="see that it is there and may be read from here; credentials are those of its "
+        "client's own variables and files",
+        exit_code=ExitCode.environment,
+    )
+
+
+def _missing(url: str, error: ImportError) -> TrainctlError:
+    protocol = url.partition("://")[0]
+    return TrainctlError(
+        f"{url} needs a package that is missing ({error})",
+        hint=f"pip install 'trainctl[{_EXTRAS.get(protocol, 'data')}]'",
+        exit_code=ExitCode.environment,
+    )
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """Who reads the URL, and how it calls it."""
+    fsspec = optional("fsspec", f"reading {url}")
+    options: dict[str, Any] = {}
+    if url.startswith("http"):
+        aiohttp = optional("aiohttp", f"reading {url}")
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
+        options = {"client_kwargs": {"timeout": limit}}
+    try:
+        file_system, path = fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        raise _missing(url, error) from None
+    except ValueError as error:
+        raise TrainctlError(
+            f"cannot read {url}: {error}", hint="a path, or a URL that fsspec knows"
+        ) from None
+    return file_system, path
+
+
+def _version(entry: dict[str, Any]) -> str:
+    """Of what a listing says of a file: what another content would change."""
+    for key in (*_VERSIONS, *_TIMES):
+        if entry.get(key):
+            value = entry[key]
+            return value.isoformat() if isinstance(value, datetime) else str(value).strip('"')
+    return ""

@@ -1,0 +1,260 @@
+"""Files of a corpus as they read once unpacked: gzip, bzip2, xz and zstd, by what they begin with.
+
+A file may be many streams one after the other, as `cat` and parallel packers make it. One that ends
+within a stream is no shorter text but an error, and so is one that grows beyond all measure.
+"""
+
+from __future__ import annotations
+
+import bz2
+import io
+import lzma
+import zlib
+from collections.abc import Callable
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, cast
+
+from trainctl.config.optional import optional
+from trainctl.config.text.remote import File
+from trainctl.errors import TrainctlError
+
+PACKED_ENDINGS = (".gz", ".bz2", ".xz", ".zst")
+MOST_GROWTH = 250
+"""Bytes of text of a packed byte: text has 3 to 30, a log of one line again and again 100."""
+ALWAYS_ALLOWED = 1 << 26
+"""Bytes that any file may become."""
+_XZ_MEMORY = 1 << 30
+"""Bytes for a stream's dictionary: `xz -9` has 64 MiB."""
+_ZSTD_WINDOW = 1 << 31
+"""The most that `zstd --long=31` can ask for."""
+_IN = 1 << 14
+"""Bytes that are read at once."""
+_OUT = 1 << 18
+"""Bytes that are unpacked at once, but for zstd."""
+_ZSTD_IN = 1 << 11
+"""Packed bytes at once: a block has four at least and 128 KiB at most (RFC 8878, 3.1.1.2.4), so
+that these become 64 MiB at most."""
+
+Step = tuple[bytes, bytes, bool]
+"""What was unpacked, the packed bytes that are left, and whether the stream has ended."""
+
+
+class Damaged(TrainctlError):
+    """A file that is not what it claims: broken, cut off, or grown beyond measure."""
+
+
+def opened(file: File) -> BinaryIO:
+    """A file's bytes, unpacked where it is packed; seekable only where it is not.
+
+    Raises:
+        OSError: It cannot be opened.
+        Damaged: While it is read.
+        TrainctlError: The package that unpacks it is missing.
+    """
+    stream = file.open("rb")
+    try:
+        found = packing_of(stream.read(6))
+        stream.seek(0)
+        if found is None:
+            return stream
+        name, make = found
+        return cast(BinaryIO, io.BufferedReader(_Unpacked(stream, make(), name, str(file)), _OUT))
+    except BaseException:
+        stream.close()
+        raise
+
+
+def head_of(file: File, size: int) -> bytes:
+    """The first bytes of what is in it."""
+    with opened(file) as stream:
+        return stream.read(size)
+
+
+def is_packed(file: File) -> bool:
+    """Whether a file's length says nothing of its text's."""
+    with file.open("rb") as stream:
+        return packing_of(stream.read(6)) is not None
+
+
+def unpacked_name(file: File) -> str:
+    """Its name without the ending of what packed it: of ``a.jsonl.zst``, ``a.jsonl``."""
+    path = PurePosixPath(file.name)
+    return path.stem if path.suffix in PACKED_ENDINGS else path.name
+
+
+def packing_of(head: bytes) -> tuple[str, Callable[[], _Unpack]] | None:
+    """What a file that begins so is packed with, if it is."""
+    if head.startswith(b"\x1f\x8b"):
+        return "gzip", _Gzip
+    if head.startswith(b"BZh") and head[3:4].isdigit():
+        return "bzip2", lambda: _Buffered(bz2.BZ2Decompressor)
+    if head.startswith(b"\xfd7zXZ\x00"):
+        return "xz", lambda: _Buffered(
+            lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY)
+        )
+    # A frame, or one to be skipped, which may come first.
+    is_skipped = head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F
+    if head.startswith(b"\x28\xb5\x2f\xfd") or is_skipped:
+        return "zstd", _Zstd
+    return None
+
+
+class _Unpack:
+    """Unpacks one stream after the other: `begin` each, and `step` until it has ended."""
+
+    padding = b""
+    """What may fill up a file after its last stream."""
+
+    @property
+    def is_hungry(self) -> bool:
+        """Whether it has used all that it was given."""
+        return True
+
+    def begin(self) -> None:
+        raise NotImplementedError
+
+    def step(self, packed: bytes) -> Step:
+        """Some of what is packed, unpacked; of none, what is held back yet."""
+        raise NotImplementedError
+
+
+class _Gzip(_Unpack):
+    padding = b"\x00"
+
+    def begin(self) -> None:
+        self._stream = zlib.decompressobj(wbits=31)
+
+    def step(self, packed: bytes) -> Step:
+        found = self._stream.decompress(packed, _OUT)
+        rest = self._stream.unused_data if self._stream.eof else self._stream.unconsumed_tail
+        return found, rest, self._stream.eof
+
+
+class _Buffered(_Unpack):
+    """bzip2 and xz, whose decompressors keep what they have not used yet."""
+
+    padding = b"\x00"
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    @property
+    def is_hungry(self) -> bool:
+        return bool(self._stream.needs_input)
+
+    def begin(self) -> None:
+        self._stream = self._make()
+
+    def step(self, packed: bytes) -> Step:
+        found = self._stream.decompress(packed, _OUT)
+        return found, self._stream.unused_data, self._stream.eof
+
+
+class _Zstd(_Unpack):
+    def __init__(self) -> None:
+        self._package = optional("zstandard", "reading zstd")
+
+    def begin(self) -> None:
+        whole = self._package.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+        self._stream = whole.decompressobj()
+
+    def step(self, packed: bytes) -> Step:
+        found = self._stream.decompress(packed[:_ZSTD_IN])
+        return found, self._stream.unused_data + packed[_ZSTD_IN:], self._stream.eof
+
+
+class _Unpacked(io.RawIOBase):
+    """What is in a packed stream.
+
+    Args:
+        packed: The file, from its beginning.
+        unpack: Of its kind.
+        kind: What packed it.
+        name: Of the file, for errors.
+    """
+
+    def __init__(self, packed: BinaryIO, unpack: _Unpack, kind: str, name: str) -> None:
+        self._packed = packed
+        self._unpack = unpack
+        self._kind = kind
+        self._name = name
+        self._rest = b""
+        self._ready = memoryview(b"")
+        self._within = False
+        self._streams = self._bytes_in = self._bytes_out = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._ready:
+            self._ready = memoryview(self._next())
+        size = min(len(buffer), len(self._ready))
+        buffer[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        return size
+
+    def close(self) -> None:
+        self._packed.close()
+        super().close()
+
+    def _next(self) -> bytes:
+        """More of the text; empty at the end of all."""
+        while True:
+            if not self._within and not self._begins():
+                return b""
+            is_over = False
+            if not self._rest and self._unpack.is_hungry:
+                self._rest = self._packed.read(_IN)
+                self._bytes_in += len(self._rest)
+                is_over = not self._rest
+            try:
+                found, self._rest, has_ended = self._unpack.step(self._rest)
+            except (zlib.error, lzma.LZMAError, OSError, EOFError) as error:
+                raise self._broken(error) from None
+            except Exception as error:
+                if type(error).__name__ != "ZstdError":
+                    raise
+                raise self._broken(error) from None
+            self._within = not has_ended
+            self._streams += has_ended
+            self._bytes_out += len(found)
+            self._refuse_growth()
+            if found:
+                return found
+            if is_over and self._within:
+                raise Damaged(
+                    f"{self._name} is cut off: its {self._kind} stream has no end after "
+                    f"{self._bytes_in:,} bytes, {self._bytes_out:,} unpacked",
+                    hint="fetch or write it again",
+                )
+
+    def _begins(self) -> bool:
+        """Whether another stream does; what fills up the file is passed over."""
+        while True:
+            if self._streams:
+                self._rest = self._rest.lstrip(self._unpack.padding)
+            if self._rest:
+                break
+            self._rest = self._packed.read(_IN)
+            self._bytes_in += len(self._rest)
+            if not self._rest:
+                return False
+        self._unpack.begin()
+        self._within = True
+        return True
+
+    def _broken(self, error: Exception) -> Damaged:
+        return Damaged(
+            f"{self._name} is damaged: its {self._kind} stream breaks within the first "
+            f"{self._bytes_in:,} bytes ({error})",
+            hint="fetch or write it again",
+        )
+
+    def _refuse_growth(self) -> None:
+        if self._bytes_out > max(ALWAYS_ALLOWED, MOST_GROWTH * self._bytes_in):
+            raise Damaged(
+                f"{self._name} is no text: {self._bytes_in:,} bytes become more than "
+                f"{self._bytes_out:,} when they are unpacked",
+                hint="leave it out of data.paths, or unpack it yourself",
+            )

@@ -1,0 +1,39 @@
+"""A process that tokenizes for another one: `python -m trainctl.data`, with its work on stdin."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.codec import from_plain
+from trainctl.config.registry import function_of
+from trainctl.config.schema import DataConfig, TokenizerConfig
+from trainctl.data.preparation import work
+from trainctl.data.store import Store
+from trainctl.data.tasks import Task
+from trainctl.errors import TrainctlError
+from trainctl.runs.processes import die_with_parent
+
+
+def main() -> int:
+    """Do what stdin says; an error of the user's goes to stdout as JSON."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
+    die_with_parent()
+    job: dict[str, Any] = json.loads(sys.stdin.buffer.read())
+    try:
+        section = from_plain(TokenizerConfig, job["tokenizer"])
+        tokenizer = function_of("tokenizer", section.kind)(section)
+        store = Store(Path(job["folder"]), from_plain(DataConfig, job["data"]), tokenizer)
+        work(store, [Task.from_plain(task) for task in job["tasks"]])
+    except TrainctlError as error:
+        said = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+        print(json.dumps(said), flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""From the parts of a store to the two sides of a corpus: which document is on which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.config.text.documents import EXAMPLES, BadText, limit_of
+from trainctl.config.text.files import TextFiles
+from trainctl.config.text.remote import File
+from trainctl.data.in_place import Span
+from trainctl.data.part import Part
+from trainctl.data.store import Store, files_in_order, in_file
+from trainctl.data.tasks import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Documents that follow each other on a side.
+
+    Attributes:
+        side: `train` or `held_out`.
+        ids: Their tokens.
+        ends: Tokens of the chunk up to the end of each document.
+        files: Number of each one's file among those of the corpus; None where there is none.
+        lines: Line of each in its file, from 1, or 0.
+        span: Where the tokens are, if they stay there; `ids` are then some of them, to be counted.
+    """
+
+    side: str
+    ids: npt.NDArray[np.integer]
+    ends: npt.NDArray[np.integer]
+    files: npt.NDArray[np.integer] | None = None
+    lines: npt.NDArray[np.integer] | None = None
+    span: Span | None = None
+
+
+def chunks(
+    store: Store, tasks: Sequence[Task], files: TextFiles, fraction: float
+) -> Iterator[Chunk]:
+    """All documents of the tasks, each side in their order.
+
+    Args:
+        store: Whose tasks are all done.
+        tasks: In order.
+        files: Which file is on which side; or that documents are divided.
+        fraction: Of these, held out.
+
+    Raises:
+        DamagedPart: A part is not what was written.
+    """
+    held_out_files = set(files.held_out)
+    numbers = {file: n for n, file in enumerate(files_in_order(files.train, files.held_out))}
+    limit = _limit(store, tasks, fraction) if files.by_document else None
+    before: dict[File, int] = {}
+    for task in tasks:
+        part = store.part(task)
+        origin = part.origin()
+        pieces = origin["piece"]
+        if limit is not None:
+            held_out = _places(part) <= np.uint64(limit)
+        else:
+            of_piece = np.array([piece.file in held_out_files for piece in task.pieces])
+            held_out = of_piece[pieces]
+        file_of = np.array([numbers[piece.file] for piece in task.pieces])[pieces]
+        skipped = np.array([before.get(piece.file, 0) for piece in task.pieces])[pieces]
+        line_of = origin["line"] + np.where(origin["line"], skipped, 0)
+        ids, ends = part.ids(), part.ends().astype(np.int64)
+        for side, chosen in (("held_out", held_out), ("train", ~held_out)):
+            if chosen.any():
+                found = _chosen(ids, ends, chosen)
+                yield Chunk(side, *found, file_of[chosen], line_of[chosen])
+        for piece, facts in zip(task.pieces, part.pieces, strict=True):
+            before[piece.file] = before.get(piece.file, 0) + facts.lines
+
+
+def bad_text(store: Store, tasks: Sequence[Task], files: TextFiles) -> BadText:
+    """What was bad in the text of the tasks, the held-out files' first.
+
+    Raises:
+        DamagedPart: As `chunks`.
+    """
+    of_sides = {True: BadText(), False: BadText()}
+    held_out_files = set(files.held_out)
+    before: dict[File, int] = {}
+    for task in tasks:
+        for piece, facts in zip(task.pieces, store.part(task).pieces, strict=True):
+            bad = of_sides[piece.file in held_out_files]
+            bad.replaced += facts.replaced
+            bad.skipped += facts.skipped
+            lines = before.get(piece.file, 0)
+            bad.examples += [
+                f"{piece.file}{in_file(text, piece, lines)}" for text in facts.examples
+            ]
+            before[piece.file] = lines + facts.lines
+    held_out, train = of_sides[True], of_sides[False]
+    return BadText(
+        held_out.replaced + train.replaced,
+        held_out.skipped + train.skipped,
+        [*held_out.examples, *train.examples][:EXAMPLES],
+    )
+
+
+def _chosen(
+    ids: npt.NDArray[np.integer], ends: npt.NDArray[np.int64], chosen: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
+    """Ids and ends of some of the documents."""
+    if chosen.all():
+        return ids, ends
+    lengths = np.diff(ends, prepend=0)
+    return ids[np.repeat(chosen, lengths)], np.cumsum(lengths[chosen])
+
+
+def _places(part: Part) -> npt.NDArray[np.uint64]:
+    """Of each document, as `config.text.documents` has it."""
+    first = np.ascontiguousarray(part.hashes()[:, :8])
+    return first.view(">u8").reshape(-1).astype(np.uint64)
+
+
+def _limit(store: Store, tasks: Sequence[Task], fraction: float) -> int:
+    places = (_places(store.part(task)) for task in tasks)
+    extremes = [int(end) for each in places if len(each) for end in (each.min(), each.max())]
+    return max(0, limit_of(extremes, fraction))  # below 0 where there is no document

@@ -1,0 +1,59 @@
+"""Many texts to ids, some at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+AT_ONCE = 4 << 20
+"""Characters of text that are tokenized together: work for every core, and little memory."""
+
+T = TypeVar("T")
+
+
+class Encoder(Protocol):
+    """What a store needs of a tokenizer; see `train.tokenizer.Tokenizer`."""
+
+    vocab_size: int
+    end_of_document: int | None
+    fingerprint: str
+
+    def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """Ids of each text."""
+
+
+def dtype_for(vocab_size: int) -> str:
+    """numpy name of the type that ids are written in: little endian, as small as it can be."""
+    return "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
+def encoded(
+    texts: Iterable[tuple[T, str]], tokenizer: Encoder
+) -> Iterator[tuple[T, str, npt.NDArray[np.int64]]]:
+    """Each text with what came with it and its ids, its end among them, in the order of the texts.
+
+    Args:
+        texts: Each with anything that belongs to it.
+        tokenizer: Gives the ids, `AT_ONCE` characters at a time; a longer text goes by itself.
+    """
+    end = tokenizer.end_of_document
+    for together in _together(texts):
+        ids_of_each = tokenizer.encode_all([text for _, text in together])
+        for (what, text), ids in zip(together, ids_of_each, strict=True):
+            yield what, text, ids if end is None else np.append(ids, end)
+
+
+def _together(texts: Iterable[tuple[T, str]]) -> Iterator[list[tuple[T, str]]]:
+    group: list[tuple[T, str]] = []
+    size = 0
+    for what, text in texts:
+        group.append((what, text))
+        size += len(text)
+        if size >= AT_ONCE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

@@ -1,0 +1,317 @@
+"""What a run will see of each source: tokens, shares and epochs, before anything starts."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+
+from trainctl.config.schema import RunConfig, SourceConfig
+from trainctl.data.legs import samples_of
+from trainctl.data.order import Order, OrderedSource, OrderedStage
+from trainctl.errors import Finding, Severity
+from trainctl.plan.mixture import DataStage, amount_of, shares_of_amounts, sources_of, stages_of
+from trainctl.plan.types import RunPlan
+
+ROUNDING = 1e-3
+"""Of a source's passes: what weights that are rounded to a period may add to them."""
+
+SHORT, OFF, LEFT_OUT = "TC345", "TC346", "TC347"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """How long a source is.
+
+    Attributes:
+        tokens: Length of its training text.
+        is_estimate: Whether it is guessed from the size of its files, which nobody has tokenized.
+    """
+
+    tokens: int
+    is_estimate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """What is seen of a source in a stage, or in the whole run.
+
+    Attributes:
+        tokens: Drawn.
+        samples: Drawn.
+        share: Part of all tokens of the stage or run.
+        epochs: Passes over its training text.
+        unseen: Tokens of its text that come in no sample; only of the whole run.
+    """
+
+    tokens: int
+    samples: int
+    share: float
+    epochs: float
+    unseen: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageUse:
+    """A stage: the steps, and what is seen in it, of the sources that it draws from."""
+
+    first_step: int
+    end_step: int
+    first_sample: int
+    samples: int
+    tokens: int
+    sequence_length: int
+    global_batch_size: int
+    sources: Mapping[str, Use]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPlan:
+    """What a run will see.
+
+    Attributes:
+        stages: One after the other.
+        run: All of it, by source, those that are never drawn from among them.
+        counts: How long each source is.
+        problems: What a source cannot give, and what will not be as it was asked for.
+    """
+
+    stages: tuple[StageUse, ...]
+    run: Mapping[str, Use]
+    counts: Mapping[str, Count]
+    problems: tuple[Finding, ...]
+
+
+def order_of(plan: RunPlan, tokens: Mapping[str, int]) -> Order:
+    """The order of a run's samples.
+
+    Args:
+        plan: Of the run.
+        tokens: Of each source's training text, by name.
+
+    Raises:
+        ValueError: A source has no sample of the length that a stage draws.
+    """
+    config, stages = plan.config, _stages(plan)
+    sources = sources_of(config.data)
+    amounts = config.data.sources
+    shared = [stage for stage in stages if stage.weights is None]
+    epoch_tokens = _of_epochs(tokens, shared[0].sequence_length) if shared else dict(tokens)
+    of = sum(stage.tokens for stage in shared)
+    whole = shares_of_amounts(amounts, epoch_tokens, of) if amounts else {}
+    whole = whole or {name: Fraction(1) for name in sources}
+    return Order(
+        config.training.seed,
+        [
+            OrderedSource(name, tokens[name], getattr(section, "shuffle_shards", None))
+            for name, section in sources.items()
+        ],
+        [
+            OrderedStage(stage.first_sample, stage.sequence_length, stage.weights or whole)
+            for stage in stages
+        ],
+        shuffle=config.data.shuffle,
+    )
+
+
+def plan_data(plan: RunPlan, counts: Mapping[str, Count]) -> DataPlan:
+    """What a run will see of its sources.
+
+    Args:
+        plan: Of the run.
+        counts: How long each source is, by name.
+    """
+    stages = _stages(plan)
+    tokens = {name: count.tokens for name, count in counts.items()}
+    too_short = list(_too_short(plan.config, stages, tokens))
+    if too_short:
+        return DataPlan(stages=(), run={}, counts=counts, problems=tuple(too_short))
+    order = order_of(plan, tokens)
+    uses = tuple(_use_of(order, stage, tokens) for stage in stages)
+    everything = sum(stage.tokens for stage in uses)
+    run: dict[str, Use] = {}
+    for name in tokens:
+        mine = [stage.sources[name] for stage in uses if name in stage.sources]
+        drawn, epochs = sum(use.tokens for use in mine), sum(use.epochs for use in mine)
+        run[name] = Use(
+            tokens=drawn,
+            samples=sum(use.samples for use in mine),
+            share=drawn / everything if everything else 0.0,
+            epochs=epochs,
+            unseen=max(0, tokens[name] - drawn) if epochs < 1 else 0,
+        )
+    problems = (
+        *_runs_out(plan.config, order, stages, run, tokens),
+        *_off(plan.config, run, tokens, everything),
+        *_left_out(plan.config, order),
+    )
+    return DataPlan(stages=uses, run=run, counts=counts, problems=problems)
+
+
+def _of_epochs(tokens: Mapping[str, int], length: int) -> dict[str, int]:
+    """Tokens in the samples of an epoch of each source."""
+    return {name: samples_of(count, length) * length for name, count in tokens.items()}
+
+
+def _stages(plan: RunPlan) -> tuple[DataStage, ...]:
+    config = plan.config
+    return stages_of(config.data, config.training, config.schedule, plan.batches, plan.total_steps)
+
+
+def _use_of(order: Order, stage: DataStage, tokens: Mapping[str, int]) -> StageUse:
+    length = stage.sequence_length
+    before = order.drawn(stage.first_sample)
+    after = order.drawn(stage.first_sample + stage.samples)
+    drawn = {name: after[name] - before[name] for name in tokens}
+    return StageUse(
+        first_step=stage.first_step,
+        end_step=stage.end_step,
+        first_sample=stage.first_sample,
+        samples=stage.samples,
+        tokens=stage.tokens,
+        sequence_length=length,
+        global_batch_size=stage.batches.at(stage.first_step).global_batch_size,
+        sources={
+            name: Use(
+                tokens=samples * length,
+                samples=samples,
+                share=samples / stage.samples,
+                epochs=samples / samples_of(tokens[name], length),
+            )
+            for name, samples in drawn.items()
+            if samples
+        },
+    )
+
+
+def _too_short(
+    config: RunConfig, stages: tuple[DataStage, ...], tokens: Mapping[str, int]
+) -> list[Finding]:
+    """Sources without a single sample of a stage's length."""
+    found = []
+    for name, section in sources_of(config.data).items():
+        lengths = [
+            stage.sequence_length
+            for stage in stages
+            if (name in stage.weights if stage.weights is not None else _has_share(section))
+        ]
+        if lengths and not samples_of(tokens[name], max(lengths)):
+            found.append(
+                Finding(
+                    rule=SHORT,
+                    key=_key(config, name),
+                    message=f"{name} has {tokens[name]:,} tokens to train on: less than one sample "
+                    f"of {max(lengths):,}",
+                    hint="more text, a shorter sequence_length, or leave it out",
+                )
+            )
+    return found
+
+
+def _has_share(section: object) -> bool:
+    if not isinstance(section, SourceConfig):
+        return True
+    return (section.weight or section.tokens or section.epochs) is not None
+
+
+def _runs_out(
+    config: RunConfig,
+    order: Order,
+    stages: tuple[DataStage, ...],
+    run: Mapping[str, Use],
+    tokens: Mapping[str, int],
+) -> list[Finding]:
+    """Sources of which the run needs more than `max_epochs`: by how much, and from which step."""
+    found = []
+    for name, source in config.data.sources.items():
+        most = source.max_epochs
+        if most is None or run[name].epochs <= most * (1 + ROUNDING):
+            continue
+        short = run[name].tokens - int(most * tokens[name])
+        before = partial(_epochs_before, order, stages, name, tokens)
+        step = bisect_left(range(stages[-1].end_step), most, key=before)
+        found.append(
+            Finding(
+                rule=SHORT,
+                key=f"data.sources.{name}.max_epochs",
+                message=f"{name} falls short by {max(1, short):,} tokens: the run takes "
+                f"{run[name].epochs:.3g} passes over its {tokens[name]:,}, and max_epochs is "
+                f"{most:g}, which are over in step {step:,}",
+                hint=f"a smaller weight, more text, or max_epochs={run[name].epochs:.4g}",
+            )
+        )
+    return found
+
+
+def _epochs_before(
+    order: Order, stages: tuple[DataStage, ...], name: str, tokens: Mapping[str, int], step: int
+) -> float:
+    """Passes over a source before a step."""
+    epochs = 0.0
+    for stage in stages:
+        if step > stage.first_step:
+            end = stage.sample_of(min(step, stage.end_step))
+            drawn = order.drawn(end)[name] - order.drawn(stage.first_sample)[name]
+            if drawn:
+                epochs += drawn / samples_of(tokens[name], stage.sequence_length)
+    return epochs
+
+
+def _off(
+    config: RunConfig, run: Mapping[str, Use], tokens: Mapping[str, int], everything: int
+) -> list[Finding]:
+    """Sources whose tokens or epochs are not what the run comes to."""
+    found = []
+    epoch_tokens = _of_epochs(tokens, config.training.sequence_length)
+    for name, source in config.data.sources.items():
+        wanted, drawn = amount_of(source, epoch_tokens[name]), run[name].tokens
+        if source.weight is not None and not drawn:
+            found.append(
+                Finding(
+                    rule=SHORT,
+                    key=f"data.sources.{name}.weight",
+                    message=f"nothing is left for {name}: tokens and epochs of the other sources "
+                    f"take all of the run's {everything:,} tokens",
+                    hint="less of the others, or a longer run",
+                )
+            )
+        length = config.training.sequence_length
+        if wanted is None or abs(drawn - wanted) <= max(wanted / 100, Fraction(length)):
+            continue
+        unit = "tokens" if source.tokens is not None else "epochs"
+        found.append(
+            Finding(
+                rule=OFF,
+                key=f"data.sources.{name}.{unit}",
+                message=f"{name} is to give {int(wanted):,} tokens ({unit}="
+                f"{getattr(source, unit):_}), and the run of {everything:,} takes {drawn:,} of it",
+                hint="another training.tokens, or a weight in place of it",
+                severity=Severity.warning,
+            )
+        )
+    return found
+
+
+def _left_out(config: RunConfig, order: Order) -> list[Finding]:
+    """What a change of length leaves out of an epoch that has begun."""
+    return [
+        Finding(
+            rule=LEFT_OUT,
+            key="data.stages",
+            message=f"{left:,} tokens of {name} are left out of its present epoch where the "
+            "sequence gets longer",
+            hint="a shorter length that divides the one before cuts what is left anew"
+            + (
+                f"; data.sources.{name}.shuffle_shards=1 leaves less" if config.data.sources else ""
+            ),
+            severity=Severity.warning,
+        )
+        for name, left in order.left_out().items()
+        if left
+    ]
+
+
+def _key(config: RunConfig, name: str) -> str:
+    return f"data.sources.{name}" if config.data.sources else "data"

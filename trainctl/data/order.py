@@ -1,0 +1,279 @@
+"""The order of a mixture: stage, source, epoch and index of a sample, as functions of its counter.
+
+Samples of a run are counted from 0, over all ranks and all stages. What a counter stands for is a
+function of the seed, the sources' names and lengths, and the stages that have begun: no rank, batch
+or earlier sample occurs in it. So any layout and any resume sees the same sequence, a run stores
+one number, and a stage that is added changes nothing before it. `docs/data-order.md` has the whole
+of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.data.legs import SHARD_TOKENS, Leg, located, samples_of, source_key
+from trainctl.data.permutation import Integers, key_of, permute
+from trainctl.data.turns import Turns, quotas_of, turns_of
+
+_DEALT = -2
+"""In place of a source's name: how a batch is dealt to its ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedSource:
+    """What the order knows of a source.
+
+    Attributes:
+        name: Its permutations follow from it, so that sources may come and go beside it.
+        tokens: Length of its training text.
+        window: Shards that are shuffled together; None shuffles the whole text.
+    """
+
+    name: str
+    tokens: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedStage:
+    """Samples of one mixture and one length.
+
+    Attributes:
+        first: Counter of its first sample.
+        length: Tokens of a sample.
+        weights: Shares of the tokens, by name of the source, above 0 and of any sum.
+    """
+
+    first: int
+    length: int
+    weights: Mapping[str, Fraction]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What counters stand for: each an array of their shape.
+
+    Attributes:
+        stage: Number of the stage.
+        source: Number of the source, in the order of `Order.names`.
+        epoch: Number of the epoch of its source, from 0.
+        index: Place in its source, in samples of that length: its tokens begin at index x length.
+    """
+
+    stage: Integers
+    source: Integers
+    epoch: Integers
+    index: Integers
+
+
+class Seen(NamedTuple):
+    """Where a run sees a token: in which sample, of which stage, in which epoch of its source."""
+
+    counter: int
+    stage: int
+    epoch: int
+
+
+class Order:
+    """The order of a run's samples.
+
+    Args:
+        seed: Of the run.
+        sources: In any order; those of no stage yet among them.
+        stages: By their first counters, ascending from 0.
+        shuffle: Without it each source is read in its own order.
+        shard_tokens: Tokens of a shard: a multiple of every length where a source has a window.
+
+    Raises:
+        ValueError: A stage draws from a source that has no sample of its length.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        sources: Sequence[OrderedSource],
+        stages: Sequence[OrderedStage],
+        *,
+        shuffle: bool = True,
+        shard_tokens: int = SHARD_TOKENS,
+    ) -> None:
+        self.seed, self.shuffle = seed, shuffle
+        self.stages = tuple(stages)
+        # By name: whose turn it is among equals is then no matter of who else is listed.
+        self.sources = tuple(sorted(sources, key=lambda source: source.name))
+        self.names = tuple(source.name for source in self.sources)
+        self._firsts = np.array([stage.first for stage in self.stages], dtype=np.int64)
+        self._turns = [self._turns_of(stage) for stage in self.stages]
+        self._courses = [
+            _course(
+                source_key(seed, source.name),
+                source,
+                number,
+                self.stages,
+                self._turns,
+                shuffle,
+                shard_tokens,
+            )
+            for number, source in enumerate(self.sources)
+        ]
+
+        self._numbers = [
+            _numbers([course[stage] for course in self._courses])
+            for stage in range(len(self.stages))
+        ]
+
+    def at(self, counters: npt.ArrayLike) -> Samples:
+        """What counters stand for; asked for thousands at a time it is fastest.
+
+        Args:
+            counters: From 0, any shape.
+        """
+        asked = np.asarray(counters, dtype=np.int64)
+        flat = asked.reshape(-1)
+        stages = np.searchsorted(self._firsts, flat, "right") - 1
+        found = Samples(stages, *(np.empty_like(flat) for _ in range(3)))
+        for number in np.unique(stages):
+            chosen = np.flatnonzero(stages == number)
+            turns, stage = self._turns[number], self.stages[number]
+            period, slot = np.divmod(flat[chosen] - stage.first, turns.size)
+            sources = turns.source[slot]
+            draws = period * turns.quotas[sources] + turns.rank[slot]
+            found.source[chosen] = sources
+            before, tail, *numbers = (each[sources] for each in self._numbers[number])
+            draws += before
+            epoch, index = located(draws, numbers, self.shuffle)
+            found.epoch[chosen], found.index[chosen] = epoch, index
+            of_tail = draws < tail
+            for source in np.unique(sources[of_tail]):
+                mine = np.flatnonzero(of_tail & (sources == source))
+                epoch, index = self._courses[source][number][0].at(draws[mine])
+                found.epoch[chosen[mine]], found.index[chosen[mine]] = epoch, index
+        return Samples(
+            *(
+                each.reshape(asked.shape)
+                for each in (found.stage, found.source, found.epoch, found.index)
+            )
+        )
+
+    def dealt(self, first: int, size: int) -> Integers:
+        """The counters of a batch in the order in which it is dealt to the ranks.
+
+        Turns are regular: of a 1:1 mixture every second sample would be of the same source, and so
+        all of a rank's. With one source the order stays: it is at random, or the text's own.
+
+        Args:
+            first: Counter of its first sample.
+            size: Samples of the batch.
+        """
+        number = int(np.searchsorted(self._firsts, first, "right")) - 1
+        counters = np.arange(first, first + size, dtype=np.int64)
+        if np.count_nonzero(self._turns[number].quotas) < 2:
+            return counters
+        return counters[permute(counters - first, size, key_of(self.seed, _DEALT, first))]
+
+    def drawn(self, counter: int) -> dict[str, int]:
+        """Samples of each source before a counter, of whatever lengths."""
+        total = dict.fromkeys(self.names, 0)
+        ends = [*(stage.first for stage in self.stages[1:]), counter]
+        for stage, turns, end in zip(self.stages, self._turns, ends, strict=True):
+            draws = max(0, min(end, counter) - stage.first)
+            for number, name in enumerate(self.names):
+                total[name] += turns.drawn(number, draws)
+        return total
+
+    def when(self, source: str, token: int, until: int) -> list[Seen]:
+        """The samples before a counter that a token of a source is in: the inverse of `at`.
+
+        Args:
+            source: Its name.
+            token: Position in the source's training text.
+            until: A counter.
+        """
+        number = self.names.index(source)
+        ends = [*(stage.first for stage in self.stages[1:]), until]
+        found = []
+        for index, (stage, end) in enumerate(zip(self.stages, ends, strict=True)):
+            turns, (leg, before) = self._turns[index], self._courses[number][index]
+            drawn = turns.drawn(number, max(0, min(end, until) - stage.first))
+            found += [
+                Seen(stage.first + turns.position(number, draw - before), index, epoch)
+                for epoch, draw in leg.draws_of(token, before + drawn)
+                if draw >= before
+            ]
+        return sorted(found)
+
+    def left_out(self) -> dict[str, int]:
+        """Tokens of each source that a change of length leaves out of an epoch that has begun."""
+        lost = dict.fromkeys(self.names, 0)
+        for name, course, number in zip(
+            self.names, self._courses, range(len(self.names)), strict=True
+        ):
+            for index, (stage, turns) in enumerate(
+                zip(self.stages[:-1], self._turns, strict=False)
+            ):
+                (leg, before), (following, _) = course[index], course[index + 1]
+                if following is not leg:
+                    size = self.stages[index + 1].first - stage.first
+                    drawn = before + turns.drawn(number, size)
+                    lost[name] += leg.left_out(drawn, following.length)
+        return lost
+
+    def _turns_of(self, stage: OrderedStage) -> Turns:
+        weights = [Fraction(stage.weights.get(name, 0)) for name in self.names]
+        for source, weight in zip(self.sources, weights, strict=True):
+            if weight and not samples_of(source.tokens, stage.length):
+                raise ValueError(
+                    f"{source.name} has {source.tokens:,} tokens: less than one sample of "
+                    f"{stage.length:,}"
+                )
+        return turns_of(quotas_of(weights))
+
+
+def _numbers(legs: list[tuple[Leg, int]]) -> list[npt.NDArray[np.generic]]:
+    """Of a stage, one array of all sources for each number that `located` needs: before them the
+    draws of the leg before the stage, and the leg's tail."""
+    columns = [(before, leg.tail, *leg.numbers) for leg, before in legs]
+    types = (np.int64, np.int64, np.uint64, *[np.int64] * 5)
+    return [
+        np.array(column, dtype=kind)
+        for column, kind in zip(zip(*columns, strict=True), types, strict=True)
+    ]
+
+
+def _course(
+    key: int,
+    source: OrderedSource,
+    number: int,
+    stages: Sequence[OrderedStage],
+    turns: Sequence[Turns],
+    shuffle: bool,
+    shard_tokens: int,
+) -> list[tuple[Leg, int]]:
+    """Of each stage, the leg that a source is on and the draws of that leg before the stage.
+
+    A stage that does not draw from it changes nothing, whatever its length.
+    """
+    drawing = [stage for stage, each in zip(stages, turns, strict=True) if each.quotas[number]]
+    leg = Leg(
+        key=key,
+        tokens=source.tokens,
+        length=(drawing or list(stages))[0].length,
+        window=source.window,
+        shard_tokens=shard_tokens,
+        shuffle=shuffle,
+    )
+    course, drawn = [], 0
+    ends = [stage.first for stage in stages[1:]]
+    for index, (stage, each) in enumerate(zip(stages, turns, strict=True)):
+        if each.quotas[number] and stage.length != leg.length:
+            leg, drawn = leg.turned(drawn, stage.length), 0
+        course.append((leg, drawn))
+        if index < len(ends):
+            drawn += each.drawn(number, ends[index] - stage.first)
+    return course

@@ -1,0 +1,105 @@
+"""Permutations of [0, n) that need no memory, and their inverses.
+
+A balanced Feistel network is a permutation of [0, 4^k) (Luby and Rackoff, 1988); walking a cycle
+until it re-enters [0, n) makes it one of [0, n) (Black and Rogaway, "Ciphers with arbitrary finite
+domains", 2002). 4^k is below 4 n, so fewer than four walks are expected for any n above 1.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+ROUNDS = 6
+
+MOST = 1 << 53
+"""Elements of a permutation, at most: so far a float has every integer."""
+
+
+def permute(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike) -> Integers:
+    """Where a keyed permutation takes values.
+
+    Args:
+        values: In [0, size), any shape.
+        size: Of the permuted range, from 1 to `MOST`; one, or one of each value.
+        key: Of 64 bits, one, or one of each value: each has a permutation of its own.
+    """
+    return _walk(values, size, key, backward=False)
+
+
+def unpermute(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike) -> Integers:
+    """What a keyed permutation takes to values: the inverse of `permute`."""
+    return _walk(values, size, key, backward=True)
+
+
+def mix(value: npt.ArrayLike) -> Words:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): a 64-bit bijection."""
+    with np.errstate(over="ignore"):
+        mixed = np.asarray(value, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return cast(Words, mixed ^ (mixed >> np.uint64(31)))
+
+
+def key_of(key: npt.ArrayLike, *parts: npt.ArrayLike) -> Words:
+    """A key made of another and of numbers; each change of one gives another key."""
+    made = np.asarray(key, dtype=np.uint64)
+    for part in parts:
+        made = mix(made ^ mix(np.asarray(part, dtype=np.int64).astype(np.uint64)))
+    return made
+
+
+def _walk(
+    values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, *, backward: bool
+) -> Integers:
+    start = np.asarray(values, dtype=np.int64)
+    if start.size == 0:
+        return start
+    flat = start.reshape(-1).astype(np.uint64)
+    sizes, keys = _one_or_each(size, start), _one_or_each(key, start)
+    halves = _half_bits(sizes)
+    todo = np.ones(flat.shape, dtype=np.bool_)
+    while todo.any():
+        walked = _feistel(flat[todo], _of(halves, todo), _of(keys, todo), backward=backward)
+        flat[todo] = walked
+        todo[todo] = np.asarray(walked >= _of(sizes, todo))
+    return flat.astype(np.int64).reshape(start.shape)
+
+
+def _feistel(values: Words, half_bits: Words, key: Words, *, backward: bool) -> Words:
+    """One walk; backward the rounds come in the reverse order with the halves exchanged."""
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    left: Words = values >> half_bits
+    right: Words = values & mask
+    numbers = range(1, ROUNDS + 1)
+    for number in reversed(numbers) if backward else numbers:
+        word = mix(np.uint64(number) ^ key)
+        if backward:
+            left, right = right ^ (mix(left ^ word) & mask), left
+        else:
+            left, right = right, left ^ (mix(right ^ word) & mask)
+    return cast(Words, (left << half_bits) | right)
+
+
+def _half_bits(sizes: Words) -> Words:
+    """Half the bits of the smallest 4^k that holds [0, size), at least 1."""
+    bits = np.frexp((sizes - np.uint64(1)).astype(np.float64))[1]
+    return cast(Words, np.maximum(1, (bits + 1) // 2).astype(np.uint64))
+
+
+def _one_or_each(value: npt.ArrayLike, like: Integers) -> Words:
+    """One number where it is the same for all, which is much less work; else one of each."""
+    array: Words = np.asarray(value).astype(np.uint64)
+    if array.ndim == 0:
+        return array
+    flat = np.broadcast_to(array, like.shape).reshape(-1)
+    return np.asarray(flat[0]) if (flat == flat[0]).all() else flat
+
+
+def _of(numbers: Words, chosen: npt.NDArray[np.bool_]) -> Words:
+    return numbers if numbers.ndim == 0 else numbers[chosen]

@@ -1,0 +1,186 @@
+"""Doing the tasks of a store: in this process, in others of this machine, beside other machines.
+
+All of them do the same: take the next task that nobody has, until every task is done. So there is
+no queue and nobody in charge, and who starts the same command on another machine helps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from trainctl.config.codec import to_plain
+from trainctl.config.schema import TokenizerConfig
+from trainctl.data.budget import require_space
+from trainctl.data.progress import Meter, Progress, unseen
+from trainctl.data.store import Store
+from trainctl.data.tasks import Task
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.processes import PARENT_VARIABLE
+
+_WORTH_A_PROCESS = 8 << 20
+"""Bytes of text: starting one costs as long as some of them."""
+_POLL_SECONDS = 0.2
+
+
+def do_tasks(
+    store: Store,
+    tasks: Sequence[Task],
+    *,
+    section: TokenizerConfig | None = None,
+    workers: int | None = None,
+    show: Progress = unseen,
+) -> None:
+    """Have every task done; what is done already is left alone.
+
+    Args:
+        store: Whose.
+        tasks: Which.
+        section: Of the tokenizer, for other processes to load; None does all in this one.
+        workers: Processes; None is one for each core, as far as they are worth their start.
+        show: Called with how far it has come.
+
+    Raises:
+        TrainctlError: As `Store.do`; or the disk has too little space (exit code 4).
+    """
+    open_tasks = [task for task in tasks if not store.is_done(task)]
+    if open_tasks:
+        require_space(store, tasks, open_tasks)
+        count = _processes(open_tasks, workers) if section is not None else 1
+        if count > 1 and section is not None:
+            _in_processes(store, open_tasks, section, count, show)
+        else:
+            work(store, open_tasks, show)
+    store.finish(tasks)
+
+
+def work(store: Store, tasks: Sequence[Task], show: Progress = unseen) -> None:
+    """Do tasks that nobody has, in this process, until all are done, by whomever.
+
+    Raises:
+        TrainctlError: As `Store.do`.
+    """
+    left = [task for task in tasks if not store.is_done(task)]
+    meter = Meter(sum(task.size for task in left), show)
+    while left:
+        before = len(left)
+        for task in left:
+            if store.is_done(task):
+                continue
+            with store.claims.held(task.key) as is_ours:
+                if is_ours and not store.is_done(task):
+                    store.do(task, meter.document)
+                    meter.task(task.size)
+        left = [task for task in left if not store.is_done(task)]
+        if len(left) == before:
+            time.sleep(_POLL_SECONDS)
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _processes(tasks: Sequence[Task], workers: int | None) -> int:
+    if workers is not None:
+        return min(workers, len(tasks))
+    size = sum(task.size for task in tasks)
+    return min(cores(), len(tasks), size // _WORTH_A_PROCESS)
+
+
+def _in_processes(
+    store: Store, tasks: Sequence[Task], section: TokenizerConfig, count: int, show: Progress
+) -> None:
+    """Start processes that work, and end with them: whatever happens, none of them is left.
+
+    They die with this process even where it is killed.
+    """
+    job = {
+        "folder": str(store.folder),
+        "data": to_plain(store.config),
+        "tokenizer": to_plain(section),
+        "tasks": [task.to_plain() for task in tasks],
+    }
+    text = json.dumps(job).encode()
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        processes += (_start(count) for _ in range(count))
+        for process in processes:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # it has ended, and its code will tell
+                process.stdin.write(text)
+                process.stdin.close()
+        _watch(store, tasks, processes, show)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):  # what a dead one has not read
+                    assert pipe is not None
+                    pipe.close()
+
+
+def _start(count: int) -> subprocess.Popen[bytes]:
+    threads = str(max(1, cores() // count))
+    environment = {
+        "RAYON_NUM_THREADS": threads,  # of the tokenizers library
+        **os.environ,
+        PARENT_VARIABLE: str(os.getpid()),
+    }
+    command = [sys.executable, "-m", "trainctl.data"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+
+
+def _watch(
+    store: Store,
+    tasks: Sequence[Task],
+    processes: Sequence[subprocess.Popen[bytes]],
+    show: Progress,
+) -> None:
+    """Tell how far they are until all have ended well.
+
+    Raises:
+        TrainctlError: What one of them has said; or one was killed (exit code 4).
+    """
+    left = list(tasks)
+    meter = Meter(sum(task.size for task in left), show)
+    while True:
+        codes = [process.poll() for process in processes]
+        for process, code in zip(processes, codes, strict=True):
+            if code:
+                raise _error_of(process, code)
+        looked = time.monotonic()
+        done = [task for task in left if store.is_done(task)]
+        for task in done:
+            meter.task(task.size, store.documents_in(task))
+        keys = {task.key for task in done}
+        left = [task for task in left if task.key not in keys]
+        if all(code == 0 for code in codes):
+            return
+        # Of a hundred thousand tasks a look takes a while, on a disk that others work with.
+        time.sleep(max(_POLL_SECONDS, 10 * (time.monotonic() - looked)))
+
+
+def _error_of(process: subprocess.Popen[bytes], code: int) -> TrainctlError:
+    assert process.stdout is not None
+    said: dict[str, Any] = {}
+    with suppress(ValueError):
+        said = json.loads(process.stdout.read())
+    if not said:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return TrainctlError(
+            f"a process that tokenized {how}",
+            hint="start again: what it had finished is kept; fewer of them need less memory",
+            exit_code=ExitCode.environment,
+        )
+    exit_code = ExitCode(said["exit_code"])
+    return TrainctlError(said["message"], hint=said["hint"], exit_code=exit_code)

@@ -1,0 +1,189 @@
+"""Columns: what was measured of a part's documents, an array each, and a manifest written last.
+
+A part's folder has `NAME.bin` for each column (flat, little-endian, rows in the order of the
+documents) and `manifest.json`, which says what they are. Without a manifest the part is not done,
+and is measured again; so a part needs no other book-keeping, and any process may do any of them. A
+column whose rows have several values each, of any number, is two: `NAME` and `NAME.ends`, where
+each row's values end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.atomic import sync_directory, write_json
+
+Array = npt.NDArray[Any]
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+class ColumnWriter:
+    """Writes a part's columns, some rows at a time.
+
+    Everything is written beside the folder, which gets its name when it is whole.
+
+    Args:
+        folder: To make; one that is there is replaced.
+        key: What was measured, and of what: a reader compares it.
+    """
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self._folder, self._key = folder, key
+        self._temporary = folder.with_name(f".{folder.name}.tmp")
+        self._files = ExitStack()
+        self._open: dict[str, Any] = {}
+        self._columns: dict[str, dict[str, Any]] = {}
+
+    def __enter__(self) -> ColumnWriter:
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary.mkdir(parents=True)
+        return self
+
+    def append(self, columns: Mapping[str, Array]) -> None:
+        """Rows of columns; each has the same type and width every time."""
+        for name, values in columns.items():
+            form = {"dtype": values.dtype.newbyteorder("<").str, "shape": list(values.shape[1:])}
+            if name not in self._open:
+                path = self._temporary / f"{name}.bin"
+                self._open[name] = self._files.enter_context(path.open("wb"))
+                self._columns[name] = {**form, "rows": 0}
+            assert form.items() <= self._columns[name].items(), name
+            little_endian = values.dtype.newbyteorder("<")
+            self._open[name].write(np.ascontiguousarray(values, dtype=little_endian).data)
+            self._columns[name]["rows"] += len(values)
+
+    def append_ragged(self, name: str, values: Array, counts: npt.NDArray[np.int64]) -> None:
+        """Rows of a column that have any number of values each.
+
+        Args:
+            name: The column.
+            values: Of all these rows, one after the other.
+            counts: How many each has, [rows].
+        """
+        before = self._columns[name]["rows"] if name in self._columns else 0
+        self.append({name: values, f"{name}.ends": before + np.cumsum(counts, dtype=np.int64)})
+
+    def finish(self, **facts: Any) -> None:
+        """Give the folder its manifest and its name.
+
+        Args:
+            facts: Of the part, as plain JSON.
+        """
+        for stream in self._open.values():
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._files.close()
+        write_json(
+            self._temporary / MANIFEST,
+            {"format": FORMAT, "key": self._key, "columns": self._columns, **facts},
+        )
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._temporary.rename(self._folder)
+        sync_directory(self._folder.parent)
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A part's columns, mapped into memory when they are asked for.
+
+    Attributes:
+        folder: The part's.
+        manifest: What its manifest says.
+    """
+
+    folder: Path
+    manifest: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, folder: Path) -> Columns:
+        """Those of a part that is done.
+
+        Raises:
+            TrainctlError: It is not, or its files are not what its manifest says (exit code 5).
+        """
+        try:
+            manifest = json.loads((folder / MANIFEST).read_bytes())
+            columns = cls(folder, manifest)
+            short = [name for name in manifest["columns"] if not columns._is_whole(name)]
+            problem = f"of other sizes: {', '.join(short)}" if short else ""
+        except OSError as error:
+            problem = error.strerror or str(error)
+        except (ValueError, TypeError, KeyError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            raise TrainctlError(
+                f"{folder} has no columns of a corpus that could be used: {problem}",
+                hint="remove it, and prepare the corpus again: what is done is not done again",
+                exit_code=ExitCode.run_state,
+            )
+        return columns
+
+    @property
+    def names(self) -> Sequence[str]:
+        return tuple(self.manifest["columns"])
+
+    @property
+    def documents(self) -> int:
+        """Rows."""
+        rows: int = self.manifest["columns"]["number"]["rows"]
+        return rows
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._mapped:
+            form = self.manifest["columns"][name]
+            shape = (form["rows"], *form["shape"])
+            file = self.folder / f"{name}.bin"
+            self._mapped[name] = (
+                np.asarray(np.memmap(file, form["dtype"], "r", shape=shape))
+                if 0 not in shape
+                else np.empty(shape, form["dtype"])  # a file of no bytes cannot be mapped
+            )
+        return self._mapped[name]
+
+    def ragged(self, name: str, rows: npt.NDArray[np.int64]) -> tuple[Array, npt.NDArray[np.int64]]:
+        """The values of some rows of a column, one after the other, and how many each has."""
+        values, ends = self[name], self[f"{name}.ends"]
+        last = ends[rows]
+        first = np.where(rows > 0, ends[rows - 1], 0)
+        counts = last - first
+        places = np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        return values[places], counts
+
+    @cached_property
+    def _mapped(self) -> dict[str, Array]:
+        return {}
+
+    def _is_whole(self, name: str) -> bool:
+        form = self.manifest["columns"][name]
+        expected = np.dtype(form["dtype"]).itemsize * form["rows"]
+        for width in form["shape"]:
+            expected *= width
+        size: int = (self.folder / f"{name}.bin").stat().st_size
+        return size == int(expected)
+
+
+def key_of(folder: Path) -> str | None:
+    """The key of a part that is done; None of one that is not."""
+    try:
+        key: str = json.loads((folder / MANIFEST).read_bytes())["key"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return key

@@ -1,0 +1,147 @@
+"""Passages of held-out texts in documents: n-grams of words that both have.
+
+As GPT-3's (Brown et al., 2020, appendix C): 13 words, and n-grams that very many documents have are
+boilerplate, which is decided afterwards, by `selection`. A held-out text that is shorter is looked
+for whole, down to `SHORTEST` words; of one that is shorter still nothing can be said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.data.quality.batches import Batch, Entry, batches
+from trainctl.data.quality.columns import Columns, ColumnWriter
+from trainctl.data.quality.hashing import I64, U64
+
+WORDS = 13
+"""Words of an n-gram."""
+SHORTEST = 8
+"""Words of a held-out text that is looked for, at least."""
+
+
+def write_held_out(folder: Path, texts: Iterable[Entry], words: int = WORDS) -> HeldOut:
+    """Hash the n-grams of held-out texts into a folder, and give them.
+
+    Takes 40 bytes a word of them in memory.
+
+    Args:
+        folder: To make.
+        texts: The held-out texts; their numbers are kept.
+        words: Of an n-gram.
+    """
+    hashes, owners, sizes = [], [], []
+    too_short = 0
+    for batch in batches(texts):
+        number = np.array([entry.number for entry in batch.entries], dtype=np.int64)
+        counts = batch.total(batch.words).astype(np.int64)
+        too_short += int((counts < SHORTEST).sum())
+        short = np.unique(counts[(counts >= SHORTEST) & (counts < words)]).tolist()
+        for size in (words, *short):
+            grams, begin = batch.ngrams(size, short=False)
+            document = batch.words.document[begin]
+            whole = np.ones(len(begin), np.bool_) if size == words else counts[document] == size
+            hashes.append(grams[whole])
+            owners.append(number[document[whole]])
+            sizes.append(np.full(int(whole.sum()), size, dtype=np.int16))
+    every = np.concatenate([np.empty(0, np.uint64), *hashes])
+    unique, first = np.unique(every, return_index=True)
+    columns: dict[str, npt.NDArray[Any]] = {
+        "number": np.concatenate([np.empty(0, np.int64), *owners])[first],
+        "ngram": unique,
+        "words": np.concatenate([np.empty(0, np.int16), *sizes])[first],
+    }
+    with ColumnWriter(folder, sha256(unique.tobytes()).hexdigest()) as writer:
+        writer.append(columns)
+        writer.finish(
+            sizes=[int(each) for each in np.unique(columns["words"])], too_short=too_short
+        )
+    return HeldOut.load(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """The n-grams of held-out texts.
+
+    Attributes:
+        key: A digest of them.
+        ngrams: Hashes, ascending, [n-grams].
+        numbers: The first text that has each, [n-grams].
+        sizes: The numbers of words that they have.
+        too_short: Texts of which nothing is looked for.
+        table: Whether some n-gram has these bits at its top: most of what is looked up has none.
+    """
+
+    key: str
+    ngrams: U64
+    numbers: I64
+    sizes: tuple[int, ...]
+    too_short: int
+    table: npt.NDArray[np.bool_]
+
+    @classmethod
+    def load(cls, folder: Path) -> HeldOut:
+        """What `write_held_out` wrote, once in a process.
+
+        Raises:
+            TrainctlError: It is not there or not whole.
+        """
+        return _load(folder, Columns.load(folder).manifest["key"])
+
+    def find(self, batch: Batch) -> tuple[npt.NDArray[np.uint32], I64, I64]:
+        """Where documents have n-grams of these.
+
+        Returns:
+            Which n-grams, ascending within a document and each once, [hits]; how many each document
+            has, [documents]; and the first word of the first, [documents], -1 where there is none.
+        """
+        shift = np.uint64(64 - (len(self.table) - 1).bit_length())
+        which, where = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for size in self.sizes:
+            hashes, begin = batch.ngrams(size, short=False)
+            likely = np.flatnonzero(self.table[hashes >> shift])
+            place = np.minimum(np.searchsorted(self.ngrams, hashes[likely]), len(self.ngrams) - 1)
+            found = self.ngrams[place] == hashes[likely]
+            which.append(place[found])
+            where.append(begin[likely[found]])
+        hits, words = np.concatenate(which), np.concatenate(where)
+        document = batch.words.document[words] if len(words) else words
+        first = np.full(len(batch), np.iinfo(np.int64).max)
+        np.minimum.at(first, document, words)
+        first -= np.searchsorted(batch.words.document, np.arange(len(batch)))
+        first[~np.isin(np.arange(len(batch)), document)] = -1
+        unique = np.unique(document << 32 | hits)
+        counts = np.bincount(unique >> 32, minlength=len(batch)).astype(np.int64)
+        return (unique & 0xFFFFFFFF).astype(np.uint32), counts, first
+
+
+@cache
+def _load(folder: Path, key: str) -> HeldOut:
+    columns = Columns.load(folder)
+    ngrams = np.array(columns["ngram"])
+    bits = min(30, max(16, (16 * len(ngrams)).bit_length()))
+    table = np.zeros(1 << bits, dtype=np.bool_)
+    table[ngrams >> np.uint64(64 - bits)] = True
+    return HeldOut(
+        key=key,
+        ngrams=ngrams,
+        numbers=np.array(columns["number"]),
+        sizes=tuple(columns.manifest["sizes"]),
+        too_short=columns.manifest["too_short"],
+        table=table,
+    )
+
+
+def passage(text: str, first: int, words: int = WORDS) -> str:
+    """So many words of a text from one on, in lower case, for an example of what was found."""
+    batch = Batch([Entry(0, text)])
+    spans = batch.words
+    last = min(first + words, len(spans.starts)) - 1
+    return batch.lowered[0][spans.starts[first] : spans.ends[last]]

@@ -1,0 +1,292 @@
+"""Deciding which documents go: arithmetic over columns, without any text.
+
+A document that a filter or its contamination removes keeps no other one from staying: only then are
+duplicates decided. Of the same texts the first stays, by the precedence of sources. Of what is
+nearly the same each document goes that is similar to an earlier one *that stays*: so whatever goes
+has its likeness in what is trained on, and no chain of small differences removes what is like
+nothing else. The same holds of passages that earlier documents have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.config.registry import load
+from trainctl.data.quality.corpus import Measured, MeasuredPart
+from trainctl.data.quality.hashing import I64, Bool, mix
+from trainctl.data.quality.near import Pairs
+from trainctl.data.quality.passages import Passages
+from trainctl.data.quality.selection import (
+    CONTAMINATED,
+    EXACT,
+    EXAMPLES,
+    NEAR,
+    SUBSTRING,
+    Contamination,
+    Example,
+    Rules,
+    Selection,
+    Tally,
+)
+from trainctl.data.quality.winnowing import covered
+
+
+def select(
+    corpus: Measured,
+    rules: Rules,
+    same: I64,
+    pairs: Pairs | None = None,
+    passages: Passages | None = None,
+) -> Selection:
+    """Decide which documents stay.
+
+    Takes some 2 bytes of memory a document of the corpus, and 100 a duplicate.
+
+    Args:
+        corpus: The columns.
+        rules: What removes a document; a filter that a source is not measured for is an error.
+        same: What `exact.same_texts` gives.
+        pairs: What `near.near_pairs` gives, at the threshold of the rules or a lower one.
+        passages: What `passages.shared_passages` gives.
+    """
+    judge = _Judge(corpus)
+    for part in corpus.parts:
+        for reason, value, goes in _filtered(part, rules.filters.get(part.source, {})):
+            judge.remove(reason, part.ids[goes], value[goes])
+    common = 0
+    if rules.contamination is not None:
+        common = _contaminated(judge, rules.contamination, same)
+    stays = _first_copies(judge, same, rules.exact or rules.near is not None)
+    if rules.near is not None and pairs is not None:
+        _similar(judge, pairs.above(rules.near), same, stays)
+    if rules.substring is not None and passages is not None:
+        _repeating(judge, passages, rules.substring, stays)
+    return judge.selection(common)
+
+
+class _Judge:
+    """Keeps which documents go, and accounts for it.
+
+    Args:
+        corpus: The columns.
+    """
+
+    def __init__(self, corpus: Measured) -> None:
+        self.corpus = corpus
+        self.why = np.zeros(corpus.documents, dtype=np.uint8)
+        self._reasons: dict[str, int] = {}
+        self._counts: dict[str, dict[str, Tally]] = {}
+        self._examples: dict[str, dict[str, list[tuple[int, int, float | None, int | None]]]] = {}
+
+    def remove(
+        self,
+        reason: str,
+        ids: I64,
+        values: npt.NDArray[Any] | None = None,
+        likes: I64 | None = None,
+    ) -> None:
+        """Have documents go.
+
+        Args:
+            reason: Why.
+            ids: The documents, ascending; some may have gone already.
+            values: The number of each that the reason is about.
+            likes: What stays in each one's place.
+        """
+        code = self._reasons.setdefault(reason, len(self._reasons) + 1)
+        assert code < 256
+        stays = self.why[ids] == 0
+        edges = np.searchsorted(ids, self.corpus.firsts)
+        for part, begin, end in zip(self.corpus.parts, edges[:-1], edges[1:], strict=True):
+            if begin < end:
+                places = np.arange(begin, end)[stays[begin:end]]
+                rows = ids[places] - part.first
+                characters = int(part.columns["characters"][rows].sum())
+                self._add(part.source, reason, Tally(len(places), characters, int(end - begin)))
+                self._show(part.source, reason, places, ids, values, likes)
+        self.why[ids[stays]] = code
+
+    def selection(self, common: int) -> Selection:
+        """All of it."""
+        return Selection(
+            why=self.why,
+            reasons=tuple(self._reasons),
+            counts=self._counts,
+            examples={
+                source: {
+                    reason: tuple(self._as_example(reason, *each[1:]) for each in some)
+                    for reason, some in of.items()
+                }
+                for source, of in self._examples.items()
+            },
+            common_ngrams=common,
+            parts=tuple((part.source, part.name, part.first) for part in self.corpus.parts),
+        )
+
+    def _add(self, source: str, reason: str, more: Tally) -> None:
+        of = self._counts.setdefault(source, {})
+        before = asdict(of.get(reason, Tally(0, 0, 0)))
+        of[reason] = Tally(**{name: each + before[name] for name, each in asdict(more).items()})
+
+    def _show(
+        self,
+        source: str,
+        reason: str,
+        places: I64,
+        ids: I64,
+        values: npt.NDArray[Any] | None,
+        likes: I64 | None,
+    ) -> None:
+        """Keep a sample that does not depend on what else goes: the lowest of mixed ids."""
+        if not len(places):
+            return
+        drawn = mix(ids[places].view(np.uint64))
+        some = self._examples.setdefault(source, {}).setdefault(reason, [])
+        for place in places[np.argsort(drawn)[:EXAMPLES]].tolist():
+            number = int(ids[place])
+            some.append(
+                (
+                    int(mix(np.uint64(number))),
+                    number,
+                    float(values[place]) if values is not None else None,
+                    int(likes[place]) if likes is not None else None,
+                )
+            )
+        some[:] = sorted(some)[:EXAMPLES]
+
+    def _as_example(
+        self, reason: str, document: int, value: float | None, like: int | None
+    ) -> Example:
+        part, number = self.corpus.where(document)
+        other = self.corpus.where(like) if like is not None else None
+        word = None
+        if reason == CONTAMINATED:
+            word = int(part.columns["contamination.word"][document - part.first])
+        return Example(
+            source=part.source,
+            part=part.name,
+            number=number,
+            value=value,
+            like=(other[0].source, other[0].name, other[1]) if other is not None else None,
+            word=word,
+        )
+
+
+def _filtered(
+    part: MeasuredPart, filters: Mapping[str, Any]
+) -> Iterator[tuple[str, npt.NDArray[Any], Bool]]:
+    """Each bound with the numbers, and the documents that are not within it."""
+    for name, keys in filters.items():
+        for bound in load("filter", name).bounds:
+            limit = getattr(keys, bound.key)
+            if limit is None:
+                continue
+            value = part.columns[f"{name}.{bound.statistic}"]
+            edge = np.float32(limit)
+            within = value >= edge if bound.is_least else value <= edge
+            yield f"{name}.{bound.key}", value, ~within  # NaN is not within anything
+
+
+def _contaminated(judge: _Judge, rule: Contamination, same: I64) -> int:
+    """Remove what has held-out passages.
+
+    Returns:
+        How many n-grams were taken as boilerplate.
+    """
+    parts = judge.corpus.parts
+    highest = max((int(part.columns["contamination"].max(initial=0)) for part in parts), default=0)
+    frequency = np.zeros(highest + 1, dtype=np.int64)
+    for part in parts:
+        owner = _owners(part)
+        copies = part.among(same[:, 0])[owner]
+        frequency += np.bincount(part.columns["contamination"][~copies], minlength=highest + 1)
+    counted = np.ones(highest + 1, dtype=np.bool_)
+    if rule.max_documents is not None:
+        counted = frequency <= rule.max_documents
+    for part in parts:
+        owner = _owners(part)[counted[part.columns["contamination"]]]
+        hits = np.bincount(owner, minlength=part.columns.documents)
+        goes = hits >= max(1, rule.min_ngrams)
+        judge.remove(CONTAMINATED, part.ids[goes], hits[goes])
+    return int((~counted).sum())
+
+
+def _owners(part: MeasuredPart) -> I64:
+    """The row that has each of a part's hits, [hits]."""
+    ends = np.asarray(part.columns["contamination.ends"])
+    return np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
+
+
+def _first_copies(judge: _Judge, same: I64, removes: bool) -> dict[int, int]:
+    """Remove copies, but for the first of each text that has not gone already.
+
+    Returns:
+        For the first of each text that several have, the one that stays, -1 if none does; only
+        those for which it is another one.
+    """
+    groups = np.concatenate((np.unique(same[:, 1]), same[:, 1]))
+    members = np.concatenate((np.unique(same[:, 1]), same[:, 0]))
+    order = np.lexsort((members, groups))
+    groups, members = groups[order], members[order]
+    here = judge.why[members] == 0
+    first, begin = np.unique(groups[here], return_index=True)
+    stays = members[here][begin]
+    if removes:
+        likes = stays[np.searchsorted(first, groups[here])] if len(first) else groups[here]
+        goes = likes != members[here]
+        ids, likes = members[here][goes], likes[goes]
+        order = np.argsort(ids)
+        judge.remove(EXACT, ids[order], likes=likes[order])
+    result = dict.fromkeys(np.setdiff1d(groups, first).tolist(), -1)
+    moved = first != stays
+    return result | dict(zip(first[moved].tolist(), stays[moved].tolist(), strict=True))
+
+
+def _similar(judge: _Judge, pairs: Pairs, same: I64, stays: Mapping[int, int]) -> None:
+    """Remove what is similar to an earlier document that stays."""
+    ids = pairs.ids
+    if stays:
+        ids = ids.copy()
+        for first, other in stays.items():
+            ids[pairs.ids == first] = other
+    there = (ids >= 0).all(1) & (judge.why[ids] == 0).all(1)
+    ids, index = np.sort(ids[there], axis=1), pairs.jaccard[there]
+    order = np.lexsort((ids[:, 0], ids[:, 1]))
+    gone: dict[int, tuple[int, float]] = {}
+    for (low, high), value in zip(ids[order].tolist(), index[order].tolist(), strict=True):
+        if high not in gone and low not in gone:  # all pairs in which `low` is the later are done
+            gone[high] = (low, value)
+    removed = np.array(list(gone), dtype=np.int64)
+    judge.remove(
+        NEAR,
+        removed,
+        np.array([value for _, value in gone.values()]),
+        np.array([low for low, _ in gone.values()], dtype=np.int64),
+    )
+
+
+def _repeating(judge: _Judge, passages: Passages, share: float, stays: Mapping[int, int]) -> None:
+    """Remove documents that are mostly passages of earlier ones that stay."""
+    begins = np.flatnonzero(np.diff(passages.document, prepend=-1))
+    first = passages.document[begins]
+    taking = np.array([stays.get(each, each) for each in first.tolist()], dtype=np.int64)
+    there = (taking >= 0) & (judge.why[taking] == 0)
+    ends = np.append(begins[1:], len(passages.document))[there]
+    begins, taking = begins[there], taking[there]
+    every = judge.corpus.rows("words", taking)
+    has = np.zeros(int(passages.anchor.max(initial=-1)) + 1, dtype=np.bool_)
+    gone: dict[int, float] = {}
+    for number in np.argsort(taking).tolist():
+        own = slice(begins[number], ends[number])
+        known = has[passages.anchor[own]]
+        part = covered(passages.word[own][known]) / int(every[number])
+        if part >= share:
+            gone[int(taking[number])] = part
+        else:
+            has[passages.anchor[own]] = True
+    judge.remove(SUBSTRING, np.array(list(gone), dtype=np.int64), np.array(list(gone.values())))

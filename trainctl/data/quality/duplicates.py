@@ -1,0 +1,93 @@
+"""What documents of a corpus have in common, kept beside its columns: found once for all rules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from trainctl.data.quality.columns import Columns, ColumnWriter, key_of
+from trainctl.data.quality.corpus import Measured
+from trainctl.data.quality.exact import same_texts
+from trainctl.data.quality.groups import MEMORY
+from trainctl.data.quality.hashing import I64
+from trainctl.data.quality.near import Pairs, near_pairs
+from trainctl.data.quality.passages import Passages, shared_passages
+from trainctl.data.quality.selection import Rules
+
+_NOTHING = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicates:
+    """What documents have in common; whatever was not asked for is empty.
+
+    Attributes:
+        same: What `exact.same_texts` gives.
+        pairs: What `near.near_pairs` gives.
+        passages: What `passages.shared_passages` gives.
+    """
+
+    same: I64
+    pairs: Pairs
+    passages: Passages
+
+
+def find_duplicates(
+    corpus: Measured, rules: Rules, folder: Path, memory: int = MEMORY
+) -> Duplicates:
+    """What the rules need, from the folder if it was found before; else found and kept there.
+
+    A higher `near` than that of before, and any filters, need nothing new.
+
+    Args:
+        corpus: The columns.
+        rules: What removes a document.
+        folder: To keep it in; what does not fit in memory lies beside it meanwhile.
+        memory: Bytes to stay below while sorting.
+    """
+    wanted = (rules.near is not None, rules.substring is not None)
+    key = key_of_corpus(corpus, *wanted)
+    if key_of(folder) == key:
+        found = Columns.load(folder)
+        if rules.near is None or found.manifest["near"] <= rules.near:
+            return _loaded(found)
+    scratch = folder.with_name(f".{folder.name}.scratch")
+    same = same_texts(corpus, scratch, memory)
+    pairs = Pairs(_NOTHING.reshape(0, 2), np.empty(0, np.float32))
+    if rules.near is not None:
+        pairs = near_pairs(corpus, same, rules.near, scratch, memory=memory)
+    passages = Passages(_NOTHING, _NOTHING, _NOTHING)
+    if rules.substring is not None:
+        passages = shared_passages(corpus, same, scratch, memory)
+    with ColumnWriter(folder, key) as writer:
+        writer.append({"same": same, "pairs": pairs.ids, "jaccard": pairs.jaccard})
+        writer.append(
+            {
+                "anchor": passages.anchor,
+                "anchor.document": passages.document,
+                "anchor.word": passages.word,
+            }
+        )
+        writer.finish(near=rules.near)
+    return Duplicates(same, pairs, passages)
+
+
+def key_of_corpus(corpus: Measured, *others: object) -> str:
+    """A digest of all that was measured, in the order of the ids, and of something else."""
+    parts: Sequence[object] = [
+        (part.source, part.name, part.columns.manifest["key"]) for part in corpus.parts
+    ]
+    return sha256(json.dumps([parts, others], sort_keys=True).encode()).hexdigest()
+
+
+def _loaded(found: Columns) -> Duplicates:
+    return Duplicates(
+        found["same"],
+        Pairs(found["pairs"], found["jaccard"]),
+        Passages(found["anchor"], found["anchor.document"], found["anchor.word"]),
+    )

@@ -1,0 +1,88 @@
+"""All of it for a corpus: measure what is not measured, find duplicates, decide, keep what came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.codec import to_plain
+from trainctl.data.quality.batches import Entry
+from trainctl.data.quality.columns import key_of
+from trainctl.data.quality.contamination import write_held_out
+from trainctl.data.quality.corpus import Measured
+from trainctl.data.quality.decide import select
+from trainctl.data.quality.duplicates import find_duplicates, key_of_corpus
+from trainctl.data.quality.groups import MEMORY
+from trainctl.data.quality.measure import Part, Wanted, measure_all
+from trainctl.data.quality.selection import Rules, Selection
+
+HELD_OUT, DUPLICATES, SELECTION = ".held_out", ".duplicates", ".selection"
+"""Folders beside those of the sources, whose names do not begin with a dot."""
+
+
+def judge(
+    parts: Sequence[Part],
+    folder: Path,
+    rules: Rules,
+    *,
+    precedence: Sequence[str] = (),
+    held_out: Iterable[Entry] = (),
+    processes: int = 1,
+    memory: int = MEMORY,
+    done: Callable[[Part], None] = lambda part: None,
+) -> Selection:
+    """Which documents of a corpus stay.
+
+    Every step keeps what it made under a key of what that depends on: asked again it is read, after
+    a kill the rest is made, and with other thresholds only the decision.
+
+    Args:
+        parts: In any order; their filters are those that the rules have of their source.
+        folder: Of all that is kept.
+        rules: What removes a document.
+        precedence: Sources, those first whose documents stay; others follow by name.
+        held_out: Texts whose passages are looked for, if the rules have `contamination`.
+        processes: That measure side by side.
+        memory: Bytes to stay below while sorting.
+        done: Called when a part is measured.
+
+    Raises:
+        TrainctlError: What reading a part or a user's function raises; what is damaged (exit code
+            5).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    contaminates = rules.contamination is not None
+    if contaminates:
+        write_held_out(folder / HELD_OUT, held_out)
+    wanted = Wanted(
+        near=rules.near is not None,
+        held_out=folder / HELD_OUT if contaminates else None,
+        passages=rules.substring is not None,
+    )
+    parts = [replace(part, filters=rules.filters.get(part.source, {})) for part in parts]
+    measure_all(parts, folder, wanted, processes=processes, done=done)
+    corpus = Measured.load(parts, folder, precedence)
+    key = key_of_corpus(corpus, _plain(rules))
+    if key_of(folder / SELECTION) == key:
+        return Selection.load(folder / SELECTION)
+    found = find_duplicates(corpus, rules, folder / DUPLICATES, memory)
+    selection = select(corpus, rules, found.same, found.pairs, found.passages)
+    selection.write(folder / SELECTION, key)
+    return selection
+
+
+def _plain(rules: Rules) -> Mapping[str, Any]:
+    filters = {
+        source: {name: to_plain(keys) for name, keys in of.items()}
+        for source, of in rules.filters.items()
+    }
+    contamination = asdict(rules.contamination) if rules.contamination is not None else None
+    return {
+        "filters": filters,
+        "contamination": contamination,
+        "exact": rules.exact,
+        "near": rules.near,
+        "substring": rules.substring,
+    }

@@ -1,0 +1,203 @@
+"""Measuring the documents of a corpus, part by part: the only time that their texts are read.
+
+A part is done when its columns' manifest is there under the key of what was wanted; what is done is
+not done again, whoever did it. Memory is that of a batch in each process (`batches`), and 13 bytes
+and up to 32 of a table for each word of held-out texts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b, sha256
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.config.registry import function_of, load
+from trainctl.data.quality import minhash
+from trainctl.data.quality.batches import Batch, Entry, batches
+from trainctl.data.quality.columns import Columns, ColumnWriter, key_of
+from trainctl.data.quality.contamination import HeldOut
+from trainctl.data.quality.winnowing import anchors
+
+VERSION = 1
+"""Of the numbers: to be raised when the same document gets others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Documents that are measured by one process, in one go.
+
+    Attributes:
+        source: The source that they are of.
+        name: The part's name in it: a file name; with the source, it is one of a kind.
+        identity: What its documents depend on; another one has it measured again.
+        read: Gives them. It is called in another process, to which it is pickled.
+        filters: What is measured for filters: `{name: keys}`; the keys' thresholds do not matter.
+    """
+
+    source: str
+    name: str
+    identity: str
+    read: Callable[[], Iterable[Entry]]
+    filters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is measured of all parts.
+
+    Attributes:
+        exact: Whether hashes of texts are.
+        near: Whether MinHash signatures are.
+        passages: Whether anchors of passages are.
+        held_out: The folder of held-out n-grams (`contamination.write_held_out`); None has none.
+    """
+
+    exact: bool = True
+    near: bool = True
+    passages: bool = False
+    held_out: Path | None = None
+
+
+def measure_all(
+    parts: Sequence[Part],
+    folder: Path,
+    wanted: Wanted,
+    *,
+    processes: int = 1,
+    done: Callable[[Part], None] = lambda part: None,
+) -> None:
+    """Measure parts that are not done yet.
+
+    Args:
+        parts: In any order.
+        folder: Of all columns: `SOURCE/NAME/` below it is a part's.
+        wanted: What to measure.
+        processes: That work side by side; 1 works in this one.
+        done: Called when a part is.
+
+    Raises:
+        TrainctlError: What reading a part or a user's function raises; parts that are done stay.
+    """
+    work = partial(measure, folder=folder, wanted=wanted)
+    if processes == 1:
+        for part in parts:
+            work(part)
+            done(part)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        started = {pool.submit(work, part): part for part in parts}
+        try:
+            for future in as_completed(started):
+                future.result()
+                done(started[future])
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def measure(part: Part, folder: Path, wanted: Wanted) -> None:
+    """Measure a part, unless it is done.
+
+    Raises:
+        TrainctlError: What reading it or a user's function raises.
+    """
+    target = folder_of(part, folder)
+    held_out = HeldOut.load(wanted.held_out) if wanted.held_out is not None else None
+    key = _key(part, wanted, held_out)
+    if key_of(target) == key:
+        return
+    measures = dict(_measures(part.filters))
+    characters = 0
+    with ColumnWriter(target, key) as writer:
+        for batch in _with_one_empty(batches(part.read())):
+            writer.append(_basics(batch))
+            if wanted.exact:
+                writer.append({"hash": text_hashes(batch)})
+            if wanted.near:
+                _append_near(writer, batch)
+            if wanted.passages:
+                hashes, words, counts = anchors(batch)
+                writer.append_ragged("anchor", hashes, counts)
+                writer.append({"anchor.word": words.astype(np.uint32)})
+                writer.append({"words": batch.total(batch.words).astype(np.int64)})
+            if held_out is not None:
+                which, counts, first = held_out.find(batch)
+                writer.append_ragged("contamination", which, counts)
+                writer.append({"contamination.word": first})
+            for name, numbers in measures.items():
+                writer.append({f"{name}.{each}": got for each, got in numbers(batch).items()})
+            characters += int((batch.ends - batch.starts).sum())
+        writer.finish(source=part.source, name=part.name, characters=characters)
+
+
+def folder_of(part: Part, folder: Path) -> Path:
+    """Where a part's columns are."""
+    return folder / part.source / part.name
+
+
+def measured(part: Part, folder: Path) -> Columns:
+    """A part's columns.
+
+    Raises:
+        TrainctlError: It is not measured, or its columns are damaged (exit code 5).
+    """
+    return Columns.load(folder_of(part, folder))
+
+
+def text_hashes(batch: Batch) -> npt.NDArray[np.uint64]:
+    """128 bits of BLAKE2b of each text, [documents, 2]."""
+    digests = (
+        blake2b(entry.text.encode(errors="surrogatepass"), digest_size=16).digest()
+        for entry in batch.entries
+    )
+    return np.frombuffer(b"".join(digests), dtype="<u8").reshape(len(batch), 2)
+
+
+def _basics(batch: Batch) -> dict[str, npt.NDArray[Any]]:
+    number = np.array([entry.number for entry in batch.entries], dtype=np.int64)
+    return {"number": number, "characters": batch.ends - batch.starts}
+
+
+def _append_near(writer: ColumnWriter, batch: Batch) -> None:
+    values, counts = minhash.ngram_sets(batch)
+    writer.append({"ngrams": counts, "signature": minhash.signatures(values, counts)})
+    writer.append_ragged("sketch", *minhash.sketches(values, counts))
+
+
+def _with_one_empty(every: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches, or one without documents: a part of none has the same columns."""
+    empty = True
+    for batch in every:
+        empty = False
+        yield batch
+    if empty:
+        yield Batch([])
+
+
+def _measures(filters: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Batch], Any]]]:
+    for name, keys in filters.items():
+        settings = {each: getattr(keys, each) for each in load("filter", name).settings}
+        yield name, partial(function_of("filter", name), **settings)
+
+
+def _key(part: Part, wanted: Wanted, held_out: HeldOut | None) -> str:
+    """What a part's columns depend on."""
+    settings = {
+        name: {each: getattr(keys, each) for each in load("filter", name).settings}
+        for name, keys in part.filters.items()
+    }
+    what = [
+        *(VERSION, part.source, part.name, part.identity, settings, wanted.exact, wanted.near),
+        wanted.passages,
+        held_out.key if held_out is not None else None,
+    ]
+    return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,225 @@
+"""Numbers that filters judge documents by: one a document and statistic, whatever the thresholds.
+
+Each function gives columns of a batch, `{statistic: [documents]}`. Words of these rules are runs
+without white space; lines and paragraphs are those that are not blank. A share of nothing is 0.
+
+The rules are of Rae et al., "Scaling Language Models: Methods, Analysis & Insights from Training
+Gopher" (2021), appendix A.1.1 and table A1; Raffel et al., "Exploring the Limits of Transfer
+Learning with a Unified Text-to-Text Transformer" (2020), section 2.2; Penedo et al., "The FineWeb
+Datasets" (2024), section 3.6. Nothing is cut out of a document: C4's rules of lines are a share of
+lines here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.data.quality.batches import LETTER, SPACE, Batch, Spans
+from trainctl.data.quality.hashing import I64, U64, Bool, Segments, hash_of_word, mix
+
+Statistics = dict[str, npt.NDArray[np.float32]]
+
+STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
+_BULLETS = np.array([ord(each) for each in "-*•‣▶◀◦■□▪▫–"], dtype=np.uint32)
+_FULL_STOPS = np.array([ord(each) for each in ".!?。！？"], dtype=np.uint32)
+_TERMINAL = np.array([ord(each) for each in ".!?\"'”’»…。！？"], dtype=np.uint32)
+_ELLIPSIS, _DOT = ord("…"), ord(".")
+_SHORT_LINE = 30
+"""Characters: a shorter line is short, as in FineWeb."""
+_C4_WORDS = 3
+"""Words of a line that C4 keeps, at least."""
+_C4_PHRASES = ("javascript", "terms of use", "privacy policy", "uses cookies", "cookie policy")
+REPEATED_TOP = (2, 3, 4)
+REPEATED = (5, 6, 7, 8, 9, 10)
+
+
+def quality(batch: Batch) -> Statistics:
+    """Gopher's rules of quality."""
+    tokens, lines = batch.tokens, batch.lines
+    words = batch.total(tokens)
+    letters = np.concatenate(([0], np.cumsum((batch.classes & LETTER) != 0)))
+    lettered = letters[tokens.ends] > letters[tokens.starts]
+    line_count = batch.total(lines)
+    first, last = batch.codes[lines.starts], batch.codes[lines.ends - 1]
+    dotted = _ends_in_dots(batch)
+    return _as_columns(
+        {
+            "words": words,
+            "mean_word_length": _share(batch.total(tokens, tokens.lengths), words),
+            "hashes_per_word": _share(_count(batch, batch.codes == ord("#")), words),
+            "ellipses_per_word": _share(_count(batch, dotted), words),
+            "lines": line_count,
+            "bullet_lines": _share(batch.total(lines, np.isin(first, _BULLETS)), line_count),
+            "ellipsis_lines": _share(
+                batch.total(lines, dotted[lines.ends - 1] | (last == _ELLIPSIS)), line_count
+            ),
+            "words_with_letters": _share(batch.total(tokens, lettered), words),
+            "stop_words": _distinct_words(batch, STOP_WORDS),
+        }
+    )
+
+
+def repetition(batch: Batch) -> Statistics:
+    """Gopher's rules of repetition.
+
+    What is repeated is every occurrence after the first. A character in several repeated n-grams
+    counts once.
+    """
+    result: dict[str, npt.NDArray[np.float64]] = {}
+    for name, spans in (("lines", batch.lines), ("paragraphs", batch.paragraphs)):
+        again = _repeated(batch.hashes(spans), spans.document)
+        every = batch.total(spans, spans.lengths)
+        result[f"repeated_{name}"] = _share(batch.total(spans, again), batch.total(spans))
+        result[f"repeated_{name}_characters"] = _share(
+            batch.total(spans, spans.lengths * again), every
+        )
+    result |= _repeated_ngrams(batch)
+    return _as_columns(result)
+
+
+def c4(batch: Batch) -> Statistics:
+    """C4's rules: of documents, and the share of lines that it would keep."""
+    lines = batch.lines
+    last = np.isin(batch.codes[lines.ends - 1], _TERMINAL) & ~_ends_in_dots(batch)[lines.ends - 1]
+    begins = np.zeros(len(batch.codes) + 1, dtype=np.int64)
+    np.cumsum(np.bincount(batch.tokens.starts, minlength=len(batch.codes)), out=begins[1:])
+    words = begins[lines.ends] - begins[lines.starts]
+    kept = last & (words >= _C4_WORDS)
+    for number in np.flatnonzero(kept):
+        document = lines.document[number]
+        offset = batch.starts[document]
+        text = batch.lowered[document]
+        begin, end = lines.starts[number] - offset, lines.ends[number] - offset
+        if any(text.find(phrase, begin, end) >= 0 for phrase in _C4_PHRASES):
+            kept[number] = False
+    stops = np.isin(batch.codes, _FULL_STOPS)
+    stops[:-1] &= (batch.classes[1:] & SPACE) != 0
+    return _as_columns(
+        {
+            "sentences": _count(batch, stops),
+            "c4_lines": _share(batch.total(lines, kept), batch.total(lines)),
+            "curly_brackets": _count(batch, batch.codes == ord("{")),
+            "lorem_ipsum": np.array([text.count("lorem ipsum") for text in batch.lowered], float),
+        }
+    )
+
+
+def fineweb(batch: Batch) -> Statistics:
+    """FineWeb's own rules."""
+    lines = batch.lines
+    count = batch.total(lines)
+    ended = np.isin(batch.codes[lines.ends - 1], _TERMINAL)
+    again = _repeated(batch.hashes(lines), lines.document)
+    return _as_columns(
+        {
+            "terminated_lines": _share(batch.total(lines, ended), count),
+            "short_lines": _share(batch.total(lines, lines.lengths < _SHORT_LINE), count),
+            "repeated_lines_characters": _share(
+                batch.total(lines, lines.lengths * again), batch.total(lines, lines.lengths)
+            ),
+            "lines_per_word": _share(_count(batch, batch.codes == 10), batch.total(batch.tokens)),
+        }
+    )
+
+
+def _repeated_ngrams(batch: Batch) -> dict[str, npt.NDArray[np.float64]]:
+    """Shares of characters in n-grams of words that occur more than once.
+
+    A run of n words that occurs twice begins with one of n - 1 that does: only those are looked at.
+    """
+    tokens = batch.tokens
+    hashed = Segments(batch.hashes(tokens))
+    every = batch.total(tokens, tokens.lengths)
+    last = np.searchsorted(tokens.document, np.arange(len(batch)), side="right")[tokens.document]
+    lengths = np.concatenate(([0], np.cumsum(tokens.lengths)))
+    begin = np.arange(len(last))
+    result = {}
+    for size in range(min(REPEATED_TOP), max(REPEATED) + 1):
+        begin = begin[begin + size <= last[begin]]
+        keys = mix(hashed.hashes(begin, begin + size) ^ mix(tokens.document[begin].view(np.uint64)))
+        order, run_starts = _runs(keys)
+        runs = np.diff(np.append(run_starts, len(order)))
+        if size in REPEATED_TOP:
+            one = begin[order[run_starts[runs > 1]]]
+            covered = (lengths[one + size] - lengths[one]) * runs[runs > 1]
+            top = np.zeros(len(batch))
+            np.maximum.at(top, tokens.document[one], covered)
+            result[f"top_{size}gram_characters"] = np.minimum(_share(top, every), 1)
+        if size in REPEATED:
+            is_first = np.zeros(len(order), dtype=np.bool_)
+            is_first[run_starts] = True
+            result[f"repeated_{size}gram_characters"] = _share(
+                _covered(begin[order[~is_first]], size, tokens, len(batch)), every
+            )
+        begin = np.sort(begin[order[np.repeat(runs > 1, runs)]])
+    return result
+
+
+def _covered(begin: I64, size: int, tokens: Spans, documents: int) -> npt.NDArray[np.float64]:
+    """Characters of words in n-grams that begin there, each word once: [documents]."""
+    edges = np.bincount(begin, minlength=len(tokens.starts) + 1)
+    edges -= np.bincount(begin + size, minlength=len(edges))[: len(edges)]
+    inside = np.cumsum(edges)[:-1] > 0
+    return np.bincount(tokens.document, tokens.lengths * inside, documents).astype(np.float64)
+
+
+def _runs(keys: U64) -> tuple[I64, I64]:
+    """An order in which equal keys stand together, the first before the others; where they begin.
+
+    Places are sorted within the keys, in their low bits, which costs a quarter of `argsort`. Two
+    keys that differ are taken as equal with a probability of N^2 / 2^(65 - bits) for N keys.
+    """
+    bits = np.uint64(max(1, len(keys).bit_length()))
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    packed = np.sort((keys & ~mask) | np.arange(len(keys), dtype=np.uint64))
+    whole = packed >> bits
+    first = np.ones(len(keys), dtype=np.bool_)
+    np.not_equal(whole[1:], whole[:-1], out=first[1:])
+    return (packed & mask).astype(np.int64), np.flatnonzero(first)
+
+
+def _repeated(hashes: U64, document: I64) -> Bool:
+    """Which spans their document has had already, [spans]."""
+    order, starts = _runs(mix(hashes ^ mix(document.view(np.uint64))))
+    again = np.ones(len(order), dtype=np.bool_)
+    again[order[starts]] = False
+    return again
+
+
+def _distinct_words(batch: Batch, words: tuple[str, ...]) -> npt.NDArray[np.float64]:
+    """How many of some words a document has, [documents]."""
+    found = np.zeros((len(words), len(batch)), dtype=np.bool_)
+    for number, word in enumerate(words):
+        found[number, batch.words.document[batch.word_hashes == hash_of_word(word)]] = True
+    counts: I64 = np.count_nonzero(found, axis=0)
+    return counts.astype(np.float64)
+
+
+def _ends_in_dots(batch: Batch) -> Bool:
+    """Which characters are the last of three dots, or an ellipsis, [characters]."""
+    dot = batch.codes == _DOT
+    three: Bool = batch.codes == _ELLIPSIS
+    three[2:] |= dot[2:] & dot[1:-1] & dot[:-2]
+    three[:-1] &= ~dot[1:]
+    return three
+
+
+def _count(batch: Batch, which: Bool) -> npt.NDArray[np.float64]:
+    """True ones of each document, [documents], without the line feeds between documents."""
+    places = np.flatnonzero(which)
+    places = places[~np.isin(places, batch.ends)]
+    document = np.searchsorted(batch.ends, places, side="right")
+    return np.bincount(document, minlength=len(batch)).astype(np.float64)
+
+
+def _share(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    result = np.zeros(len(whole))
+    np.divide(part, whole, out=result, where=whole > 0)
+    return result
+
+
+def _as_columns(values: dict[str, npt.NDArray[np.float64]]) -> Statistics:
+    return {name: each.astype(np.float32) for name, each in values.items()}

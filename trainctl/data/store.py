@@ -1,0 +1,307 @@
+"""A store: a source of text by one tokenizer, in parts that are each made once. No torch.
+
+    store-KEY/parts/CONTENT/    the tokens of a few files, or of a range of one (see `part`)
+    store-KEY/tasks/TASK.json   those files, as they were, and which part they gave: it is done
+    store-KEY/claims/TASK       who is at it
+
+The store's key is what turns bytes into tokens: the tokenizer, how the source reads, what is done
+with bad text. A part's is the bytes, so a copied corpus is read and not tokenized again. A task's
+is the files' paths, sizes and times, so nothing is read to see that all is there. A part is renamed
+to its name when all of it is on the disk, and then its task's record is written: whatever is killed
+in between, the next one goes on, and what it makes is byte for byte the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainctl.config.schema import DataConfig
+from trainctl.config.text.documents import Reader
+from trainctl.config.text.files import digest_of, order
+from trainctl.config.text.remote import File, RemoteFile
+from trainctl.data.claims import Claims
+from trainctl.data.encoding import Encoder
+from trainctl.data.part import (
+    DamagedPart,
+    Origin,
+    Part,
+    PieceFacts,
+    put_in_place,
+    write_part,
+    writing,
+)
+from trainctl.data.tasks import Piece, Task, tasks_of
+from trainctl.errors import TrainctlError
+from trainctl.options.data import identity_of, spec_of
+from trainctl.runs.atomic import write_json
+
+FORMAT = 1
+_BLOCK = 1 << 20
+
+
+@dataclass
+class Store:
+    """One store, as one process works on it.
+
+    Attributes:
+        folder: Where it is.
+        config: How its source reads, and what is done with bad text.
+        tokenizer: Its tokenizer.
+        claims: Who is at which task.
+    """
+
+    folder: Path
+    config: DataConfig
+    tokenizer: Encoder
+    claims: Claims = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.claims = Claims(self.folder / "claims")
+
+    @classmethod
+    def of(cls, cache: Path, config: DataConfig, tokenizer: Encoder) -> Store:
+        """The store of a source and a tokenizer, in a folder of caches; made if it is not there.
+
+        Raises:
+            TrainctlError: It cannot be written (exit code 4).
+        """
+        settings = {
+            "format": FORMAT,
+            "tokenizer": tokenizer.fingerprint,
+            "source": identity_of(config),
+            "on_bad_text": config.on_bad_text.value,
+        }
+        key = digest_of(json.dumps(settings, sort_keys=True))[:24]
+        store = cls(cache / f"store-{key}", config, tokenizer)
+        with writing(store.folder):
+            for name in ("parts", "tasks", "claims"):
+                (store.folder / name).mkdir(parents=True, exist_ok=True)
+            if not (store.folder / "store.json").is_file():
+                write_json(store.folder / "store.json", settings)
+        return store
+
+    def tasks(self, files: Sequence[File]) -> list[Task]:
+        """What has to be done for all documents of files, in their order.
+
+        Raises:
+            TrainctlError: A file is not there.
+        """
+        try:
+            return tasks_of(files, spec_of(self.config).ranges)
+        except OSError as error:
+            raise TrainctlError(f"cannot read {error.filename}: {error.strerror}") from None
+
+    def is_done(self, task: Task) -> bool:
+        """Whether its part is there."""
+        content = self._content_of(task)
+        return content is not None and (self._part_folder(content) / "part.json").is_file()
+
+    def part(self, task: Task) -> Part:
+        """The part of a task that is done.
+
+        Raises:
+            DamagedPart: It is not there, or its manifest is not.
+        """
+        content = self._content_of(task)
+        if content is None:
+            raise DamagedPart(self._record(task), "it is not there")
+        part = Part.load(self._part_folder(content))
+        if len(part.pieces) != len(task.pieces):
+            raise DamagedPart(part.folder, "it is of other files")
+        return part
+
+    def documents_in(self, task: Task) -> int:
+        """Documents of a task that is done; 0 where its part is damaged."""
+        try:
+            return self.part(task).documents
+        except DamagedPart:
+            return 0
+
+    def do(self, task: Task, progress: Callable[[int], None] = lambda _: None) -> None:
+        """Make the part of a task, unless its content has been tokenized before.
+
+        Only who holds the claim does it; who has lost that to another does no harm.
+
+        Args:
+            task: Which.
+            progress: As `write_part`.
+
+        Raises:
+            TrainctlError: A file cannot be read, has bad text or has changed; or the store cannot
+                be written (exit code 4).
+        """
+        self._sweep(task)
+        counts_lines = spec_of(self.config).counts_lines
+        content, lines = _content(task, counts_lines)
+        part = self._part_folder(content)
+        if not (part / "part.json").is_file():
+            self.discard(part)
+            temporary = part.with_name(f".{task.key}.{secrets.token_hex(4)}")
+            try:
+                with writing(self.folder):
+                    readers = [Reader(self.config) for _ in task.pieces]
+                    write_part(
+                        temporary,
+                        self.tokenizer,
+                        _documents(task, readers, counts_lines),
+                        lambda: map(_facts, task.pieces, readers, lines),
+                        progress,
+                    )
+                    _require_unchanged(task)
+                    put_in_place(temporary, part)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+        _require_unchanged(task)
+        with writing(self.folder):
+            write_json(self._record(task), {**task.to_plain(), "part": content})
+
+    def discard(self, part: Path) -> None:
+        """Take a damaged part away.
+
+        Raises:
+            TrainctlError: It cannot be (exit code 4).
+        """
+        with writing(self.folder):
+            if part.parent == self.folder / "parts" and part.exists():
+                away = part.with_name(f".{part.name}.damaged")
+                shutil.rmtree(away, ignore_errors=True)
+                part.rename(away)
+                shutil.rmtree(away, ignore_errors=True)
+
+    def finish(self, tasks: Sequence[Task]) -> None:
+        """Remove what those who were killed have left of tasks that are done."""
+        claimed = {path.name.partition(".")[0] for path in (self.folder / "claims").iterdir()}
+        for task in tasks:
+            if task.key in claimed:
+                self.claims.forget(task.key)
+                self._sweep(task)
+
+    def _sweep(self, task: Task) -> None:
+        for folder in (self.folder / "parts").glob(f".{task.key}.*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        for file in (self.folder / "tasks").glob(f".{task.key}.json.*"):
+            file.unlink(missing_ok=True)
+
+    def _content_of(self, task: Task) -> str | None:
+        try:
+            return str(json.loads(self._record(task).read_bytes())["part"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def _record(self, task: Task) -> Path:
+        return self.folder / "tasks" / f"{task.key}.json"
+
+    def _part_folder(self, content: str) -> Path:
+        return self.folder / "parts" / content
+
+
+def files_in_order(train: Sequence[File], held_out: Sequence[File]) -> list[File]:
+    """All files of a corpus, so that each side's are in its own order: tasks know no sides."""
+    return sorted({*train, *held_out}, key=order) if held_out else list(train)
+
+
+def lines_before(piece: Piece) -> int:
+    """Lines of a file before one of its ranges; all that is before it is read."""
+    found, left = 0, piece.start
+    with piece.file.open("rb") as stream:
+        while left > 0 and (block := stream.read(min(_BLOCK, left))):
+            found += block.count(b"\n")
+            left -= len(block)
+    return found
+
+
+def in_file(text: str, piece: Piece, before: int) -> str:
+    """What says `FILE:LINE`, or `:LINE` at its beginning, with the line counted in all of the file.
+
+    Args:
+        text: With the line of its range.
+        piece: The range.
+        before: Lines of the file before it.
+    """
+    match = re.match(rf"((?:{re.escape(str(piece.file))})?:)(\d+)(?!\d)", text)
+    return f"{match[1]}{int(match[2]) + before}{text[match.end() :]}" if match else text
+
+
+def _documents(
+    task: Task, readers: Sequence[Reader], counts_lines: bool
+) -> Iterator[tuple[Origin, str]]:
+    for number, (piece, reader) in enumerate(zip(task.pieces, readers, strict=True)):
+        try:
+            for document in reader.read(piece.file, piece.span):
+                yield Origin(number, document.line or 0), document.text
+        except TrainctlError as error:
+            if piece.start and counts_lines:
+                error.message = in_file(error.message, piece, lines_before(piece))
+                error.args = (error.message,)
+            raise
+
+
+def _facts(piece: Piece, reader: Reader, lines: int) -> PieceFacts:
+    examples = tuple(text.removeprefix(str(piece.file)) for text in reader.bad.examples)
+    return PieceFacts(lines, reader.bad.replaced, reader.bad.skipped, examples)
+
+
+def _content(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
+    """A digest of the bytes that a task reads, and how many lines to count on for each piece.
+
+    The names are of it, as a source goes by a file's ending; the folders are not. So is where a
+    range begins, unless lines are counted from there; but a byte order mark has to come first.
+    What is fetched is not fetched twice, but to count the lines of a range: its URL and version
+    stand for its bytes. So do path, size and time where a range is no range of bytes, as all of
+    the file would be read for each.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    lines = []
+    for piece in task.pieces:
+        lines.append(0)
+        if isinstance(piece.file, RemoteFile) or (piece.end is not None and not counts_lines):
+            digest.update(json.dumps(piece.to_plain()).encode())
+            if piece.end is not None and counts_lines:
+                lines[-1] = _lines_in(piece)
+            continue
+        own = hashlib.blake2b(digest_size=32)
+        try:
+            for block in _blocks(piece):
+                own.update(block)
+                lines[-1] += block.count(b"\n") if counts_lines else 0
+        except OSError as error:
+            raise TrainctlError(f"cannot read {piece.file}: {error.strerror}") from None
+        start = min(piece.start, 1) if counts_lines else piece.start
+        name = json.dumps([piece.file.name, start, piece.end is not None])
+        digest.update(name.encode() + own.digest())
+    return digest.hexdigest(), lines
+
+
+def _lines_in(piece: Piece) -> int:
+    """Line feeds of a piece, for the pieces of its file after it."""
+    return sum(block.count(b"\n") for block in _blocks(piece))
+
+
+def _blocks(piece: Piece) -> Iterator[bytes]:
+    """The bytes of a piece."""
+    left = piece.size if piece.end is None else piece.end - piece.start
+    with piece.file.open("rb") as stream:
+        stream.seek(piece.start)
+        while left > 0 and (block := stream.read(min(_BLOCK, left))):
+            yield block
+            left -= len(block)
+
+
+def _require_unchanged(task: Task) -> None:
+    for piece in task.pieces:
+        try:
+            if piece.is_as_planned:
+                continue
+        except OSError:
+            pass
+        raise TrainctlError(
+            f"{piece.file} has changed while it was read",
+            hint="start again when nobody writes there",
+        )

@@ -1,0 +1,334 @@
+"""Corpora that others have tokenized: their ids and the ends of their documents, without a copy.
+
+| made by | ids | ends |
+|---|---|---|
+| Megatron-LM | `NAME.bin` | `NAME.idx`: lengths of sequences, and which of them begin a document |
+| datatrove, nanotron | `NAME.ds` | `NAME.ds.index`: 8 bytes a document |
+| OLMo, dolma | `NAME.npy`, without a header | `NAME.csv.gz`: a row a document |
+| trainctl | `NAME.bin` | `NAME.ends`: 8 bytes a document |
+| numpy, llm.c, anyone | an array with or without its header | where the end id is |
+
+The ids stay where they are and are mapped. What can be known without reading all is checked: their
+type against the vocabulary, the index against the sizes, and ids at places all over the file.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import mmap
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.errors import TrainctlError
+
+Ids = npt.NDArray[np.integer]
+Ends = npt.NDArray[np.int64]
+
+_MEGATRON = b"MMIDIDX\x00\x00"
+# megatron/core/datasets/indexed_dataset.py, `DType`; of floating point numbers are no ids.
+_MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_MEGATRON_HEADER = 34
+"""Bytes: the mark, version, type, number of sequences, and of entries for documents."""
+_NPY = b"\x93NUMPY"
+_LLM_C = {20240520: "<u2", 20240801: "<u4"}
+"""First number of the 256 of a header (llm.c, `dev/data/data_common.py`), and the ids' type."""
+_LLM_C_HEADER = 1024
+_PROBES = 64
+"""Places of a file whose ids are looked at."""
+_PROBE = 1 << 14
+"""Ids at each place."""
+_CHUNK = 1 << 24
+"""Ids that are searched for ends at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """A file of ids.
+
+    Attributes:
+        file: The ids' file.
+        ids: All of them, mapped, shape (tokens,).
+        ends: Where each document ends, one past its last id, ascending, shape (documents,); None
+            where no index tells.
+        tokenizer: Its name, if the file's maker has left it; else empty.
+        offset: Bytes of the file before the first id.
+    """
+
+    file: Path
+    ids: Ids
+    ends: Ends | None
+    tokenizer: str = ""
+    offset: int = 0
+
+    def problems(
+        self, vocab_size: int, end_of_document: int | None, *, whole: bool = False
+    ) -> list[str]:
+        """What keeps a tokenizer's model from training on it; empty if nothing is seen.
+
+        Args:
+            vocab_size: Ids that there are.
+            end_of_document: The id that closes a document, if there is one.
+            whole: Look at every id, at the speed of the disk, and not at places all over the file.
+        """
+        ids, found = self.ids, []
+        if len(ids) == 0:
+            return [f"{self.file} is empty"]
+        wrong = next((at for at in _extremes(ids, whole) if not 0 <= ids[at] < vocab_size), None)
+        if wrong is not None:
+            found.append(
+                f"{self.file} has the id {ids[wrong]:,} at token {wrong:,}, and the vocabulary "
+                f"has {vocab_size:,}{_other_type(self, vocab_size)}"
+            )
+        elif vocab_size > np.iinfo(ids.dtype).max + 1:
+            found.append(
+                f"{self.file} has ids of {ids.dtype.itemsize} bytes, which cannot be those of a "
+                f"vocabulary of {vocab_size:,}: another tokenizer made them"
+            )
+        if self.ends is not None and end_of_document is not None and not found:
+            places = _spread(len(self.ends), _PROBES * _PROBE)
+            full = self.ends[places][np.diff(self.ends, prepend=0)[places] > 0]
+            if len(full) and not (ids[full - 1] == end_of_document).any():
+                found.append(
+                    f"no document of {self.file} ends in {end_of_document}, the tokenizer's end "
+                    f"of a document; the first ends in {int(ids[full[0] - 1])}"
+                )
+        return found
+
+
+def open_of(section: Any, file: Path) -> Tokenized:
+    """A file of a source of `options.data.tokens`; errors as `open_tokenized`."""
+    return open_tokenized(file, section.id_type.value if section.id_type else None)
+
+
+def open_tokenized(file: Path, dtype: str | None = None) -> Tokenized:
+    """A file of ids with its index, which is found by the names that its maker gives.
+
+    Args:
+        file: Of Megatron the `.bin`, of datatrove the `.ds`; else any array.
+        dtype: Type of the ids where neither index nor header tells: ``u2`` or ``u4``.
+
+    Raises:
+        TrainctlError: Index and ids do not fit, or the ids are of no known type.
+    """
+    with _readable(file):
+        index = file.with_suffix(".idx")
+        if file.suffix == ".bin" and index.is_file():
+            return _megatron(file, index)
+        with file.open("rb") as stream:
+            head = stream.read(_LLM_C_HEADER)
+        if file.suffix == ".ds" or file.with_name(f"{file.name}.index").is_file():
+            return _datatrove(file, dtype)
+        own = file.with_suffix(".ends")
+        if own.is_file():
+            return _with_ends(file, own, dtype)
+        if head.startswith(_NPY):
+            return _numpy(file)
+        first = int.from_bytes(head[:4], "little")
+        if first in _LLM_C and len(head) == _LLM_C_HEADER:
+            return _llm_c(file, head, _LLM_C[first])
+        ids = mapped(file, _given(file, dtype))
+        return _refuse_unfit(Tokenized(file, ids, _dolma_ends(file)))
+
+
+def ends_by_id(ids: Ids, end_of_document: int) -> Ends:
+    """Ends of documents by the id that closes them; what follows the last of them is a document.
+
+    Args:
+        ids: Shape (tokens,). All are read, in order.
+        end_of_document: The id.
+    """
+    found = [
+        np.flatnonzero(ids[start : start + _CHUNK] == end_of_document) + start + 1
+        for start in range(0, len(ids), _CHUNK)
+    ]
+    ends = np.concatenate(found) if found else np.empty(0, np.int64)
+    if len(ids) and (len(ends) == 0 or ends[-1] != len(ids)):
+        ends = np.append(ends, len(ids))
+    return ends.astype(np.int64, copy=False)
+
+
+def _megatron(file: Path, index: Path) -> Tokenized:
+    raw = np.memmap(index, np.uint8, "r") if index.stat().st_size else np.empty(0, np.uint8)
+    head = raw[:_MEGATRON_HEADER].tobytes()
+    if len(head) < _MEGATRON_HEADER or not head.startswith(_MEGATRON):
+        raise _unfit(index, "it is no index of Megatron's")
+    if int.from_bytes(head[9:17], "little") != 1:
+        raise _unfit(index, f"its version is {int.from_bytes(head[9:17], 'little')}, not 1")
+    if head[17] not in _MEGATRON_TYPES:
+        raise _unfit(index, f"its type is number {head[17]}, which is none of ids")
+    sequences, entries = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
+    # Lengths, then places in bytes, then the first sequence of each document and one past the last.
+    starts = [_MEGATRON_HEADER, _MEGATRON_HEADER + 4 * sequences, _MEGATRON_HEADER + 12 * sequences]
+    if len(raw) < starts[2] + 8 * entries:
+        raise _unfit(index, f"it is cut off: {len(raw):,} of {starts[2] + 8 * entries:,} bytes")
+    lengths = raw[starts[0] : starts[1]].view("<i4")
+    places = raw[starts[1] : starts[2]].view("<i8")
+    firsts = raw[starts[2] : starts[2] + 8 * entries].view("<i8")
+    ids = mapped(file, _MEGATRON_TYPES[head[17]])
+    stops = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    if (lengths < 0).any() or not np.array_equal(places, stops[:-1] * ids.itemsize):
+        raise _unfit(index, "its sequences do not follow one another in the file of ids")
+    is_whole = entries > 0 and firsts[0] == 0 and firsts[-1] == sequences
+    if not is_whole or (np.diff(firsts) < 0).any():
+        raise _unfit(index, "its documents do not have each sequence once")
+    return _refuse_unfit(Tokenized(file, ids, stops[firsts[1:]]))
+
+
+def _datatrove(file: Path, dtype: str | None) -> Tokenized:
+    index, metadata = (file.with_name(f"{file.name}.{end}") for end in ("index", "metadata"))
+    tokenizer, width = "", ""
+    if metadata.is_file():  # "NAME|BYTES", since the time when ids had two: "NAME"
+        first = metadata.read_text().partition("\n")[0]
+        tokenizer, _, width = first.rpartition("|") if "|" in first else (first, "", "2")
+    known = dtype or (f"u{width}" if width in ("2", "4") else None)
+    if index.is_file():
+        return _with_ends(file, index, known, tokenizer)
+    return Tokenized(file, mapped(file, _given(file, known)), None, tokenizer)
+
+
+def _with_ends(file: Path, index: Path, dtype: str | None, tokenizer: str = "") -> Tokenized:
+    """With an index of 8 bytes a document, which tell the width of the ids, too."""
+    if index.stat().st_size % 8:
+        raise _unfit(index, f"{index.stat().st_size:,} bytes are no numbers of 8")
+    ends = np.fromfile(index, "<u8").astype(np.int64)
+    if dtype is None and len(ends):
+        width = file.stat().st_size // max(1, int(ends[-1]))
+        dtype = f"u{width}" if width in (2, 4) else None
+    return _refuse_unfit(Tokenized(file, mapped(file, _given(file, dtype)), ends, tokenizer))
+
+
+def _dolma_ends(file: Path) -> Ends | None:
+    """Of `NAME.csv.gz`, whose rows begin with the start and end of a document in ids."""
+    index = file.with_suffix(".csv.gz")
+    if not index.is_file():
+        return None
+    try:
+        with gzip.open(index, "rb") as stream:
+            rows = csv.reader(io.TextIOWrapper(stream, "utf-8", errors="replace", newline=""))
+            first = next(rows, [])
+            named = [] if first[:1] == ["start"] else [first]
+            found = [(int(row[0]), int(row[1])) for row in chain(named, rows) if row]
+    except (ValueError, IndexError, EOFError, csv.Error, zlib.error, gzip.BadGzipFile) as error:
+        why = f"its rows do not begin with two places, or it is cut off ({error})"
+        raise _unfit(index, why) from None
+    places = np.array(found, np.int64)
+    if len(places) == 0:
+        return np.empty(0, np.int64)
+    if places[0, 0] != 0 or (places[1:, 0] != places[:-1, 1]).any():
+        raise _unfit(index, "its documents do not follow one another")
+    return places[:, 1].copy()
+
+
+def _numpy(file: Path) -> Tokenized:
+    try:
+        ids = np.load(file, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:
+        raise _unfit(file, f"numpy cannot read it: {error}") from None
+    if ids.ndim != 1 or ids.dtype.kind not in "ui":
+        raise _unfit(file, f"it is an array of {ids.dtype} of shape {ids.shape}, not a list of ids")
+    assert isinstance(ids, np.memmap)
+    return Tokenized(file, mapped(file, ids.dtype.str, ids.offset), None, offset=ids.offset)
+
+
+def _llm_c(file: Path, head: bytes, dtype: str) -> Tokenized:
+    count = int.from_bytes(head[8:12], "little")
+    ids = mapped(file, dtype, _LLM_C_HEADER)
+    if len(ids) != count:
+        raise _unfit(file, f"its header says {count:,} ids, and it has {len(ids):,}")
+    return Tokenized(file, ids, None, offset=_LLM_C_HEADER)
+
+
+def _given(file: Path, dtype: str | None) -> str:
+    if dtype is None:
+        raise TrainctlError(
+            f"nothing tells of which type the ids in {file} are",
+            hint="data.id_type=uint16, or uint32",
+        )
+    return np.dtype(dtype).newbyteorder("<").str
+
+
+def mapped(file: Path, dtype: str, offset: int = 0) -> Ids:
+    """A file's ids; the kernel is told that they are read here and there, not in order.
+
+    Args:
+        file: Of ids alone, after what comes first.
+        dtype: numpy name of their type.
+        offset: Bytes of what comes first.
+
+    Raises:
+        OSError: It cannot be read.
+        TrainctlError: Its size is not one of ids.
+    """
+    size, width = file.stat().st_size - offset, np.dtype(dtype).itemsize
+    if size % width:
+        raise _unfit(file, f"{size:,} bytes are no ids of {width} bytes")
+    if size == 0:
+        return np.empty(0, dtype)
+    with file.open("rb") as stream:
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):  # Windows has none
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, dtype, offset=offset)
+
+
+def _refuse_unfit(tokenized: Tokenized) -> Tokenized:
+    ends, count = tokenized.ends, len(tokenized.ids)
+    if ends is None:
+        return tokenized
+    last = int(ends[-1]) if len(ends) else 0
+    if last != count:
+        raise _unfit(tokenized.file, f"its index ends at id {last:,}, and it has {count:,}")
+    if len(ends) and (ends[0] < 0 or (np.diff(ends) < 0).any()):
+        raise _unfit(tokenized.file, "the ends of its documents do not ascend")
+    return tokenized
+
+
+def _extremes(ids: Ids, whole: bool) -> Iterator[int]:
+    """Places of the lowest and the highest id of each part that is looked at."""
+    if whole or len(ids) <= _PROBES * _PROBE:
+        starts: Sequence[int] = range(0, len(ids), _CHUNK)
+        size = _CHUNK
+    else:
+        starts, size = _spread(len(ids) - _PROBE + 1, _PROBES).tolist(), _PROBE
+    for start in starts:
+        part = ids[start : start + size]
+        yield start + int(part.argmin())
+        yield start + int(part.argmax())
+
+
+def _other_type(tokenized: Tokenized, vocab_size: int) -> str:
+    """Whether the bytes would be ids if they were of the other width."""
+    ids = tokenized.ids
+    other = np.dtype("<u4" if ids.itemsize == 2 else "<u2")
+    if tokenized.ends is not None or ids.nbytes % other.itemsize:
+        return ""
+    seen = ids.view(other)
+    fits = all(seen[at] < vocab_size for at in _extremes(seen, whole=False))
+    return f"; they would fit as {other.name}" if fits else ""
+
+
+def _spread(count: int, most: int) -> npt.NDArray[np.int64]:
+    """Places from the first to the last of so many, evenly."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
+
+
+def _unfit(file: Path, why: str) -> TrainctlError:
+    return TrainctlError(f"{file} cannot be used: {why}", hint="copy or make it again")
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TrainctlError(f"cannot read {error.filename or file}: {error.strerror}") from None

@@ -1,0 +1,125 @@
+"""Arrow IPC files and streams, and the folders that `datasets` saves: a document a row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.schema import DataFromRecords
+from trainctl.config.text.arrow import cells, pyarrow, readable, require_texts
+from trainctl.config.text.check import TEXT_KEY, FileProblem
+from trainctl.config.text.columns import NoColumn, key_of, text_of
+from trainctl.config.text.documents import Document, Reader
+from trainctl.config.text.remote import File
+from trainctl.config.text.stream import Damaged
+from trainctl.errors import TrainctlError
+from trainctl.options.data import DataSource
+
+_FILE = b"ARROW1"
+"""That a file begins with; a stream begins with the length of its first message."""
+_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+_STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+
+
+def read(reader: Reader, file: File) -> Iterator[Document]:
+    """The texts of a file's rows, in order."""
+    key = key_of(reader)
+    row = 0
+    with _opened(file, key) as batches:
+        for batch in batches:
+            for cell in cells(batch.column(key)):
+                row += 1
+                text = text_of(reader, cell, f"{file}, row {row:,}")
+                if text is not None:
+                    yield Document(text, file, row)
+
+
+def problem(file: File, section: DataFromRecords) -> FileProblem | None:
+    """What a file's schema says of it, and its end."""
+    try:
+        with _opened(file, section.text_key):
+            return None
+    except NoColumn as error:
+        return FileProblem(TEXT_KEY, error.hint, error.message, error.hint, "data.text_key")
+
+
+def choose(files: list[File]) -> list[File]:
+    """The files that `state.json` names where `datasets` has written one; elsewhere all.
+
+    What that library keeps beside its data has names of its own, or ones that begin with `cache-`.
+
+    Raises:
+        TrainctlError: One of those files is not there.
+    """
+    by_name = {str(file): file for file in files}
+    found = []
+    for name, file in by_name.items():
+        folder = name.rpartition("/")[0]
+        if file.name == _STATE:
+            found += _named_by(file, folder, by_name)
+        is_saved = f"{folder}/{_STATE}" in by_name
+        is_cached = file.name.startswith("cache-") and f"{folder}/{_INFO}" in by_name
+        if not (is_saved or is_cached or file.name in (_INFO, _SPLITS)):
+            found.append(file)
+    return found
+
+
+def _named_by(state: File, folder: str, by_name: dict[str, File]) -> list[File]:
+    try:
+        names = [part["filename"] for part in json.loads(state.read_bytes())["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise TrainctlError(
+            f"{state} does not say which files a dataset has: {type(error).__name__}: {error}",
+            hint="name them in data.paths, by a glob",
+        ) from None
+    missing = [name for name in names if f"{folder}/{name}" not in by_name]
+    if missing:
+        raise TrainctlError(
+            f"{state} names {missing[0]}, which is not there",
+            hint="copy the whole folder",
+        )
+    return [by_name[f"{folder}/{name}"] for name in names]
+
+
+@contextmanager
+def _opened(file: File, key: str) -> Iterator[Iterator[Any]]:
+    package = pyarrow()
+    if file.stat().st_size < len(_END_OF_STREAM):
+        raise _cut_off(file)
+    with readable(file, "Arrow"):
+        source = package.memory_map(str(file)) if isinstance(file, Path) else file.open()
+        with source:
+            head = source.read(len(_FILE))
+            if head == _FILE:
+                source.seek(0)
+                whole = package.ipc.open_file(source)
+                require_texts(whole.schema, file, key)
+                yield (whole.get_batch(number) for number in range(whole.num_record_batches))
+                return
+            source.seek(-len(_END_OF_STREAM), 2)
+            if source.read(len(_END_OF_STREAM)) != _END_OF_STREAM:
+                raise _cut_off(file)
+            source.seek(0)
+            stream = package.ipc.open_stream(source)
+            require_texts(stream.schema, file, key)
+            yield iter(stream)
+
+
+def _cut_off(file: File) -> Damaged:
+    return Damaged(
+        f"{file} is no Arrow, or cut off: it has no end mark", hint="fetch or write it again"
+    )
+
+
+SPEC = DataSource(
+    name="arrow",
+    keys=DataFromRecords,
+    build="trainctl.options.data.arrow:read",
+    extra="data",
+    endings=(".arrow", ".feather", ".ipc"),
+    choose=choose,
+    problem=problem,
+)

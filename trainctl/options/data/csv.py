@@ -1,0 +1,107 @@
+"""CSV and TSV: a document a row, in the column that the first row names."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trainctl.config.schema import DataFromRecords
+from trainctl.config.schema.option import option
+from trainctl.config.text.check import FileProblem
+from trainctl.config.text.columns import NoColumn, first_problem, key_of, text_of
+from trainctl.config.text.documents import Document, Reader
+from trainctl.config.text.files import HEAD_BYTES, no_text
+from trainctl.config.text.remote import File
+from trainctl.config.text.stream import Damaged, head_of, opened, unpacked_name
+from trainctl.errors import TrainctlError
+from trainctl.options.data import DataSource
+
+MOST_CHARACTERS = 1 << 30
+"""Of a field. Python's own limit, 2^17, is one of the process, and below the length of a book."""
+
+
+@dataclass
+class CsvConfig(DataFromRecords):
+    """Its own keys."""
+
+    delimiter: str | None = option(
+        None,
+        "Character between two fields; none is a tab in files that end in .tsv, and a comma.",
+    )
+
+
+def read(reader: Reader, file: File) -> Iterator[Document]:
+    """The texts of a file's rows, each with its first line."""
+    found = no_text(head_of(file, HEAD_BYTES))
+    if found is not None:
+        raise Damaged(f"{file} is {found[0]}, not CSV", hint=found[1].replace("FILE", str(file)))
+    csv.field_size_limit(MOST_CHARACTERS)
+    with opened(file) as stream:
+        # Bytes that are not UTF-8 become halves of surrogate pairs, and bytes again in a text.
+        text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+        rows = csv.reader(text, delimiter=_delimiter(reader, file), strict=True)
+        header: list[str] = []
+        place = 0
+        for line, row, wrong in _numbered(rows):
+            where = f"{file}:{line}"
+            if not header and not wrong:
+                header, place = row, _place(row, file, key_of(reader))
+                continue
+            if not wrong and len(row) != len(header):
+                wrong = f"{len(row)} fields, where the first row has {len(header)}"
+            if wrong:
+                reader.judge(where, wrong)
+                continue
+            raw = row[place].encode("utf-8", errors="surrogateescape")
+            document = text_of(reader, raw, where)
+            if document is not None:
+                yield Document(document, file, line)
+
+
+def problem(file: File, section: CsvConfig) -> FileProblem | None:
+    """What the first rows of a file show."""
+    return first_problem(file, section, read)
+
+
+def _numbered(rows: Any) -> Iterator[tuple[int, list[str], str]]:
+    """Each row with its first line, from 1, and what is wrong with it; empty lines are none."""
+    while True:
+        line = rows.line_num + 1
+        try:
+            row, wrong = next(rows), ""
+        except StopIteration:
+            return
+        except csv.Error as error:
+            row, wrong = [], f"not CSV: {error}"
+        if row or wrong:
+            yield line, row, wrong
+
+
+def _delimiter(reader: Reader, file: File) -> str:
+    assert isinstance(reader.config, CsvConfig)
+    chosen = reader.config.delimiter
+    if chosen is None:
+        return "\t" if unpacked_name(file).endswith(".tsv") else ","
+    if len(chosen) != 1 or chosen in '"\r\n':
+        raise TrainctlError(f"data.delimiter={chosen!r} is not one character", hint="a comma")
+    return chosen
+
+
+def _place(header: list[str], file: File, key: str) -> int:
+    if header.count(key) == 1:
+        return header.index(key)
+    columns = [repr(name) if header.count(name) == 1 else f"{name!r} twice" for name in header]
+    raise NoColumn(file, key, [*dict.fromkeys(columns)], header)
+
+
+SPEC = DataSource(
+    name="csv",
+    keys=CsvConfig,
+    build="trainctl.options.data.csv:read",
+    endings=(".csv", ".tsv"),
+    problem=problem,
+    is_plain=True,
+)

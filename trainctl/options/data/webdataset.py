@@ -1,0 +1,161 @@
+"""WebDataset: tars whose members' names say which are of one sample: `KEY.txt`, `KEY.json`."""
+
+from __future__ import annotations
+
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePosixPath
+from typing import BinaryIO
+
+from trainctl.config.schema import DataFromRecords
+from trainctl.config.schema.option import option
+from trainctl.config.text.check import TEXT_KEY, FileProblem
+from trainctl.config.text.columns import first_problem
+from trainctl.config.text.documents import Document, Reader
+from trainctl.config.text.plain import text_of_record
+from trainctl.config.text.remote import File
+from trainctl.config.text.stream import Damaged, opened
+from trainctl.options.data import DataSource
+
+_BLOCK = 512
+"""Bytes that a tar is counted in; two of zeros end it (POSIX.1-2017, pax, «ustar Interchange»)."""
+_READ = 1 << 20
+_MEMBERS_READ = 1000
+"""Of each tar, before the start: a sample's members lie together, so one of them has a text."""
+
+
+def _is_json(section: WebDatasetConfig) -> bool:
+    return section.member.rpartition(".")[2] == "json"
+
+
+@dataclass
+class WebDatasetConfig(DataFromRecords):
+    """Its own keys."""
+
+    text_key: str = option(
+        "text",
+        "Key of the text in a JSON object.",
+        needs=(_is_json, "members of JSON, such as data.member=json"),
+    )
+    member: str = option(
+        "txt",
+        "Ending of the members that have the texts, after the first dot of their names; of json "
+        "the text is under `text_key`.",
+    )
+
+
+def read(reader: Reader, file: File, *, most: int | None = None) -> Iterator[Document]:
+    """The texts of a tar's samples, in order, numbered from 1; of its first members, if asked.
+
+    Raises:
+        TrainctlError: The tar is damaged, or has members and none of that ending; or by the policy.
+    """
+    section = reader.config
+    assert isinstance(section, WebDatasetConfig)
+    number = 0
+    endings: Counter[str] = Counter()
+    with opened(file) as stream:
+        watched = _Watched(stream)
+        for name, raw in _members(watched, file, section.member, endings, most):
+            number += 1
+            where = f"{file}, {name}"
+            if _is_json(section):
+                text = text_of_record(reader, raw, where)
+            else:
+                text = reader.decoded(raw, where)
+            if text is not None:
+                yield Document(text, file, number)
+    if number == 0 and endings:
+        raise _NoMember(file, section.member, [ending for ending, _ in endings.most_common(12)])
+
+
+def problem(file: File, section: WebDatasetConfig) -> FileProblem | None:
+    """What the first samples of a tar show."""
+    try:
+        return first_problem(file, section, partial(read, most=_MEMBERS_READ))
+    except _NoMember as error:
+        return FileProblem(TEXT_KEY, error.hint, error.message, error.hint, "data.member")
+
+
+class _NoMember(Damaged):
+    def __init__(self, file: File, member: str, endings: list[str]) -> None:
+        super().__init__(
+            f"{file}: no member's name ends in {member!r}: they end in "
+            f"{', '.join(map(repr, endings))}",
+            hint=f"data.member={endings[0]}",
+        )
+
+
+class _Watched:
+    """A stream, and what only its end tells: whether a tar ends there.
+
+    Args:
+        stream: The tar.
+
+    Attributes:
+        size: Bytes read so far.
+        filled: Bytes up to the last one that is not zero.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.size = self.filled = 0
+
+    def read(self, size: int) -> bytes:
+        """The next bytes; fewer at the end alone."""
+        data = self._stream.read(size)
+        used = len(data.rstrip(b"\x00"))
+        if used:
+            self.filled = self.size + used
+        self.size += len(data)
+        return data
+
+
+def _members(
+    watched: _Watched, file: File, ending: str, endings: Counter[str], most: int | None
+) -> Iterator[tuple[str, bytes]]:
+    """Name and bytes of each file in a tar with that ending; the endings of all are counted.
+
+    tarfile takes a header that is cut off, or is none, for the end; so the end is looked at.
+    """
+    try:
+        with tarfile.open(fileobj=watched, mode="r|") as tar:  # type: ignore[call-overload]
+            for member in tar:
+                found = PurePosixPath(member.name).name.partition(".")[2]
+                if member.isreg() and not member.issparse():
+                    endings[found] += 1
+                    if found == ending:
+                        yield member.name, tar.extractfile(member).read()
+                if endings.total() == most:
+                    return
+                tar.members = []  # else all of them are kept
+            end = tar.offset
+    except tarfile.TarError as error:
+        raise Damaged(
+            f"{file} is no tar, or cut off or damaged: {error}", hint="fetch or write it again"
+        ) from None
+    while watched.read(_READ):
+        pass
+    if watched.filled > end:
+        raise Damaged(
+            f"{file} is damaged at byte {end:,}, or tars one after the other: what follows there "
+            "is no member",
+            hint="fetch or write it again; join tars by `tar --concatenate`, not by cat",
+        )
+    if watched.size < end + 2 * _BLOCK:
+        raise Damaged(
+            f"{file} is cut off: it ends without an end mark, after {watched.size:,} bytes",
+            hint="fetch or write it again",
+        )
+
+
+SPEC = DataSource(
+    name="webdataset",
+    keys=WebDatasetConfig,
+    build="trainctl.options.data.webdataset:read",
+    endings=(".tar",),
+    problem=problem,
+)

@@ -1,0 +1,41 @@
+"""FineWeb's own rules (Penedo et al., 2024, section 3.6), with their thresholds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema.option import option
+from trainctl.options.filter import Filter, FilterConfig, at_least, at_most
+
+
+@dataclass
+class FineWebConfig(FilterConfig):
+    """Its thresholds."""
+
+    min_terminated_lines: float | None = option(
+        0.12, "Smallest share of lines that end as a sentence does.", minimum=0, maximum=1
+    )
+    max_short_lines: float | None = option(
+        0.67, "Largest share of lines below 30 characters.", minimum=0, maximum=1
+    )
+    max_repeated_lines: float | None = option(
+        0.1,
+        "Largest share of characters in lines that the document has already; FineWeb's paper has "
+        "0.1, its code 0.01.",
+        minimum=0,
+        maximum=1,
+    )
+    max_lines_per_word: float | None = option(0.3, "Most line feeds for each word.", minimum=0)
+
+
+SPEC = Filter(
+    name="fineweb",
+    keys=FineWebConfig,
+    build="trainctl.data.quality.statistics:fineweb",
+    bounds=at_least(min_terminated_lines="terminated_lines")
+    + at_most(
+        max_short_lines="short_lines",
+        max_repeated_lines="repeated_lines_characters",
+        max_lines_per_word="lines_per_word",
+    ),
+)

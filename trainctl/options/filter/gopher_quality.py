@@ -1,0 +1,57 @@
+"""Gopher's rules of quality: is it prose (Rae et al., 2021, A.1.1)? They refuse nearly all code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema.option import option
+from trainctl.options.filter import Filter, FilterConfig, at_least, at_most
+
+
+@dataclass
+class GopherQualityConfig(FilterConfig):
+    """Its thresholds; words are what stands between white space."""
+
+    min_words: int | None = option(50, "Fewest words of a document.", minimum=0)
+    max_words: int | None = option(100_000, "Most words of a document.", minimum=1)
+    min_mean_word_length: float | None = option(
+        3.0, "Smallest mean length of its words.", unit="characters", minimum=0
+    )
+    max_mean_word_length: float | None = option(
+        10.0, "Largest mean length of its words.", unit="characters", above=0
+    )
+    max_hashes: float | None = option(0.1, "Most signs # for each word.", minimum=0)
+    max_ellipses: float | None = option(0.1, "Most ellipses for each word.", minimum=0)
+    max_bullet_lines: float | None = option(
+        0.9, "Largest share of lines that begin with a bullet point.", minimum=0, maximum=1
+    )
+    max_ellipsis_lines: float | None = option(
+        0.3, "Largest share of lines that end with an ellipsis.", minimum=0, maximum=1
+    )
+    min_words_with_letters: float | None = option(
+        0.8, "Smallest share of words with a letter in them.", minimum=0, maximum=1
+    )
+    min_stop_words: int | None = option(
+        2, "How many of the, be, to, of, and, that, have, with it has.", minimum=0, maximum=8
+    )
+
+
+SPEC = Filter(
+    name="gopher_quality",
+    keys=GopherQualityConfig,
+    build="trainctl.data.quality.statistics:quality",
+    bounds=at_least(
+        min_words="words",
+        min_mean_word_length="mean_word_length",
+        min_words_with_letters="words_with_letters",
+        min_stop_words="stop_words",
+    )
+    + at_most(
+        max_words="words",
+        max_mean_word_length="mean_word_length",
+        max_hashes="hashes_per_word",
+        max_ellipses="ellipses_per_word",
+        max_bullet_lines="bullet_lines",
+        max_ellipsis_lines="ellipsis_lines",
+    ),
+)

@@ -1,0 +1,30 @@
+"""Addresses of a list: a document from one of its hosts, or from below one of its paths, goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema.option import option
+from trainctl.options.filter import Filter, FilterConfig, at_most
+
+
+@dataclass
+class UrlsConfig(FilterConfig):
+    """The list."""
+
+    file: str = option(
+        "",
+        "A text file of hosts (with those below them) and addresses (with those that go on from "
+        "them), one a line.",
+        example="blocked.txt",
+    )
+    max_matches: int | None = option(0, "Most entries that an address may match.", minimum=0)
+
+
+SPEC = Filter(
+    name="urls",
+    keys=UrlsConfig,
+    build="trainctl.data.quality.lists:urls",
+    bounds=at_most(max_matches="matches"),
+    settings=("file",),
+)

@@ -1,0 +1,32 @@
+"""Words of a list: a document that has too many of them goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema.option import option
+from trainctl.options.filter import Filter, FilterConfig, at_most
+
+
+@dataclass
+class WordsConfig(FilterConfig):
+    """The list, and how much of it is too much."""
+
+    file: str = option(
+        "",
+        "A text file of words, one a line; upper and lower case are the same.",
+        example="bad.txt",
+    )
+    max_words: int | None = option(0, "Most words of the list in a document.", minimum=0)
+    max_share: float | None = option(
+        None, "Largest share of the document's words.", minimum=0, maximum=1
+    )
+
+
+SPEC = Filter(
+    name="words",
+    keys=WordsConfig,
+    build="trainctl.data.quality.lists:words",
+    bounds=at_most(max_words="listed", max_share="listed_share"),
+    settings=("file",),
+)

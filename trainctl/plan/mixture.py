@@ -1,0 +1,185 @@
+"""Sources and stages of a run, from its configuration alone: no text is read, nothing counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+
+from trainctl.config.schema import (
+    DataConfig,
+    ScheduleConfig,
+    SourceConfig,
+    StageConfig,
+    TrainingConfig,
+)
+from trainctl.options.schedule import position_of, steps_of_share
+from trainctl.plan.batches import Batch, Batches, BatchPhase
+
+SOLE = "data"
+"""Name of the source of a run that has only one: its section is `data` itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataStage:
+    """Steps with one mixture and one length of sample.
+
+    Attributes:
+        first_step: Number of the first of them, from 0.
+        end_step: Number of the first after them.
+        first_sample: Counter of its first sample, over all ranks and stages.
+        batches: The batch of every step of the run, as if all of it had this length.
+        weights: Its own, by name of the source; None for those of the sources.
+    """
+
+    first_step: int
+    end_step: int
+    first_sample: int
+    batches: Batches
+    weights: Mapping[str, Fraction] | None
+
+    @property
+    def sequence_length(self) -> int:
+        return self.batches.at(self.first_step).sequence_length
+
+    @property
+    def samples(self) -> int:
+        return self.batches.samples_before(self.end_step) - self.batches.samples_before(
+            self.first_step
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.sequence_length
+
+    def sample_of(self, step: int) -> int:
+        """Counter of the first sample of one of its steps."""
+        before = self.batches.samples_before(step) - self.batches.samples_before(self.first_step)
+        return self.first_sample + before
+
+
+def sources_of(data: DataConfig) -> dict[str, DataConfig]:
+    """The sections of a run's sources, by name; without `data.sources` the one of `data` itself."""
+    return dict(data.sources) or {SOLE: data}  # type: ignore[arg-type]
+
+
+def exact(weight: float) -> Fraction:
+    """The decimal fraction that a weight was written as: 0.7 is 7/10."""
+    return Fraction(repr(weight))
+
+
+def add_up(weights: Iterable[float]) -> bool:
+    """Whether weights are shares with the sum 1, or whole numbers in proportion."""
+    parts = [exact(weight) for weight in weights]
+    return sum(parts) == 1 or all(part.denominator == 1 for part in parts)
+
+
+def shares_of_amounts(
+    sources: Mapping[str, SourceConfig], epoch_tokens: Mapping[str, int], of: int
+) -> dict[str, Fraction]:
+    """Shares that give each source its weight, tokens or epochs.
+
+    What tokens and epochs leave of the run is shared by weight; where nothing has a weight, tokens
+    and epochs are only in proportion.
+
+    Args:
+        sources: Their sections; one without any of the three has no share.
+        epoch_tokens: Tokens in the samples of an epoch of each source.
+        of: Tokens of the steps that these shares are of.
+    """
+    amounts = {
+        name: amount
+        for name, source in sources.items()
+        if (amount := amount_of(source, epoch_tokens[name])) is not None
+    }
+    weights = {
+        name: exact(source.weight) for name, source in sources.items() if source.weight is not None
+    }
+    if not amounts:
+        return weights
+    if not weights:
+        return amounts
+    rest = max(Fraction(0), of - sum(amounts.values(), Fraction(0))) / sum(weights.values())
+    return {**amounts, **{name: weight * rest for name, weight in weights.items()}}
+
+
+def amount_of(source: SourceConfig, epoch_tokens: int) -> Fraction | None:
+    """Tokens that a source is to give in the run, where it says how many."""
+    if source.tokens is not None:
+        return Fraction(source.tokens)
+    return None if source.epochs is None else exact(source.epochs) * epoch_tokens
+
+
+def batch_of_length(batch: Batch, length: int) -> Batch | None:
+    """The same tokens in samples of another length, and no more of them at once on a rank.
+
+    A micro-batch keeps its tokens, or else has fewer; None where that takes no whole numbers.
+    """
+    if length == batch.sequence_length:
+        return batch
+    samples, rest = divmod(batch.tokens_per_step, length)
+    micro_tokens = batch.micro_batch_size * batch.sequence_length
+    ranks = batch.global_batch_size // (batch.micro_batch_size * batch.gradient_accumulation_steps)
+    if rest or samples % ranks:
+        return None
+    each = samples // ranks
+    micro = next((m for m in range(micro_tokens // length, 0, -1) if each % m == 0), None)
+    if micro is None:
+        return None
+    return replace(
+        batch,
+        global_batch_size=samples,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=each // micro,
+        sequence_length=length,
+    )
+
+
+def batches_of_length(batches: Batches, length: int) -> Batches | None:
+    """The batch of every step at another length; None where one of them has none."""
+    phases = []
+    for phase in batches.phases:
+        batch = batch_of_length(phase.batch, length)
+        if batch is None:
+            return None
+        phases.append(BatchPhase(first_step=phase.first_step, batch=batch))
+    return Batches(tuple(phases))
+
+
+def end_of(stage: StageConfig, schedule: ScheduleConfig, batches: Batches, total: int) -> int:
+    """The step that a stage ends before: a share counts as the schedule does, steps or tokens."""
+    if stage.until_step is not None:
+        return stage.until_step
+    if stage.until_tokens is not None:
+        return batches.steps_for(stage.until_tokens)
+    if stage.until is None:
+        return total
+    return steps_of_share(stage.until, total, partial(position_of, schedule, batches))
+
+
+def stages_of(
+    data: DataConfig,
+    training: TrainingConfig,
+    schedule: ScheduleConfig,
+    batches: Batches,
+    total: int,
+) -> tuple[DataStage, ...]:
+    """The stages of a run that the rules have nothing against; one without `data.stages`."""
+    found: list[DataStage] = []
+    first_step = first_sample = 0
+    for stage in data.stages or [StageConfig()]:
+        of_length = batches_of_length(batches, stage.sequence_length or training.sequence_length)
+        assert of_length is not None
+        own = stage.weights
+        weights = None if own is None else {name: exact(weight) for name, weight in own.items()}
+        made = DataStage(
+            first_step=first_step,
+            end_step=min(total, end_of(stage, schedule, batches, total)),
+            first_sample=first_sample,
+            batches=of_length,
+            weights=weights,
+        )
+        found.append(made)
+        first_step, first_sample = made.end_step, first_sample + made.samples
+    return tuple(found)
