@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.hardware import Hardware
+from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
+from trainctl.train.corpus import CACHE_VARIABLE
 from trainctl.train.prepare import prepare
 
 PRELOAD = (
@@ -49,6 +52,8 @@ SECONDS = 300.0
 
 
 _servers: list[ForkServer] = []
+_corpora: dict[str, str] = {}
+"""What `corpus.json` says, by what it depends on."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def train_cases(world_size: int, cases: list[Case], *, probe: str = "") -> list[
         attempt = case.run.attempt(case.attempt)
         attempt.root.mkdir(parents=True, exist_ok=True)
         write_json(attempt.plan, to_plain(case.plan))
-        prepare(case.plan, case.run)
+        _prepare(case.plan, case.run)
     for operator in sorted(set().union(*(_operators(case.plan) for case in cases))):
         # Once for all ranks, and with no limit to it: a compiler that is killed leaves a lock.
         server().prepare("ranks:load_operator", operator)
@@ -122,6 +127,22 @@ def train_cases(world_size: int, cases: list[Case], *, probe: str = "") -> list[
     for case in cases:
         server().run("ranks:train", case, world_size, SECONDS)
     return []
+
+
+def _prepare(plan: RunPlan, run: RunPaths) -> None:
+    """As before a launch, but the standard library's folders are walked once: it takes as long as
+    ten steps of the tiny model."""
+    config = plan.config
+    if config.data.kind != "stdlib" or is_counted_in_epochs(config.training):
+        prepare(plan, run)
+        return
+    parts = (config.data, config.tokenizer, config.training.sequence_length)
+    key = repr((parts, config.model.vocab_size, os.environ.get(CACHE_VARIABLE)))
+    if key not in _corpora or (run.corpus.exists() and run.corpus.read_text() != _corpora[key]):
+        prepare(plan, run)
+        _corpora[key] = run.corpus.read_text()
+    else:
+        run.corpus.write_text(_corpora[key])
 
 
 def trained(folder: Path, config: RunConfig, processes: int = 1) -> RunPaths:
