@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
-from trainctl.train.corpus import CACHE_VARIABLE
+from trainctl.train.corpus import Corpus, cache_folder
 from trainctl.train.prepare import prepare
 
 PRELOAD = (
@@ -52,8 +51,8 @@ SECONDS = 300.0
 
 
 _servers: list[ForkServer] = []
-_corpora: dict[str, str] = {}
-"""What `corpus.json` says, by what it depends on."""
+_corpora: dict[str, Corpus] = {}
+"""By what they depend on."""
 
 
 @dataclass(frozen=True)
@@ -141,16 +140,17 @@ def _prepare(plan: RunPlan, run: RunPaths) -> None:
     """As before a launch, but the standard library's folders are walked once: it takes as long as
     ten steps of the tiny model."""
     config = plan.config
-    if config.data.kind != "stdlib" or is_counted_in_epochs(config.training):
+    if config.data.kind != "stdlib" or config.data.sources or is_counted_in_epochs(config.training):
         prepare(plan, run)
         return
     parts = (config.data, config.tokenizer, config.training.sequence_length)
-    key = repr((parts, config.model.vocab_size, os.environ.get(CACHE_VARIABLE)))
-    if key not in _corpora or (run.corpus.exists() and run.corpus.read_text() != _corpora[key]):
+    key = repr((parts, config.model.vocab_size, cache_folder()))
+    known = _corpora.get(key)
+    if known is None or run.corpus.exists() or not Path(known.folder).is_dir():
         prepare(plan, run)
-        _corpora[key] = run.corpus.read_text()
+        _corpora[key] = Corpus.load(run.corpus)
     else:
-        run.corpus.write_text(_corpora[key])
+        write_json(run.corpus, asdict(known))
 
 
 def trained(folder: Path, config: RunConfig, processes: int = 1) -> RunPaths:
