@@ -128,7 +128,7 @@ def test_a_node_that_is_cut_off_is_left_behind_and_its_samples_are_not(
     run = tmp_path / "run"
     launch = cluster.start(
         sys.executable, "-m", "trainctl", "launch", *TINY, *over_ssh(cluster, "2x1xcpu"),
-        "training.steps=400", "training.stop_after_steps=24", "checkpoint.every_steps=8",
+        "training.steps=400", "training.stop_after_steps=60", "checkpoint.every_steps=8",
         "launcher.node_timeout_seconds=6", "launcher.max_restarts=2", "launcher.min_nodes=1",
         "launcher.slow_phase_seconds=120", "launcher.preflight_seconds=15", "--run-dir", run,
         cwd=tmp_path,
@@ -154,7 +154,7 @@ def test_a_node_that_is_cut_off_is_left_behind_and_its_samples_are_not(
     assert restart["nodes"] == 1 and "was lost" in out + err
     assert [event["ranks"] for event in events(run, "launch")] == [2, 1]
     steps = {event["step"]: event for event in events(run, "step")}
-    assert sorted(steps) == list(range(1, 25))
+    assert sorted(steps) == list(range(1, 61))
     for step, event in steps.items():
         assert event["samples"] == [(step - 1) * 8, step * 8]
     # Steps that were done twice, on two nodes and on one, have the same loss.
