@@ -44,7 +44,9 @@ def prepare(
     Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32
     """
     from trainctl.cli.console import print_json, put
+    from trainctl.cli.data_dropped import dropped_of, put_dropped, told
     from trainctl.cli.planning import compose_target
+    from trainctl.config.quality import asks
     from trainctl.data.progress import Standing
     from trainctl.train.corpora import build_corpora, do_shares
     from trainctl.train.prepare import TokenizingProgress, say
@@ -60,7 +62,7 @@ def prepare(
 
     def show(standing: Standing) -> None:
         nonlocal last
-        last = standing
+        last = standing if standing.is_tokenizing else last
         tell_of(standing)
 
     if share is not None:
@@ -76,8 +78,11 @@ def prepare(
             )
         return
     corpora = build_corpora(config, tokenizer, show, say, workers=workers)
+    left_out = list(dropped_of(config)) if asks(config.data) else []
     if as_json:
-        print_json(_as_json(corpora, last, is_mixture=bool(config.data.sources)))
+        dropped = {"dropped": [told(each) for each in left_out]} if left_out else {}
+        made = _as_json(corpora, last, is_mixture=bool(config.data.sources))
+        print_json({**made, **dropped})
         return
     for name, corpus in corpora.items():
         of = f"{name}: " if config.data.sources else ""
@@ -85,6 +90,8 @@ def prepare(
             put(f"{of}{split.tokens:,} tokens {side}, of {split.documents:,} documents")
     just_now = f", {last.documents:,} documents tokenized just now" if last.documents else ""
     put(f"in {', '.join(corpus.folder for corpus in corpora.values())}{just_now}")
+    for each in left_out:
+        put_dropped(each)
 
 
 def _as_json(corpora: Corpora, last: Standing, *, is_mixture: bool) -> dict[str, object]:
