@@ -42,15 +42,15 @@ def show(
     from trainctl.runs.attempts import standing_attempt
     from trainctl.runs.directory import open_run, read_plan
     from trainctl.train.contents import parse_counters, samples_of
-    from trainctl.train.prepare import corpus_of
+    from trainctl.train.prepare import corpora_of
     from trainctl.train.tokenizer import load_tokenizer
 
     counters = parse_counters(samples)
     paths = open_run(run)
     plan = read_plan(paths.attempt(standing_attempt(paths).number).plan)
-    corpus = corpus_of(plan, paths)
+    corpora = corpora_of(plan, paths)
     tokenizer = load_tokenizer(plan.config.tokenizer)
-    found = samples_of(plan, corpus, tokenizer, counters, most_characters=characters)
+    found = samples_of(plan, corpora, tokenizer, counters, most_characters=characters)
     if as_json:
         shown = [asdict(sample) for sample in found]
         print_json({"schema": 1, "run": str(paths.root), "samples": shown})
@@ -61,10 +61,12 @@ def show(
 
 def _show(sample: Sample) -> None:
     from trainctl.cli.console import printable, put
+    from trainctl.plan.mixture import SOLE
 
+    of = "the training text" if sample.source == SOLE else sample.source
     put(
         f"sample {sample.counter}: index {sample.index} of pass {sample.epoch + 1}, from token "
-        f"{sample.first_token:,} of the training text"
+        f"{sample.first_token:,} of {of}"
     )
     for passage in sample.passages:
         put(f"  {_source(passage)}")

@@ -85,6 +85,7 @@ def plan(
         calibrated: Take what was measured on this machine, for hardware that is here.
     """
     from trainctl.cli.epochs import count_epoch
+    from trainctl.cli.source_counts import check_amounts
     from trainctl.config.files import missing_files
     from trainctl.config.tracing import trace_in_child
     from trainctl.hardware import resolve_hardware
@@ -108,6 +109,8 @@ def plan(
         found += check_model_files(composed.config)
         found += check_tokenizer_files(composed.config)
         found += refusals(composed.config, hardware)
+        if assessment.plan is not None and not any(finding.is_error for finding in found):
+            found += check_amounts(assessment.plan)
     return Planned(
         composed=composed,
         hardware=hardware,

@@ -202,7 +202,7 @@ class Engine(ABC):
 
     @abstractmethod
     def set_batch(self, batch: Batch) -> None:
-        """Give the steps from now on a batch of another size: other accumulation steps."""
+        """Give the steps from now on a batch of another size: accumulation steps, or lengths."""
 
     @abstractmethod
     def run(

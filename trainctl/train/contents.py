@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,12 +19,13 @@ from trainctl.config.text.documents import Reader, sides
 from trainctl.config.text.files import TextFiles, split_files
 from trainctl.config.text.remote import File, is_url
 from trainctl.data.in_place import Tokens
+from trainctl.data.mixture import order_of
 from trainctl.errors import TrainctlError
 from trainctl.options.data import spec_of
+from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
 from trainctl.train.corpus import Corpus
 from trainctl.train.corpus_file import FILES
-from trainctl.train.order import sample_indices
 from trainctl.train.tokenizer import Tokenizer
 
 Ends = Sequence[int] | npt.NDArray[np.uint64]
@@ -62,8 +63,9 @@ class Sample:
 
     Attributes:
         counter: Its number in the run's order, as in the records.
-        index: In the dataset.
-        epoch: How often the data had been gone through before it.
+        source: Name of its source; that of a run with one source is `plan.mixture.SOLE`.
+        index: In the source, in samples of its stage's length.
+        epoch: How often the source had been gone through before it.
         first_token: In the training split.
         passages: Of its documents, in order.
         text: Of its tokens, cut to the length that was asked for.
@@ -71,6 +73,7 @@ class Sample:
     """
 
     counter: int
+    source: str
     index: int
     epoch: int
     first_token: int
@@ -104,7 +107,7 @@ def parse_counters(text: str) -> list[int]:
 
 def samples_of(
     plan: RunPlan,
-    corpus: Corpus,
+    corpora: Mapping[str, Corpus],
     tokenizer: Tokenizer,
     counters: list[int],
     *,
@@ -114,39 +117,65 @@ def samples_of(
 
     Args:
         plan: Of the run.
-        corpus: Of the run, with its tokens in place.
+        corpora: Of the run, with their tokens in place.
         tokenizer: Of the run.
         counters: Which samples.
         most_characters: Of each text; 0 keeps all of it.
     """
-    length, tokens = plan.batch.sequence_length, corpus.tokens(corpus.train)
-    count = max(0, (corpus.train.tokens - 1) // length)
-    if not counters or count == 0:
+    sections = sources_of(plan.config.data)
+    try:
+        order = order_of(plan, {name: corpora[name].train.tokens for name in sections})
+    except ValueError:  # there is no sample
         return []
-    indices = sample_indices(
-        np.array(counters, dtype=np.int64),
-        num_samples=count,
-        seed=plan.config.training.seed,
-        shuffle=plan.config.data.shuffle,
-    )
-    starts = (indices * length).tolist()
-    ends: Ends | None = corpus.ends(corpus.train)
-    if ends is None:
-        ends = _ends_of_documents(tokens, corpus.end_of_document, max(starts) + length)
-    sources: _Origins | _Sources | None = None
-    if corpus.train.origin:
-        sources = _Origins(corpus)
-    elif plan.config.data.factory is None:
-        sources = _Sources(plan.config.data)
-    found = []
-    for counter, index, first in zip(counters, indices.tolist(), starts, strict=True):
-        text = tokenizer.decode(tokens[first : first + length].tolist())
-        cut = text[:most_characters] if most_characters else text
-        passages = tuple(_passages(ends, first, first + length, sources))
-        found.append(
-            Sample(counter, index, counter // count, first, passages, cut, len(cut) < len(text))
+    found = order.at(counters)
+    numbers = zip(counters, found.stage, found.source, found.epoch, found.index, strict=True)
+    texts: dict[str, _Text] = {}
+    samples = []
+    for counter, stage, source, epoch, index in numbers:
+        name, length = order.names[source], order.stages[stage].length
+        if name not in texts:
+            mine = found.source == source
+            lengths = np.array([each.length for each in order.stages])[found.stage[mine]]
+            limit = int(((found.index[mine] + 1) * lengths).max())
+            config = None if plan.config.data.factory is not None else sections[name]
+            texts[name] = _Text(corpora[name], config, limit)
+        text, first = texts[name], int(index) * length
+        decoded = tokenizer.decode(text.tokens[first : first + length].tolist())
+        cut = decoded[:most_characters] if most_characters else decoded
+        samples.append(
+            Sample(
+                counter=counter,
+                source=name,
+                index=int(index),
+                epoch=int(epoch),
+                first_token=first,
+                passages=tuple(_passages(text.ends, first, first + length, text.places)),
+                text=cut,
+                is_cut=len(cut) < len(decoded),
+            )
         )
-    return found
+    return samples
+
+
+class _Text:
+    """The training text of a source.
+
+    Args:
+        corpus: Of the source.
+        config: Its section; None where a function gave the texts.
+        limit: Tokens that are looked at.
+    """
+
+    def __init__(self, corpus: Corpus, config: DataConfig | None, limit: int) -> None:
+        self.tokens = corpus.tokens(corpus.train)
+        self.ends: Ends | None = corpus.ends(corpus.train)
+        if self.ends is None:
+            self.ends = _ends_of_documents(self.tokens, corpus.end_of_document, limit)
+        self.places: _Origins | _Sources | None = None
+        if corpus.train.origin:
+            self.places = _Origins(corpus)
+        elif config is not None:
+            self.places = _Sources(config)
 
 
 def _ends_of_documents(tokens: Tokens, end_of_document: int | None, limit: int) -> list[int] | None:

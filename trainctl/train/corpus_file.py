@@ -237,6 +237,16 @@ class Corpus:
         )
 
     @classmethod
+    def of(cls, record: dict[str, Any]) -> Corpus:
+        """What a record says.
+
+        Raises:
+            ValueError: Or a TypeError or KeyError: it is not one.
+        """
+        sides = {name: _split(record[name]) for name in ("train", "held_out")}
+        return cls(**{"format": 1, **record, **sides})
+
+    @classmethod
     def load(cls, path: Path) -> Corpus:
         """Read a record.
 
@@ -244,9 +254,7 @@ class Corpus:
             TrainctlError: It is not one (exit code 5).
         """
         try:
-            data = json.loads(path.read_bytes())
-            sides = {name: _split(data[name]) for name in ("train", "held_out")}
-            return cls(**{"format": 1, **data, **sides})
+            return cls.of(json.loads(path.read_bytes()))
         except OSError as error:
             problem = error.strerror or str(error)
         except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -119,6 +119,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC342", data.stages_follow_each_other),
     ("TC343", data.stages_know_their_sources),
     ("TC344", data.batches_keep_their_tokens),
+    ("TC349", data.lengths_suit_the_engine),
     ("TC361", data.ids_are_no_text),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
