@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, TokenizerConfig
 from trainctl.config.text.documents import BadText, Reader, is_one_document, sides
 from trainctl.config.text.files import TextFiles, digest_of, split_files
@@ -78,6 +79,8 @@ def build_corpus(
         TrainctlError: No file matches, one cannot be read or has bad text; or the cache cannot be
             written (exit code 4).
     """
+    if spec_of(config).is_prepared:
+        return _prepared(config, tokenizer, tell)
     folder, earlier, files = _cached_at(config, tokenizer)
     if spec_of(config).is_tokenized:
         return _in_place(config, tokenizer, folder, files, tell)
@@ -136,6 +139,12 @@ def build_corpus(
     return _from_cache(folder, put_together, tell)
 
 
+def _prepared(config: DataConfig, tokenizer: Tokenizer, tell: Tell) -> Corpus:
+    """One that lies elsewhere, whole."""
+    corpus: Corpus = function_of("data", config.kind)(config, tokenizer, tell)
+    return corpus
+
+
 def _in_place(
     config: DataConfig, tokenizer: Tokenizer, folder: Path, files: TextFiles, tell: Tell
 ) -> Corpus:
@@ -176,7 +185,7 @@ def do_share(
     Raises:
         TrainctlError: As `build_corpus`; or the text can be no job of an array.
     """
-    if spec_of(config).is_tokenized:
+    if spec_of(config).is_tokenized or spec_of(config).is_prepared:
         return 0
     if not in_parts(config):
         raise TrainctlError(
@@ -196,7 +205,7 @@ def in_parts(config: DataConfig) -> bool:
     Raises:
         TrainctlError: A file is not there, or cannot be read.
     """
-    if spec_of(config).is_tokenized:
+    if spec_of(config).is_tokenized or spec_of(config).is_prepared:
         return False
     return config.max_bytes is None and not is_one_document(config, split_files(config))
 
@@ -216,6 +225,8 @@ def cached_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus | None:
     Raises:
         TrainctlError: No file matches; or as `build_corpus`, of ids that others made.
     """
+    if spec_of(config).is_prepared:
+        return _prepared(config, tokenizer, _unheard)
     folder, _, files = _cached_at(config, tokenizer)
     if spec_of(config).is_tokenized:
         return _in_place(config, tokenizer, folder, files, _unheard)

@@ -22,6 +22,7 @@ from trainctl.train.corpora import (
     load_corpora,
     save_corpora,
 )
+from trainctl.train.streams import make_room
 from trainctl.train.tokenizer import load_tokenizer
 
 
@@ -61,6 +62,7 @@ def prepare(
         config, tokenizer, TokenizingProgress(show), tell, users_folder=run.users_corpus
     )
     _check_length(plan, corpora)
+    make_room(config, corpora)
     save_corpora(run.corpus, as_before(corpora, run.corpus))
 
 

@@ -121,6 +121,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC344", data.batches_keep_their_tokens),
     ("TC349", data.lengths_suit_the_engine),
     ("TC361", data.ids_are_no_text),
+    ("TC365", data.stream_has_its_place),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 
