@@ -11,7 +11,7 @@ from trainctl.config.registry import new_section
 from trainctl.errors import TrainctlError
 from trainctl.plan.mixture import SOLE
 from trainctl.runs.layout import RunPaths
-from trainctl.train.contents import parse_counters, samples_of
+from trainctl.train.contents import MOST_SAMPLES, counters_of_step, parse_counters, samples_of
 from trainctl.train.corpus import build_corpus
 from trainctl.train.prepare import corpora_of, prepare
 from trainctl.train.tokenizer import ByteTokenizer
@@ -112,6 +112,21 @@ def test_what_is_no_such_list(text):
         parse_counters(text)
 
 
+def test_the_samples_of_a_step_are_those_of_the_run_as_it_stands():
+    events = [
+        {"event": "step", "attempt": attempt, "step": step, "samples": samples}
+        for attempt, step, samples in [(1, 1, [0, 4]), (1, 2, [4, 8]), (2, 2, [8, 12])]
+    ]
+    assert counters_of_step(events, 1) == [0, 1, 2, 3]
+    assert counters_of_step(events, 2) == [8, 9, 10, 11], "those of the last attempt"
+    with pytest.raises(TrainctlError, match="no record of step 3"):
+        counters_of_step(events, 3)
+    events[0]["samples"] = [5, 5 + MOST_SAMPLES + 1]
+    with pytest.raises(TrainctlError) as refused:
+        counters_of_step(events, 1)
+    assert "--samples 5-1004" in refused.value.hint
+
+
 def test_the_command_escapes_what_a_terminal_would_obey(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -129,6 +144,8 @@ def test_the_command_escapes_what_a_terminal_would_obey(tmp_path, capsys, monkey
     assert "a.txt" in out and "document 0, tokens" in out
     command.show(run.root, "0-1", characters=5, as_json=True)
     answer = json.loads(capsys.readouterr().out)
+    with pytest.raises(TrainctlError, match="which samples"):
+        command.show(run.root)
     corpora = corpora_of(plan, run)
     expected = samples_of(plan, corpora, ByteTokenizer(), [0, 1], most_characters=5)
     assert answer["samples"] == json.loads(json.dumps([asdict(sample) for sample in expected]))

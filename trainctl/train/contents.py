@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,10 +20,11 @@ from trainctl.config.text.files import TextFiles, split_files
 from trainctl.config.text.remote import File, is_url
 from trainctl.data.in_place import Tokens
 from trainctl.data.mixture import order_of
-from trainctl.errors import TrainctlError
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import spec_of
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
+from trainctl.runs.records import Event, step_curve
 from trainctl.train.corpus import Corpus
 from trainctl.train.corpus_file import FILES
 from trainctl.train.tokenizer import Tokenizer
@@ -64,11 +65,11 @@ class Sample:
     Attributes:
         counter: Its number in the run's order, as in the records.
         source: Name of its source; that of a run with one source is `plan.mixture.SOLE`.
-        index: In the source, in samples of its stage's length.
+        index: Its number in the source, in samples of its stage's length.
         epoch: How often the source had been gone through before it.
-        first_token: In the training split.
-        passages: Of its documents, in order.
-        text: Of its tokens, cut to the length that was asked for.
+        first_token: Its place in the training split.
+        passages: What it has of its documents, in order.
+        text: What its tokens say, cut to the length that was asked for.
         is_cut: Whether there is more of it.
     """
 
@@ -105,6 +106,28 @@ def parse_counters(text: str) -> list[int]:
     return counters
 
 
+def counters_of_step(events: Iterable[Event], step: int) -> list[int]:
+    """The samples of an optimizer step, by the run's records as it stands.
+
+    Args:
+        events: Of the run.
+        step: From 1.
+
+    Raises:
+        TrainctlError: No record says (exit code 5), or there are more than `MOST_SAMPLES`.
+    """
+    record = step_curve(events).get(step)
+    if record is None or not record.get("samples"):
+        raise TrainctlError(f"the run has no record of step {step:,}", exit_code=ExitCode.run_state)
+    first, end = record["samples"]
+    if end - first > MOST_SAMPLES:
+        raise TrainctlError(
+            f"step {step:,} has {end - first:,} samples",
+            hint=f"a part of them: --samples {first}-{first + MOST_SAMPLES - 1}",
+        )
+    return list(range(first, end))
+
+
 def samples_of(
     plan: RunPlan,
     corpora: Mapping[str, Corpus],
@@ -129,7 +152,7 @@ def samples_of(
         return []
     found = order.at(counters)
     numbers = zip(counters, found.stage, found.source, found.epoch, found.index, strict=True)
-    texts: dict[str, _Text] = {}
+    texts: dict[str, TrainingText] = {}
     samples = []
     for counter, stage, source, epoch, index in numbers:
         name, length = order.names[source], order.stages[stage].length
@@ -137,8 +160,7 @@ def samples_of(
             mine = found.source == source
             lengths = np.array([each.length for each in order.stages])[found.stage[mine]]
             limit = int(((found.index[mine] + 1) * lengths).max())
-            config = None if plan.config.data.factory is not None else sections[name]
-            texts[name] = _Text(corpora[name], config, limit)
+            texts[name] = training_text(plan, corpora[name], name, limit)
         text, first = texts[name], int(index) * length
         decoded = tokenizer.decode(text.tokens[first : first + length].tolist())
         cut = decoded[:most_characters] if most_characters else decoded
@@ -149,7 +171,7 @@ def samples_of(
                 index=int(index),
                 epoch=int(epoch),
                 first_token=first,
-                passages=tuple(_passages(text.ends, first, first + length, text.places)),
+                passages=tuple(_passages(text, first, first + length)),
                 text=cut,
                 is_cut=len(cut) < len(decoded),
             )
@@ -157,13 +179,33 @@ def samples_of(
     return samples
 
 
-class _Text:
+def training_text(
+    plan: RunPlan, corpus: Corpus, source: str, limit: int | None = None
+) -> TrainingText:
+    """The training text of a source.
+
+    Args:
+        plan: Of the run.
+        corpus: Of the source.
+        source: Its name.
+        limit: Tokens that are looked at; None looks at all.
+    """
+    from_function = plan.config.data.factory is not None
+    section = None if from_function else sources_of(plan.config.data)[source]
+    return TrainingText(corpus, section, corpus.train.tokens if limit is None else limit)
+
+
+class TrainingText:
     """The training text of a source.
 
     Args:
         corpus: Of the source.
         config: Its section; None where a function gave the texts.
         limit: Tokens that are looked at.
+
+    Attributes:
+        tokens: All ids.
+        ends: Tokens up to the end of each document; None where nothing separates them.
     """
 
     def __init__(self, corpus: Corpus, config: DataConfig | None, limit: int) -> None:
@@ -171,11 +213,15 @@ class _Text:
         self.ends: Ends | None = corpus.ends(corpus.train)
         if self.ends is None:
             self.ends = _ends_of_documents(self.tokens, corpus.end_of_document, limit)
-        self.places: _Origins | _Sources | None = None
+        self._places: _Origins | _Sources | None = None
         if corpus.train.origin:
-            self.places = _Origins(corpus)
+            self._places = _Origins(corpus)
         elif config is not None:
-            self.places = _Sources(config)
+            self._places = _Sources(config)
+
+    def place_of(self, document: int) -> tuple[str | None, int | None]:
+        """File and line of a document; the file is None where that cannot be told."""
+        return self._places.find(document) if self._places else (None, None)
 
 
 def _ends_of_documents(tokens: Tokens, end_of_document: int | None, limit: int) -> list[int] | None:
@@ -192,9 +238,8 @@ def _ends_of_documents(tokens: Tokens, end_of_document: int | None, limit: int) 
     return [int(end) for end in np.concatenate(found)]
 
 
-def _passages(
-    ends: Ends | None, first: int, last: int, sources: _Origins | _Sources | None
-) -> Iterator[Passage]:
+def _passages(text: TrainingText, first: int, last: int) -> Iterator[Passage]:
+    ends = text.ends
     if ends is None:
         yield Passage(None, None, None, first, last)
         return
@@ -204,8 +249,7 @@ def _passages(
         if start == end:  # a document without a token
             continue
         begins = int(ends[document - 1]) if document else 0
-        file, line = sources.find(document) if sources else (None, None)
-        yield Passage(document, file, line, start - begins, end - begins)
+        yield Passage(document, *text.place_of(document), start - begins, end - begins)
 
 
 class _Origins:

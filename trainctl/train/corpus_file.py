@@ -38,7 +38,7 @@ class Split:
         file: Name of the token file in the corpus folder.
         tokens: Its length in tokens.
         documents: Documents in it, each followed by the end-of-document id if there is one.
-        sha256: Of the file.
+        sha256: The file's.
         blocks: CRC-32 of each `BLOCK_BYTES` of it, in order.
         ends: Name of the file with the end of each document: u64, little endian, the tokens of the
             split up to there. Empty where the corpus was made before there was one.
@@ -86,11 +86,11 @@ class Corpus:
         held_out: The held-out text; 0 tokens if nothing is held out.
         unigram_entropy: Entropy of the train split's tokens in nats: the loss of a model that knows
             how often each token occurs and nothing else.
-        digest: Of what is in both splits and which is which: the same on resume, or it is another
-            corpus.
+        digest: A hash of what is in both splits and which is which: the same on resume, or it is
+            another corpus.
         bad_text: How many documents were repaired and left out, with examples; empty if none.
         former_digest: That of the same tokens in format 1, for a run that was started with it.
-        format: Of this record.
+        format: Number of this record's form.
     """
 
     folder: str

@@ -172,7 +172,7 @@ class _CheckedFile:
     Attributes:
         stream: The file.
         folder: Whose corpus it is of, for errors.
-        sha256: Of what was written.
+        sha256: That of what was written.
         blocks: CRC-32 of each block; all of them only when it is finished.
     """
 

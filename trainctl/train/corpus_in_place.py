@@ -36,8 +36,8 @@ class _Document:
     Attributes:
         first: The first token, in the file.
         end: One past the last.
-        ends: Of the documents, from `first` on.
-        number: Of the first of them in the file, from 1.
+        ends: Those of the documents, from `first` on.
+        number: That of the first of them in the file, from 1.
     """
 
     first: int

@@ -109,9 +109,9 @@ class TrainingData:
     group get the same samples.
 
     Attributes:
-        order: Of the run's samples.
-        datasets: By name of the source and length of a sample.
-        data_rank: Of this rank, among those that have other samples.
+        order: That of the run's samples.
+        datasets: One for each name of a source and length of a sample.
+        data_rank: Number of this rank among those that have other samples.
         data_size: Number of those.
         streams: Corpora that are fetched while they are read.
     """

@@ -51,7 +51,7 @@ class HeldOutLoss:
     """The held-out loss of a run's sources.
 
     Attributes:
-        loss: In nats per token, over the samples of all of them.
+        loss: Mean in nats per token, over the samples of all of them.
         sources: The same of each source that holds something out.
         samples: How many there were.
     """

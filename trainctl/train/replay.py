@@ -31,7 +31,7 @@ class Expected:
     """What a step's loss was.
 
     Attributes:
-        loss: In nats.
+        loss: Its loss, in nats.
         tolerance: Relative difference that the two layouts and formats explain.
         attempt: Number of the attempt that did the step.
         first_sample: Counter of the first sample that it was of.
@@ -64,7 +64,7 @@ class Replay:
 
         Args:
             step: Its number, from 1.
-            loss: In nats.
+            loss: Its loss, in nats.
             first_sample: Counter of its first sample.
 
         Raises:

@@ -58,12 +58,12 @@ class Session:
         corpora: The text, by source.
         held_out: What of it is held out, by source.
         patience: How long the held-out loss has not improved.
-        shapes: Of every parameter, by canonical name.
+        shapes: That of every parameter, by canonical name.
         wrapped_blocks: Decoder blocks whose activations are recomputed.
-        gradients: Of each step, before its update.
-        average: Of the weights, if the run keeps one.
+        gradients: Those of a step, before its update.
+        average: That of the weights, if the run keeps one.
         guard: Judges each step before its update.
-        norms: Of the last updates, and what the gradient is clipped at.
+        norms: Those of the last updates, and what the gradient is clipped at.
         learning_rate: The schedule's, and what evaluations and rewinds make of it.
         replay: Steps that an earlier attempt has done already, to compare with.
         resumed_from: The checkpoint that this attempt goes on from, if any.

@@ -35,10 +35,10 @@ class Step:
 
     Attributes:
         loss: Over the global batch, in nats: the cross entropy alone.
-        grad_norm: Of its gradient, before anything but centralisation changed it; None where a
+        grad_norm: Norm of its gradient, before anything but centralisation changed it; None where a
             technique has none at this step.
         group_norms: The same of each parameter group; empty where only DeepSpeed knows norms.
-        factor: Of the peak learning rates.
+        factor: What the peak learning rates are multiplied by.
         batch: Its size.
         first_sample: Counter of its first sample.
         clip_at: What the norm, as it was by then, was clipped at, if that follows from the norms of

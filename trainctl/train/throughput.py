@@ -56,9 +56,10 @@ class PeakMemory:
     """The most that a process has used since it started, bytes.
 
     Attributes:
-        device_peak_bytes: On its device: tensors, driver context, communication library; what
-            the plan's budget predicts under this name. On a CPU the resident memory of the process.
-        allocated_peak_bytes: Of these in tensors; None on a CPU.
+        device_peak_bytes: Memory of its device in use: tensors, driver context, communication
+            library; what the plan's budget predicts under this name. On a CPU the resident memory
+            of the process.
+        allocated_peak_bytes: What of it is in tensors; None on a CPU.
         reserved_peak_bytes: Held by torch's allocator; None on a CPU.
         host_peak_bytes: Resident memory of the process.
     """
