@@ -55,7 +55,9 @@ def prepare(
     trainctl data prepare my-recipe --to s3://bucket/corpus
     """
     from trainctl.cli.console import print_json, put
+    from trainctl.cli.data_dropped import dropped_of, put_dropped, told
     from trainctl.cli.planning import compose_target
+    from trainctl.config.quality import asks
     from trainctl.data.progress import Standing
     from trainctl.errors import TrainctlError
     from trainctl.train.corpora import build_corpora, do_shares
@@ -76,7 +78,7 @@ def prepare(
 
     def show(standing: Standing) -> None:
         nonlocal last
-        last = standing
+        last = standing if standing.is_tokenizing else last
         tell_of(standing)
 
     if share is not None:
@@ -93,8 +95,11 @@ def prepare(
         return
     corpora = build_corpora(config, tokenizer, show, say, workers=workers)
     places = _written(corpora, tokenizer, to, is_mixture=bool(config.data.sources)) if to else {}
+    left_out = list(dropped_of(config)) if asks(config.data) else []
     if as_json:
-        print_json(_as_json(corpora, last, is_mixture=bool(config.data.sources)))
+        dropped = {"dropped": [told(each) for each in left_out]} if left_out else {}
+        made = _as_json(corpora, last, is_mixture=bool(config.data.sources))
+        print_json({**made, **dropped})
         return
     for name, corpus in corpora.items():
         of = f"{name}: " if config.data.sources else ""
@@ -104,6 +109,8 @@ def prepare(
     put(f"in {', '.join(corpus.folder for corpus in corpora.values())}{just_now}")
     for place in places.values():
         put(f"written to {place}: data=stream data.url={place}")
+    for each in left_out:
+        put_dropped(each)
 
 
 def _written(
