@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from bucket import s3_server
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
@@ -19,7 +20,7 @@ from trainctl.plan.rules import data as rules
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.train.corpora import build_corpora, load_corpora
-from trainctl.train.data import TrainingData
+from trainctl.train.data import TrainingData, held_out_data
 from trainctl.train.prepare import prepare
 from trainctl.train.streams import send
 from trainctl.train.tokenizer import ByteTokenizer
@@ -95,7 +96,14 @@ def test_batches_are_the_same_with_windows_and_masks(bucket, config, tmp_path, m
     run.root.mkdir()
     prepare(plan, run)
     assert len(record.shards["train"]) > 12
-    there = TrainingData.of(plan, load_corpora(run.corpus, config.data), data_rank=0, data_size=1)
+    corpora = load_corpora(run.corpus, config.data)
+    (held_out,) = held_out_data(plan, corpora).values()
+    (expected,) = held_out_data(plan, {"data": corpus}).values()
+    indices = np.array([2, 0, 5, -1])
+    mine, other = held_out.micro_batch(indices), expected.micro_batch(indices)
+    assert held_out.num_samples == expected.num_samples
+    assert (mine.labels == other.labels).all() and (mine.input_ids == other.input_ids).all()
+    there = TrainingData.of(plan, corpora, data_rank=0, data_size=1)
     here = TrainingData.of(plan, {"data": corpus}, data_rank=0, data_size=1)
     folder = next(Path(tmp_path / "cache").glob("stream-*"))
     for step in range(24):
