@@ -34,6 +34,7 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
     """
     from trainctl.config.layers import Layer
     from trainctl.plan.derive import is_counted_in_epochs
+    from trainctl.train.bins import drawn_tokens
 
     config = composed.config
     training = config.training
@@ -45,7 +46,7 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
     corpus = _tokenized(config) if tokenize else _cached(config)
     if corpus is None:
         return composed
-    tokens = corpus.train.tokens
+    tokens = drawn_tokens(config, corpus)
     key = "training.epoch_tokens"
     layers = {**composed.layers, key: (*composed.layers.get(key, ()), Layer(COUNTED, tokens))}
     counted = replace(config, training=replace(training, epoch_tokens=tokens))
