@@ -260,7 +260,10 @@ class TrainingConfig:
         minimum=1,
     )
     evaluation_samples: int = option(
-        64, "Held-out sequences in an evaluation; 0 switches it off.", unit="sequences", minimum=0
+        64,
+        "Held-out sequences of each source in an evaluation; 0 switches it off.",
+        unit="sequences",
+        minimum=0,
     )
     ema_decay: float | None = option(
         None,
