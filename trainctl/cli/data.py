@@ -9,6 +9,9 @@ import typer
 
 from trainctl.cli import data_plan, data_prepare
 from trainctl.cli.arguments import Json, NamedRun
+from trainctl.cli.console import print_json, printable, put
+from trainctl.runs.attempts import standing_attempt
+from trainctl.runs.directory import open_run, read_plan
 
 if TYPE_CHECKING:
     from trainctl.train.contents import Passage, Sample
@@ -38,9 +41,6 @@ def show(
 
     Example: trainctl data show runs/NAME --samples 96-103
     """
-    from trainctl.cli.console import print_json
-    from trainctl.runs.attempts import standing_attempt
-    from trainctl.runs.directory import open_run, read_plan
     from trainctl.train.contents import parse_counters, samples_of
     from trainctl.train.prepare import corpus_of
     from trainctl.train.tokenizer import load_tokenizer
@@ -60,8 +60,6 @@ def show(
 
 
 def _show(sample: Sample) -> None:
-    from trainctl.cli.console import printable, put
-
     put(
         f"sample {sample.counter}: index {sample.index} of pass {sample.epoch + 1}, from token "
         f"{sample.first_token:,} of the training text"
@@ -75,8 +73,6 @@ def _show(sample: Sample) -> None:
 
 
 def _source(passage: Passage) -> str:
-    from trainctl.cli.console import printable
-
     tokens = f"tokens {passage.start:,} to {passage.end:,}"
     if passage.document is None:
         return f"{tokens} of a text whose documents nothing separates"

@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
+from trainctl.cli.console import print_json, put
+from trainctl.cli.findings import show_findings
+from trainctl.cli.planning import compose_target
+from trainctl.config.files import missing_files
+from trainctl.config.schema import RunConfig
+from trainctl.errors import TrainctlError
 
 if TYPE_CHECKING:
-    from trainctl.config.schema import RunConfig
     from trainctl.data.progress import Standing
     from trainctl.train.corpus import Corpus
 
@@ -42,8 +47,6 @@ def prepare(
 
     Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32
     """
-    from trainctl.cli.console import print_json, put
-    from trainctl.cli.planning import compose_target
     from trainctl.data.progress import Standing
     from trainctl.train.corpus import build_corpus, do_share
     from trainctl.train.prepare import TokenizingProgress, say
@@ -109,8 +112,6 @@ def _share(text: str) -> tuple[int, int]:
     Raises:
         TrainctlError: It is not that.
     """
-    from trainctl.errors import TrainctlError
-
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     number, count = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= number <= count:
@@ -127,10 +128,6 @@ def _require_text(config: RunConfig) -> None:
     Raises:
         TrainctlError: With all that is wrong.
     """
-    from trainctl.cli.findings import show_findings
-    from trainctl.config.files import missing_files
-    from trainctl.errors import TrainctlError
-
     if config.data.factory is not None:
         raise TrainctlError(
             "data.factory is asked when a run starts, and what it gives is kept with the run",

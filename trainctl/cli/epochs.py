@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainctl.cli.console import say
+from trainctl.config.compose import Composed
+from trainctl.config.layers import Layer
+from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
+from trainctl.plan.derive import is_counted_in_epochs
 
 if TYPE_CHECKING:
-    from trainctl.config.compose import Composed
-    from trainctl.config.schema import RunConfig
     from trainctl.train.corpus import Corpus
 
 COUNTED = "counted in the corpus"
@@ -32,9 +34,6 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
     Raises:
         TrainctlError: A file is missing or cannot be read, where it is to be tokenized.
     """
-    from trainctl.config.layers import Layer
-    from trainctl.plan.derive import is_counted_in_epochs
-
     config = composed.config
     training = config.training
     is_known = training.epoch_tokens is not None

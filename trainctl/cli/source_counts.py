@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from trainctl.config.schema import DataConfig, RunConfig
+from trainctl.config.text.files import no_text, split_files
+from trainctl.config.text.remote import File
+from trainctl.config.text.stream import head_of
 from trainctl.errors import Finding, TrainctlError
+from trainctl.plan.mixture import sources_of
 
 if TYPE_CHECKING:
-    from trainctl.config.schema import DataConfig, RunConfig
-    from trainctl.config.text.remote import File
     from trainctl.data.mixture import Count
     from trainctl.train.tokenizer import Tokenizer
 
@@ -28,7 +31,6 @@ NO_SOURCE = "TC348"
 def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
     """How long each source is, and what keeps one from being read; nothing is tokenized for it."""
     from trainctl.data.mixture import Count
-    from trainctl.plan.mixture import sources_of
     from trainctl.train.corpus import cached_corpus
     from trainctl.train.tokenizer import load_tokenizer
 
@@ -61,8 +63,6 @@ def _problem(config: RunConfig, name: str, error: TrainctlError) -> Finding:
 
 def _guess(section: DataConfig, tokenizer: Tokenizer) -> int:
     """Tokens of a source's training text, from the sizes of its files."""
-    from trainctl.config.text.files import split_files
-
     files = split_files(section)
     share = 1 - section.held_out_fraction if files.by_document else 1.0
     size = sum(file.stat().st_size * COMPRESSED.get(file.suffix, 1.0) for file in files.train)
@@ -73,9 +73,6 @@ def _guess(section: DataConfig, tokenizer: Tokenizer) -> int:
 
 def _bytes_of_a_token(files: Sequence[File], tokenizer: Tokenizer) -> float:
     """As at the beginning of the first file, if that is text."""
-    from trainctl.config.text.files import no_text
-    from trainctl.config.text.stream import head_of
-
     if not files:
         return USUAL
     head = head_of(files[0], SAMPLE_BYTES)
