@@ -15,13 +15,17 @@ ROOMS = (
     "cli",
     "config",
     "data",
+    "engines",
     "hardware",
+    "launch",
     "loggers",
     "memory",
+    "options",
     "plan",
     "planner",
     "reports",
     "runs",
+    "train",
 )
 RELATION = re.compile(r"(Of|By|In|From|For|To|With|On|At) ")
 """«Of the launcher.» says nothing to who looks at one attribute in an editor."""

@@ -58,12 +58,15 @@ IN_A_FILE = [
     (
         "offload",
         {"zero_optimization": {**Z3, "offload_param": {"device": "nvme"}}},
-        ["zero_optimization.offload_param.device=nvme without nvme_path"],
+        ["offload to nvme needs zero_optimization.offload_param.nvme_path"],
     ),
     (
         "offload",
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-        ["zero_optimization.offload_param.device=cpu is ignored at ZeRO stage 2"],
+        [
+            "zero_optimization.offload_param.device=cpu needs ZeRO stage 3, and it is 2",
+            "DeepSpeed ignores it",
+        ],
     ),
     (
         "recomputation",

@@ -40,7 +40,8 @@ def test_a_number_that_is_accepted_is_finite_and_in_range(key: str, number: floa
         assert problem.message
         return
     if isinstance(accepted, (int, float)):
-        assert accepted == number and math.isfinite(accepted)
+        nearest = float(number) if isinstance(accepted, float) else number
+        assert accepted == nearest and math.isfinite(accepted)
         least, most, above = (leaf.metadata[name] for name in ("minimum", "maximum", "above"))
         assert least is None or accepted >= least
         assert most is None or accepted <= most

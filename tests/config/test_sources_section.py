@@ -113,7 +113,7 @@ def test_everything_wrong_is_said_at_once_with_the_source_and_what_set_it():
     assert "did you mean until?" in found["data.stages"].hint
     foreign = found["data.sources.shipped.text_key"]
     assert foreign.message.endswith("with data.sources.shipped.kind=stdlib")
-    assert "files has it" in foreign.hint
+    assert "only with kind: arrow, csv, files, parquet or webdataset" in foreign.hint
 
 
 @pytest.mark.parametrize("name", ["a b", "a.b", "ä", "-a"])

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_order import sample_indices
 
 from trainctl.data.legs import SOLE
 from trainctl.data.order import Order, OrderedSource, OrderedStage, samples_of
-from trainctl.train.order import sample_indices
 
 SHARD = 64
 MOST = 500

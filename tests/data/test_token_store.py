@@ -23,11 +23,12 @@ from trainctl.data.preparation import do_tasks
 from trainctl.data.progress import Standing, in_words
 from trainctl.data.store import Store
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.mixture import SOLE
 from trainctl.runs.layout import RunPaths
+from trainctl.train.corpora import as_before
 from trainctl.train.corpus import Corpus, build_corpus, cache_folder, do_share
 from trainctl.train.corpus_folder import chunks_of, write_corpus
 from trainctl.train.data import PackedDataset
-from trainctl.train.prepare import _as_before
 from trainctl.train.tokenizer import ByteTokenizer
 
 BEFORE = {
@@ -379,7 +380,7 @@ def test_a_run_that_began_without_ends_goes_on_without(texts, tmp_path):
     run.root.mkdir()
     for before in (corpus, corpus.as_without_ends()):
         run.corpus.write_text(json.dumps(asdict(before)))
-        assert _as_before(corpus, run) == before
+        assert as_before({SOLE: corpus}, run.corpus) == {SOLE: before}
 
 
 def test_a_claim_is_one_process_s_and_given_back(tmp_path):

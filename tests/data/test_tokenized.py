@@ -8,75 +8,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenized_forms import (
+    END,
+    datatrove,
+    dolma,
+    flat,
+    llm_c,
+    megatron,
+    numpy_file,
+)
 
 from trainctl.data import tokenized
-from trainctl.data.tokenized import ends_by_id, open_tokenized, problems
+from trainctl.data.tokenized import ends_by_id, open_tokenized
 from trainctl.errors import TrainctlError
 
-END = 0
 VOCABULARY = 50_000
 DOCUMENTS = [[5, 6, 7, END], [49_999, END], [END], [1, 2, END]]
 IDS = [number for document in DOCUMENTS for number in document]
 ENDS = np.cumsum([len(document) for document in DOCUMENTS]).tolist()
-
-
-def megatron(folder, documents, dtype="<u2", sequences=1):
-    """As `IndexedDatasetBuilder` writes it: each document may be several sequences."""
-    parts = [np.array_split(np.array(each, dtype), sequences) for each in documents]
-    lengths = [len(part) for each in parts for part in each]
-    size = np.dtype(dtype).itemsize
-    places = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)[:-1]]) * size
-    code = {"<u2": 8, "<i4": 4, "<i8": 5, "u1": 1}[dtype]
-    firsts = np.arange(len(documents) + 1) * sequences
-    (folder / "m.bin").write_bytes(np.concatenate([*chain(*parts)]).tobytes())
-    (folder / "m.idx").write_bytes(
-        b"MMIDIDX\x00\x00"
-        + struct.pack("<QBQQ", 1, code, len(lengths), len(firsts))
-        + np.array(lengths, "<i4").tobytes()
-        + places.astype("<i8").tobytes()
-        + firsts.astype("<i8").tobytes()
-    )
-    return folder / "m.bin"
-
-
-def datatrove(folder, documents, dtype="<u2", metadata="gpt2|{}"):
-    ids = np.array([*chain(*documents)], dtype)
-    ends = np.cumsum([len(document) for document in documents])
-    (folder / "d.ds").write_bytes(ids.tobytes())
-    (folder / "d.ds.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
-    if metadata:
-        text = metadata.format(ids.itemsize) + f"\n{len(ids)}\n{len(ids)}T"
-        (folder / "d.ds.metadata").write_text(text)
-    return folder / "d.ds"
-
-
-def dolma(folder, documents, dtype="<u2", header=""):
-    (folder / "o.npy").write_bytes(np.array([*chain(*documents)], dtype).tobytes())
-    ends = np.cumsum([len(document) for document in documents]).tolist()
-    rows = [
-        f"{a},{b},id,s3://x,{n}\n" for n, (a, b) in enumerate(zip([0, *ends], ends, strict=False))
-    ]
-    (folder / "o.csv.gz").write_bytes(gzip.compress((header + "".join(rows)).encode()))
-    return folder / "o.npy"
-
-
-def llm_c(folder, documents, dtype="<u2"):
-    ids = np.array([*chain(*documents)], dtype)
-    header = np.zeros(256, "<i4")
-    header[:3] = {2: 20240520, 4: 20240801}[ids.itemsize], 1, len(ids)
-    (folder / "l.bin").write_bytes(header.tobytes() + ids.tobytes())
-    return folder / "l.bin"
-
-
-def flat(folder, documents, dtype="<u2"):
-    (folder / "train.bin").write_bytes(np.array([*chain(*documents)], dtype).tobytes())
-    return folder / "train.bin"
-
-
-def numpy_file(folder, documents, dtype="<u2"):
-    np.save(folder / "n.npy", np.array([*chain(*documents)], dtype))
-    return folder / "n.npy"
-
 
 FORMS = {
     "megatron": (megatron, None, ["<u2", "<i4", "<i8"]),
@@ -97,7 +46,7 @@ def test_every_form_has_the_same_ids_and_ends(tmp_path, make, given_type, dtype)
     assert not found.ids.flags.owndata and not found.ids.flags.writeable
     ends = ends_by_id(found.ids, END) if found.ends is None else found.ends
     assert ends.tolist() == ENDS and ends.dtype == np.int64
-    assert problems(found, VOCABULARY, END) == problems(found, VOCABULARY, END, whole=True) == []
+    assert found.problems(VOCABULARY, END) == found.problems(VOCABULARY, END, whole=True) == []
 
 
 @given(
@@ -217,26 +166,26 @@ def test_what_cannot_be_ids_is_refused(tmp_path):
 
 def test_ids_of_another_tokenizer_are_named(tmp_path):
     found = open_tokenized(megatron(tmp_path, DOCUMENTS))
-    (problem,) = problems(found, 1000, END)
+    (problem,) = found.problems(1000, END)
     assert problem.endswith("has the id 49,999 at token 4, and the vocabulary has 1,000")
-    (problem,) = problems(found, 100_000, END)
+    (problem,) = found.problems(100_000, END)
     assert "ids of 2 bytes, which cannot be those of a vocabulary of 100,000" in problem
-    (problem,) = problems(found, VOCABULARY, 9)
+    (problem,) = found.problems(VOCABULARY, 9)
     assert problem.endswith("ends in 9, the tokenizer's end of a document; the first ends in 0")
-    assert problems(found, VOCABULARY, None) == []
+    assert found.problems(VOCABULARY, None) == []
     negative = open_tokenized(megatron(tmp_path, [[1, -1, END]], "<i4"))
-    assert "has the id -1 at token 1," in problems(negative, VOCABULARY, END)[0]
+    assert "has the id -1 at token 1," in negative.problems(VOCABULARY, END)[0]
     (tmp_path / "empty.bin").write_bytes(b"")
-    (problem,) = problems(open_tokenized(tmp_path / "empty.bin", "u2"), VOCABULARY, END)
+    (problem,) = open_tokenized(tmp_path / "empty.bin", "u2").problems(VOCABULARY, END)
     assert problem.endswith("empty.bin is empty")
 
 
 def test_the_other_width_is_proposed(tmp_path):
     file = flat(tmp_path, [[5, 6, 40_000, 8]] * 9, "<u2")
-    (problem,) = problems(open_tokenized(file, "u4"), VOCABULARY, None)
+    (problem,) = open_tokenized(file, "u4").problems(VOCABULARY, None)
     assert problem.endswith("; they would fit as uint16")
     file = flat(tmp_path, [[70_000, 6, 40_000, 65_000]] * 9, "<u4")
-    (problem,) = problems(open_tokenized(file, "u2"), 100, None)
+    (problem,) = open_tokenized(file, "u2").problems(100, None)
     assert "would fit" not in problem
 
 
@@ -245,11 +194,10 @@ def test_a_long_file_is_looked_at_here_and_there(tmp_path):
     ids[-1] = 60_000
     file = tmp_path / "long.bin"
     file.write_bytes(ids.tobytes())
-    (problem,) = problems(open_tokenized(file, "u2"), VOCABULARY, None)
+    (problem,) = open_tokenized(file, "u2").problems(VOCABULARY, None)
     assert "at token 2,999,999" in problem
     ids[-1], ids[1_234_567] = 1, 60_000
     file.write_bytes(ids.tobytes())
     assert (
-        "at token 1,234,567"
-        in problems(open_tokenized(file, "u2"), VOCABULARY, None, whole=True)[0]
+        "at token 1,234,567" in open_tokenized(file, "u2").problems(VOCABULARY, None, whole=True)[0]
     )

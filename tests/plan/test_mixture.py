@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -10,14 +11,18 @@ from hypothesis import strategies as st
 from plan_cases import config_with, gpus
 
 from trainctl.config.schema import SourceConfig, StageConfig
-from trainctl.plan.batches import Batch, Batches
+from trainctl.memory.budget import budget, device_budget
+from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import (
+    StagedBatches,
     add_up,
     batch_of_length,
+    batches_at_once,
     exact,
     shares_of_amounts,
     sources_of,
     stages_of,
+    stages_of_plan,
 )
 from trainctl.plan.resolve import resolve
 
@@ -141,12 +146,68 @@ def test_tokens_and_epochs_come_first_and_weights_share_what_they_leave():
     assert shares_of_amounts(sources, lengths, 300)["d"] == 0
 
 
-def test_what_cannot_be_trained_with_yet_is_said():
-    config = config_with(data__stages=[{"until": 0.5}, {"sequence_length": 1024}])
-    plan = resolve(config, gpus(1)).plan
-    assert [text for text in plan.not_yet if text.startswith("data.stages")]
-    assert isinstance(config.data.stages[0], StageConfig)
-    assert Batches.of((), plan.batch) == plan.batches
+def staged():
+    """24 samples a step of 64 tokens to step 5, 48 of 32 to step 7, then 24 of 64 again."""
+    config = config_with(
+        training__sequence_length=64,
+        training__global_batch_size=24,
+        training__micro_batch_size=2,
+        training__steps=10,
+        data__stages=[{"until_step": 5}, {"until_step": 7, "sequence_length": 32}, {}],
+    )
+    plan = resolve(config, gpus(4)).plan
+    assert not plan.not_yet and isinstance(config.data.stages[0], StageConfig)
+    return plan, StagedBatches(stages_of_plan(plan))
+
+
+def test_the_batch_of_a_step_is_that_of_its_stage():
+    plan, batches = staged()
+    samples = 0
+    for step in range(10):
+        first, made = batches.at(step, samples)
+        assert first == samples
+        assert made.tokens_per_step == plan.batch.tokens_per_step
+        assert made.sequence_length == (32 if 5 <= step < 7 else 64)
+        samples += made.global_batch_size
+    assert samples == 8 * 24 + 2 * 48
+    (one,) = stages_of_plan(resolve(config_with(), gpus(1)).plan)
+    assert (one.first_step, one.first_sample, one.weights) == (0, 0, None)
+
+
+@given(st.lists(st.integers(0, 60), min_size=10, max_size=10))
+def test_behind_batches_that_were_passed_over_a_batch_has_samples_of_one_stage(passed_over):
+    """The counter says which stage it is; no counter of a stage of another length is in a batch."""
+    _, batches = staged()
+    bounds = [stage.first_sample for stage in batches.stages]
+    samples = 0
+    for step, extra in enumerate(passed_over):
+        first, made = batches.at(step, samples + extra)
+        assert samples + extra <= first < samples + extra + 24 * 2
+        of_first, of_last = (
+            sum(bound <= counter for bound in bounds)
+            for counter in (first, first + made.global_batch_size - 1)
+        )
+        assert of_first == of_last
+        assert made.sequence_length == batches.stages[of_first - 1].sequence_length
+        if first > samples + extra:
+            assert first in bounds
+        samples = first + made.global_batch_size
+
+
+def test_memory_is_budgeted_for_the_fullest_length():
+    plan, _ = staged()
+    assert [batch.sequence_length for batch in batches_at_once(plan)] == [64, 32]
+    longer = config_with(
+        training__sequence_length=64,
+        training__global_batch_size=24,
+        training__micro_batch_size=6,
+        model__attention="eager",
+        data__stages=[{"until": 0.5}, {"sequence_length": 384}],
+    )
+    made = resolve(longer, gpus(1)).plan
+    alone = replace(made, config=replace(longer, data=replace(longer.data, stages=[])))
+    assert budget(made).device_peak_bytes > budget(alone).device_peak_bytes
+    assert device_budget(made).device_peak_bytes == budget(made).device_peak_bytes
 
 
 @pytest.mark.parametrize("length", [32, 64])

@@ -45,3 +45,36 @@ def test_what_the_trainer_puts_right_is_an_error_for_another_program():
     findings = resolve(config_with(script="train.py", **changes), gpus(2)).findings
     (finding,) = [each for each in findings if each.is_error]
     assert finding.rule == "TC249" and "scrambles" in finding.message
+
+
+def test_a_rule_over_the_json_speaks_of_what_was_typed():
+    changes = {"zero_stage__stage": 2, "offload__parameters": "nvme"}
+    found = {each.key: each for each in resolve(config_with(**changes), gpus(2)).findings}
+    assert set(found) == {"offload.parameters", "offload.nvme_path"}
+    stage, path = found["offload.parameters"], found["offload.nvme_path"]
+    assert (stage.rule, path.rule) == ("TC032", "TC033")
+    assert stage.message.startswith("offload.parameters=nvme needs ZeRO stage 3, and it is 2")
+    assert stage.hint == "zero_stage=3, or offload.parameters=none"
+    assert path.hint == "offload.nvme_path=/local_nvme"
+
+
+def test_a_rule_over_the_json_speaks_once_of_a_key_that_is_two_in_the_json():
+    changes = {"offload__parameters": "nvme", "offload__optimizer": "nvme"}
+    findings = resolve(config_with(zero_stage__stage=3, **changes), gpus(2)).findings
+    assert [finding.key for finding in findings] == ["offload.nvme_path"]
+
+
+def test_what_is_passed_through_is_named_where_it_was_typed():
+    section = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+    (finding,) = resolve(config_with(zero_stage__stage=2, deepspeed=section), gpus(2)).findings
+    key = "deepspeed.zero_optimization.offload_param.device"
+    assert (finding.rule, finding.key) == ("TC286", key)
+    assert finding.message.startswith(f"{key}=cpu needs ZeRO stage 3")
+    assert finding.hint == f"zero_stage=3, or {key}=none"
+
+
+def test_what_is_passed_through_as_it_is_derived_is_still_named_as_typed():
+    section = {"zero_optimization": {"stage": 2}}
+    changes = {"zero_stage__stage": 2, "parallelism__pipeline": 2, "deepspeed": section}
+    findings = resolve(config_with(**changes), gpus(2)).findings
+    assert ("TC030", "zero_stage.stage") in [(each.rule, each.key) for each in findings]

@@ -73,6 +73,13 @@ ERRORS = [
         "training.tokens=NUMBER",
     ),
     ("TC341", {**mixed(), "data__factory": "a:b"}, gpus(), "both say what is trained on", "leave"),
+    (
+        "TC361",
+        mixed(code={"kind": "tokens", "paths": ["a.bin"], "max_bytes": 9}),
+        gpus(),
+        "data.sources.code.max_bytes=9 is of text, and data.sources.code.kind=tokens has ids",
+        "fewer files",
+    ),
     ("TC342", mixed({"until": 0.5}), gpus(), "stages[0]: until=0.5, and it is the last", "leave"),
     ("TC342", mixed({}, {}), gpus(), "data.stages[0] has no end, and is not the last", "one of"),
     (
@@ -156,6 +163,39 @@ ERRORS = [
         gpus(),
         "sequence_length=31 is not divided by parallelism.sequence=2",
         "",
+    ),
+    (
+        "TC349",
+        {**mixed({"until": 0.5, "sequence_length": 512}, {}), **DEEPCOMPILE},
+        gpus(),
+        "data.stages[0]: sequence_length=512 with kernels.compile=deepcompile",
+        "kernels.compile=none",
+    ),
+    (
+        "TC349",
+        {
+            **mixed({"until": 0.5, "sequence_length": 8}, {}),
+            "precision__compute": "fp8",
+            "training__sequence_length": 16,
+            "training__micro_batch_size": 1,
+            "training__global_batch_size": 2,
+            "parallelism__sequence": 2,
+        },
+        gpus(2),
+        "data.stages[0]: sequence_length=8: 8 tokens in a forward pass with precision.compute=fp8",
+        "16",
+    ),
+    (
+        "TC349",
+        {
+            **mixed({"until": 0.5, "sequence_length": 1026}, {}),
+            "training__sequence_length": 2052,
+            "parallelism__tensor": 4,
+            "parallelism__sequence_sharded_norms": True,
+        },
+        gpus(8),
+        "sequence_length=1026 is not a multiple of 4, over which",
+        "1028",
     ),
     (
         "TC344",
@@ -1191,6 +1231,12 @@ ERRORS = [
 
 WARNINGS = [
     ("TC341", {**mixed(), "data__max_bytes": 5}, gpus(), "data.max_bytes has no effect"),
+    (
+        "TC361",
+        mixed(code={"kind": "tokens", "paths": ["a.bin"], "on_bad_text": "skip"}),
+        gpus(),
+        "data.sources.code.on_bad_text has no effect",
+    ),
     ("TC018", {**MUP, "gradients__clip_value": 0.1}, gpus(1), "1 / 2 of the base's"),
     ("TC018", {**MUP, "gradients__noise": 0.1}, gpus(1), "gradients.noise=0.1 with"),
     ("TC024", {"schedule__warmup_steps": 101}, gpus(), "longer than the run of 100 steps"),

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from plain_order import sample_indices
 from plan_cases import config_with, cpus
 
 from trainctl.plan.resolve import resolve
 from trainctl.plan.sample_order import changes_of_order, samples_in
 from trainctl.plan.types import RunPlan
-from trainctl.train.order import sample_indices
 
 TOKENS, DRAWN = 10_001, 90
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from plain_order import sample_indices
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
 from trainctl.config.schema import DataType, OffloadDevice
@@ -21,7 +22,6 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.corpus import Corpus
-from trainctl.train.order import sample_indices
 
 SAVE_EVERY, OVERSHOOT, STEPS = 3, 2, 9
 

@@ -12,10 +12,11 @@ from rank_processes import tiny_plan
 from torch import nn
 
 from trainctl.config.schema import AdaptiveClipping, RunConfig
+from trainctl.plan.batches import Batch
 from trainctl.runs.layout import RunPaths
 from trainctl.train.build import materialise
-from trainctl.train.corpus import Corpus
-from trainctl.train.data import PackedDataset, TrainingData
+from trainctl.train.corpora import load_corpora
+from trainctl.train.data import TrainingData
 from trainctl.train.gradient_changes import normal
 from trainctl.train.model import skeleton
 from trainctl.train.prepare import prepare
@@ -42,13 +43,16 @@ def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:
     plan, run = tiny_plan(config, 1), RunPaths(folder)
     run.attempt(1).root.mkdir(parents=True)
     prepare(plan, run)
-    corpus, seed = Corpus.load(run.corpus), config.training.seed
+    seed = config.training.seed
     model = skeleton(config.model, torch.float32)
     pieces = materialise(model, SeedWeights.of(config.model, seed), torch.device("cpu"))
     length, size = plan.batch.sequence_length, plan.batch.global_batch_size
-    dataset = PackedDataset(corpus, corpus.train, sequence_length=length, mask_documents=False)
-    data = TrainingData(
-        dataset=dataset, seed=seed, shuffle=True, micro_batch_size=size, data_rank=0, data_size=1
+    data = TrainingData.of(plan, load_corpora(run.corpus, config.data), data_rank=0, data_size=1)
+    whole = Batch(
+        global_batch_size=size,
+        micro_batch_size=size,
+        gradient_accumulation_steps=1,
+        sequence_length=length,
     )
     decayed = [p for p, piece in pieces.items() if p.dim() > 1 and not piece.is_embedding]
     others = [p for p in pieces if not any(p is q for q in decayed)]
@@ -61,7 +65,7 @@ def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:
     optimizer = torch.optim.AdamW(groups, lr=rule.lr, betas=betas, eps=rule.epsilon)
     made, norms = Made(), []
     for step in range(steps):
-        (batch,) = data.step(step * size, 1)
+        (batch,) = data.step(step * size, whole)
         logits = model(input_ids=batch.input_ids).logits
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
         z_loss = config.stability.z_loss * logits.logsumexp(dim=-1).square().mean()

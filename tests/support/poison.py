@@ -16,8 +16,8 @@ import torch
 from rank_processes import Case, train_cases
 
 from trainctl.errors import TrainctlError
+from trainctl.plan.batches import Batch
 from trainctl.runs.records import EventWriter
-from trainctl.train.order import sample_indices
 from trainctl.train.session import Session, assemble
 from trainctl.train.trainer import Trainer
 
@@ -85,12 +85,7 @@ def train(cases: list[Poisoned], process: Any) -> Outcome:
 def _poison(session: Session, case: Poisoned) -> None:
     data, engine = session.training, session.engine
     counters, factors = zip(*case.poison, strict=True)
-    indices = sample_indices(
-        np.array(counters),
-        num_samples=data.dataset.num_samples,
-        seed=data.seed,
-        shuffle=data.shuffle,
-    )
+    indices = data.order.at(np.array(counters)).index
     of_sample = dict(zip(indices.tolist(), factors, strict=True))
     factor, inputs = [1.0], engine._inputs
 
@@ -147,11 +142,11 @@ class _WithoutSamples:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._data, name)
 
-    def step(self, first_sample: int, passes: int) -> Any:
+    def step(self, first_sample: int, batch: Batch) -> Any:
         for first, end in self._missing:
             if first_sample >= first:
                 first_sample += end - first
-        return self._data.step(first_sample, passes)
+        return self._data.step(first_sample, batch)
 
 
 def _weights(session: Session) -> tuple[str, bool]:

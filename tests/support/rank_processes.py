@@ -59,6 +59,14 @@ class Case:
     run: RunPaths
     attempt: int = 1
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For the ranks: the sections of sources are of classes made when they are read."""
+        return {**vars(self), "plan": to_plain(self.plan)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in {**state, "plan": from_plain(RunPlan, state["plan"])}.items():
+            object.__setattr__(self, name, value)
+
 
 def tiny_config(**changes: Any) -> RunConfig:
     """A model of 0.1 million parameters on 1.5 MB of the standard library.

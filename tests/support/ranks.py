@@ -17,6 +17,7 @@ from rank_processes import Case
 from trainctl.config.schema import OffloadDevice
 from trainctl.engines.deepspeed.process import start_process
 from trainctl.engines.process import Process, stop_process
+from trainctl.plan.batches import Batch
 from trainctl.runs.records import EventWriter
 from trainctl.train.session import Session, assemble
 from trainctl.train.trainer import Trainer
@@ -78,8 +79,8 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._data, name)
 
-    def step(self, first_sample: int, passes: int) -> Any:
-        batches = self._data.step(first_sample, passes)
+    def step(self, first_sample: int, batch: Batch) -> Any:
+        batches = self._data.step(first_sample, batch)
         ids = [int(sample) for batch in batches for sample in batch.sample_ids]
         with self._path.open("a") as file:  # one short write: the ranks' lines do not mix
             file.write(json.dumps({"first": first_sample, "ids": ids}) + "\n")

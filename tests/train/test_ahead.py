@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from trainctl.plan.batches import Batch, Batches, BatchPhase
+from trainctl.plan.mixture import DataStage, StagedBatches
 from trainctl.train.ahead import STEPS_AHEAD, BatchesAhead
 
 STOP = 12
@@ -36,7 +37,8 @@ class Data:
         self.bad: set[int] = set()
         self.seconds = 0.0
 
-    def step(self, first_sample: int, passes: int) -> Any:
+    def step(self, first_sample: int, batch: Batch) -> Any:
+        passes = batch.gradient_accumulation_steps
         self.asked.append((first_sample, passes))
         self.threads.add(threading.current_thread().name)
         time.sleep(self.seconds)
@@ -46,7 +48,9 @@ class Data:
 
 
 def ahead(data: Data, batches: Batches = RAMP) -> BatchesAhead:
-    return BatchesAhead(data, batches.at, stop_step=STOP, device=torch.device("cpu"))  # type: ignore[arg-type]
+    stage = DataStage(first_step=0, end_step=STOP, first_sample=0, batches=batches, weights=None)
+    staged, device = StagedBatches((stage,)), torch.device("cpu")
+    return BatchesAhead(data, staged, stop_step=STOP, device=device)  # type: ignore[arg-type]
 
 
 def settle(data: Data, count: int) -> None:

@@ -9,10 +9,11 @@ from rank_processes import tiny_config, tiny_plan
 from trainctl.cli import data as command
 from trainctl.config.registry import new_section
 from trainctl.errors import TrainctlError
+from trainctl.plan.mixture import SOLE
 from trainctl.runs.layout import RunPaths
-from trainctl.train.contents import parse_counters, samples_of
+from trainctl.train.contents import MOST_SAMPLES, counters_of_step, parse_counters, samples_of
 from trainctl.train.corpus import build_corpus
-from trainctl.train.prepare import corpus_of, prepare
+from trainctl.train.prepare import corpora_of, prepare
 from trainctl.train.tokenizer import ByteTokenizer
 
 LENGTH = 64
@@ -44,7 +45,7 @@ def plan_of(folder, pattern, **data):
 
 def shown(plan, counters, most=0):
     corpus = build_corpus(plan.config.data, ByteTokenizer())
-    return corpus, samples_of(plan, corpus, ByteTokenizer(), counters, most_characters=most)
+    return corpus, samples_of(plan, {SOLE: corpus}, ByteTokenizer(), counters, most_characters=most)
 
 
 def documents(folder, pattern):
@@ -92,7 +93,7 @@ def test_texts_are_cut_and_files_may_be_gone(texts):
     corpus = build_corpus(plan.config.data, ByteTokenizer())
     for file in texts.iterdir():
         file.unlink()
-    (sample,) = samples_of(plan, corpus, ByteTokenizer(), [3], most_characters=10)
+    (sample,) = samples_of(plan, {SOLE: corpus}, ByteTokenizer(), [3], most_characters=10)
     assert len(sample.text) == 10 and sample.is_cut
     assert {passage.file for passage in sample.passages} == {None}
 
@@ -109,6 +110,21 @@ def test_lists_of_samples(text, counters):
 def test_what_is_no_such_list(text):
     with pytest.raises(TrainctlError, match="samples"):
         parse_counters(text)
+
+
+def test_the_samples_of_a_step_are_those_of_the_run_as_it_stands():
+    events = [
+        {"event": "step", "attempt": attempt, "step": step, "samples": samples}
+        for attempt, step, samples in [(1, 1, [0, 4]), (1, 2, [4, 8]), (2, 2, [8, 12])]
+    ]
+    assert counters_of_step(events, 1) == [0, 1, 2, 3]
+    assert counters_of_step(events, 2) == [8, 9, 10, 11], "those of the last attempt"
+    with pytest.raises(TrainctlError, match="no record of step 3"):
+        counters_of_step(events, 3)
+    events[0]["samples"] = [5, 5 + MOST_SAMPLES + 1]
+    with pytest.raises(TrainctlError) as refused:
+        counters_of_step(events, 1)
+    assert "--samples 5-1004" in refused.value.hint
 
 
 def test_the_command_escapes_what_a_terminal_would_obey(tmp_path, capsys, monkeypatch):
@@ -128,5 +144,8 @@ def test_the_command_escapes_what_a_terminal_would_obey(tmp_path, capsys, monkey
     assert "a.txt" in out and "document 0, tokens" in out
     command.show(run.root, "0-1", characters=5, as_json=True)
     answer = json.loads(capsys.readouterr().out)
-    expected = samples_of(plan, corpus_of(plan, run), ByteTokenizer(), [0, 1], most_characters=5)
+    with pytest.raises(TrainctlError, match="which samples"):
+        command.show(run.root)
+    corpora = corpora_of(plan, run)
+    expected = samples_of(plan, corpora, ByteTokenizer(), [0, 1], most_characters=5)
     assert answer["samples"] == json.loads(json.dumps([asdict(sample) for sample in expected]))

@@ -21,11 +21,12 @@ from trainctl.config.schema import DataConfig
 from trainctl.config.text.files import split_files
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import identity_of
+from trainctl.plan.mixture import SOLE
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
+from trainctl.train.corpora import as_before
 from trainctl.train.corpus import Corpus, build_corpus, build_users_corpus, cache_folder
 from trainctl.train.corpus_folder import locked
-from trainctl.train.prepare import _as_before
 from trainctl.train.tokenizer import ByteTokenizer
 
 
@@ -349,7 +350,7 @@ def test_a_run_of_the_first_format_goes_on_and_its_cache_is_made_again(texts, tm
     run = RunPaths(tmp_path / "run")
     run.root.mkdir()
     write_json(run.corpus, json.loads((tmp_path / "old" / "corpus.json").read_text()))
-    assert _as_before(corpus, run).is_that_of(old.digest)
+    assert as_before({SOLE: corpus}, run.corpus)[SOLE].is_that_of(old.digest)
 
 
 def texts_of(config, split):

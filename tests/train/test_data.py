@@ -1,9 +1,15 @@
 """Batches: shifted labels, document boundaries, and who gets which sample."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
+from plain_order import sample_indices
 
+from trainctl.data.order import Order, OrderedSource, OrderedStage
 from trainctl.engines.micro_batch import IGNORED_LABEL
+from trainctl.plan.batches import Batch
+from trainctl.plan.mixture import SOLE
 from trainctl.train.corpus import Corpus, Split
 from trainctl.train.data import PackedDataset, TrainingData
 
@@ -61,17 +67,56 @@ def test_padding_samples_have_no_labels(tmp_path):
     ("data_size", "micro", "accumulation"), [(1, 4, 2), (2, 2, 2), (4, 1, 2), (2, 4, 1)]
 )
 def test_every_layout_sees_the_same_samples_in_a_step(tmp_path, data_size, micro, accumulation):
-    data = dataset(tmp_path, list(range(250)), length=2)
-    seen = []
-    for rank in range(data_size):
-        batches = TrainingData(
-            dataset=data,
-            seed=3,
-            shuffle=True,
+    data = {(SOLE, 2): dataset(tmp_path, list(range(250)), length=2)}
+    order = Order(3, [OrderedSource(SOLE, 250)], [OrderedStage(0, 2, {SOLE: Fraction(1)})])
+
+    def step(rank, size, micro, passes):
+        batch = Batch(
+            global_batch_size=size * micro * passes,
             micro_batch_size=micro,
-            data_rank=rank,
-            data_size=data_size,
-        ).step(40, accumulation)
-        seen += [i for batch in batches for i in batch.sample_ids.tolist()]
-    reference = TrainingData(data, 3, True, 8, 0, 1).step(40, 1)[0].sample_ids.tolist()
+            gradient_accumulation_steps=passes,
+            sequence_length=2,
+        )
+        batches = TrainingData(order, data, rank, size).step(40, batch)
+        return [i for batch in batches for i in batch.sample_ids.tolist()]
+
+    seen = [i for rank in range(data_size) for i in step(rank, data_size, micro, accumulation)]
+    reference = step(0, 1, 8, 1)
+    before = sample_indices(np.arange(40, 48), num_samples=124, seed=3, shuffle=True)
+    assert reference == before.tolist()  # of one source, in the order of runs that were begun
     assert sorted(seen) == sorted(reference)
+
+
+def test_rows_of_a_mixture_are_those_of_their_sources(tmp_path):
+    corpora = {name: tmp_path / name for name in "ab"}
+    for folder in corpora.values():
+        folder.mkdir()
+    data = {
+        ("a", 4): dataset(corpora["a"], [1, END, 3, 4, 5, 6, 7, 8, 9], 4, mask_documents=True),
+        ("b", 4): dataset(corpora["b"], list(range(100, 200)), 4, mask_documents=True),
+    }
+    weights = {"a": Fraction(1), "b": Fraction(1)}
+    sources = [OrderedSource("a", 9), OrderedSource("b", 100)]
+    order = Order(3, sources, [OrderedStage(0, 4, weights)])
+    batch = Batch(
+        global_batch_size=8,
+        micro_batch_size=2,
+        gradient_accumulation_steps=2,
+        sequence_length=4,
+    )
+    seen = []
+    for rank in range(2):
+        own = TrainingData(order, data, rank, 2)
+        counters = own.counters(16, batch)
+        for row, made in zip(counters, own.step(16, batch), strict=True):
+            for place, counter in enumerate(row):
+                at = order.at(counter)
+                name = order.names[int(at.source)]
+                alone = data[name, 4].micro_batch(at.index.reshape(1))
+                assert (made.input_ids[place] == alone.input_ids[0]).all()
+                assert (made.labels[place] == alone.labels[0]).all()
+                assert (made.position_ids[place] == alone.position_ids[0]).all()
+                seen.append((int(counter), name))
+    assert sorted(counter for counter, _ in seen) == list(range(16, 24))
+    drawn = TrainingData(order, data, 0, 2).drawn(16, 24)
+    assert drawn == {name: sum(n == name for _, n in seen) for name in "ab"} == {"a": 4, "b": 4}

@@ -3,8 +3,7 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-
-from trainctl.train.order import sample_indices
+from plain_order import sample_indices
 
 
 @given(st.integers(1, 500), st.integers(0, 2**40), st.integers(0, 5))

@@ -113,8 +113,8 @@ def test_the_peak_of_a_format_that_is_not_used_does_not_count() -> None:
     """fp32 products in TF32 are neither at the fp32 peak nor planned."""
     made = plan(1, PEAK_TFLOPS)
     bf16 = replace(made, hardware=replace(made.hardware, peak_tflops_fp32=None, peak_tflops_bf16=1))
-    assert Throughput(bf16).of_step(1.0, 1000)["mfu"] is None
-    assert Throughput(made).of_step(1.0, 1000)["mfu"] is not None
+    assert Throughput(bf16).of_step(1.0, plan(1, PEAK_TFLOPS).batch)["mfu"] is None
+    assert Throughput(made).of_step(1.0, plan(1, PEAK_TFLOPS).batch)["mfu"] is not None
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def tf32() -> Iterator[None]:
 
 
 def test_tf32_has_no_known_peak(tf32: None) -> None:
-    assert Throughput(plan(1, PEAK_TFLOPS)).of_step(1.0, 1000)["mfu"] is None
+    assert Throughput(plan(1, PEAK_TFLOPS)).of_step(1.0, plan(1, PEAK_TFLOPS).batch)["mfu"] is None
 
 
 def test_the_peak_stays_when_memory_is_given_back() -> None:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainctl.cli import data_plan, data_prepare
+from trainctl.cli import data_find, data_plan, data_prepare
 from trainctl.cli.arguments import Json, NamedRun
 from trainctl.cli.console import print_json, printable, put
+from trainctl.errors import TrainctlError
+from trainctl.plan.mixture import SOLE
 from trainctl.runs.attempts import standing_attempt
 from trainctl.runs.directory import open_run, read_plan
+from trainctl.runs.records import iter_events
 
 if TYPE_CHECKING:
     from trainctl.train.contents import Passage, Sample
@@ -21,17 +24,26 @@ app = typer.Typer(help="Look at what a run is trained on.", add_completion=False
 
 app.command()(data_prepare.prepare)
 app.command()(data_plan.plan)
+app.command()(data_find.find)
 
 
 @app.command()
 def show(
     run: NamedRun,
     samples: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="LIST", help="Their numbers, as in the run's records, such as 12,40-44."
+            metavar="LIST",
+            help="Their numbers, as in the run's records, such as 12,40-44.",
+            show_default=False,
         ),
-    ],
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Those of an optimizer step instead.", show_default=False
+        ),
+    ] = None,
     characters: Annotated[
         int, typer.Option(min=0, help="Of each text, at most; 0 shows all of it.")
     ] = 400,
@@ -39,18 +51,22 @@ def show(
 ) -> None:
     """Print the text of samples, and the files and documents that it was cut from.
 
-    Example: trainctl data show runs/NAME --samples 96-103
+    Examples: trainctl data show runs/NAME --samples 96-103; trainctl data show runs/NAME --step 40
     """
-    from trainctl.train.contents import parse_counters, samples_of
-    from trainctl.train.prepare import corpus_of
+    from trainctl.train.contents import counters_of_step, parse_counters, samples_of
+    from trainctl.train.prepare import corpora_of
     from trainctl.train.tokenizer import load_tokenizer
 
-    counters = parse_counters(samples)
+    if (samples is None) == (step is None):
+        raise TrainctlError("which samples?", hint="--samples 12,40-44, or --step 40")
+    counters = parse_counters(samples) if samples is not None else []
     paths = open_run(run)
+    if step is not None:
+        counters = counters_of_step(iter_events(paths.events, "step"), step)
     plan = read_plan(paths.attempt(standing_attempt(paths).number).plan)
-    corpus = corpus_of(plan, paths)
+    corpora = corpora_of(plan, paths)
     tokenizer = load_tokenizer(plan.config.tokenizer)
-    found = samples_of(plan, corpus, tokenizer, counters, most_characters=characters)
+    found = samples_of(plan, corpora, tokenizer, counters, most_characters=characters)
     if as_json:
         shown = [asdict(sample) for sample in found]
         print_json({"schema": 1, "run": str(paths.root), "samples": shown})
@@ -60,9 +76,10 @@ def show(
 
 
 def _show(sample: Sample) -> None:
+    of = "the training text" if sample.source == SOLE else sample.source
     put(
         f"sample {sample.counter}: index {sample.index} of pass {sample.epoch + 1}, from token "
-        f"{sample.first_token:,} of the training text"
+        f"{sample.first_token:,} of {of}"
     )
     for passage in sample.passages:
         put(f"  {_source(passage)}")

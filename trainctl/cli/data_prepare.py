@@ -17,6 +17,7 @@ from trainctl.errors import TrainctlError
 
 if TYPE_CHECKING:
     from trainctl.data.progress import Standing
+    from trainctl.train.corpora import Corpora
     from trainctl.train.corpus import Corpus
 
 
@@ -48,7 +49,7 @@ def prepare(
     Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32
     """
     from trainctl.data.progress import Standing
-    from trainctl.train.corpus import build_corpus, do_share
+    from trainctl.train.corpora import build_corpora, do_shares
     from trainctl.train.prepare import TokenizingProgress, say
     from trainctl.train.tokenizer import load_tokenizer
 
@@ -66,9 +67,7 @@ def prepare(
         tell_of(standing)
 
     if share is not None:
-        left = do_share(
-            config.data, tokenizer, share, show, section=config.tokenizer, workers=workers
-        )
+        left = do_shares(config, tokenizer, share, show, workers=workers)
         if as_json:
             print_json({"schema": 1, "task": task, "documents": last.documents, "left": left})
         else:
@@ -79,29 +78,35 @@ def prepare(
                 else "all shares are: the same command without --task, or a launch, joins them"
             )
         return
-    corpus = build_corpus(
-        config.data, tokenizer, show, say, section=config.tokenizer, workers=workers
-    )
+    corpora = build_corpora(config, tokenizer, show, say, workers=workers)
     if as_json:
-        print_json(_as_json(corpus, last))
+        print_json(_as_json(corpora, last, is_mixture=bool(config.data.sources)))
         return
-    for side, split in (("to train on", corpus.train), ("held out", corpus.held_out)):
-        put(f"{split.tokens:,} tokens {side}, of {split.documents:,} documents")
+    for name, corpus in corpora.items():
+        of = f"{name}: " if config.data.sources else ""
+        for side, split in (("to train on", corpus.train), ("held out", corpus.held_out)):
+            put(f"{of}{split.tokens:,} tokens {side}, of {split.documents:,} documents")
     just_now = f", {last.documents:,} documents tokenized just now" if last.documents else ""
-    put(f"in {corpus.folder}{just_now}")
+    put(f"in {', '.join(corpus.folder for corpus in corpora.values())}{just_now}")
 
 
-def _as_json(corpus: Corpus, last: Standing) -> dict[str, object]:
+def _as_json(corpora: Corpora, last: Standing, *, is_mixture: bool) -> dict[str, object]:
+    found = {name: _corpus(corpus) for name, corpus in corpora.items()}
+    told: dict[str, object] = {"sources": found}
+    if not is_mixture:
+        (told,) = found.values()
+    return {"schema": 1, **told, "documents_tokenized": last.documents}
+
+
+def _corpus(corpus: Corpus) -> dict[str, object]:
     sides = {
         name: {"tokens": split.tokens, "documents": split.documents}
         for name, split in (("train", corpus.train), ("held_out", corpus.held_out))
     }
     return {
-        "schema": 1,
         "folder": corpus.folder,
         "digest": corpus.digest,
         **sides,
-        "documents_tokenized": last.documents,
         "bad_text": corpus.bad_text,
     }
 

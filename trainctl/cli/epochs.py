@@ -15,6 +15,7 @@ from trainctl.config.layers import Layer
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.plan.derive import is_counted_in_epochs
+from trainctl.plan.mixture import SOLE
 
 if TYPE_CHECKING:
     from trainctl.train.corpus import Corpus
@@ -52,21 +53,21 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
 
 
 def _cached(config: RunConfig) -> Corpus | None:
-    from trainctl.train.corpus import cached_corpus
+    from trainctl.train.corpora import cached_corpora
     from trainctl.train.tokenizer import load_tokenizer
 
     try:
-        return cached_corpus(config.data, load_tokenizer(config.tokenizer))
+        return cached_corpora(config, load_tokenizer(config.tokenizer))[SOLE]
     except TrainctlError:
         return None  # what is missing is somebody else's finding
 
 
 def _tokenized(config: RunConfig) -> Corpus:
-    from trainctl.train.corpus import build_corpus
+    from trainctl.train.corpora import build_corpora
     from trainctl.train.prepare import TokenizingProgress
     from trainctl.train.tokenizer import load_tokenizer
 
     if _cached(config) is None:
         say("reading the corpus, to know how long training.epochs is; it is kept for the training")
     tokenizer = load_tokenizer(config.tokenizer)
-    return build_corpus(config.data, tokenizer, TokenizingProgress(), say, section=config.tokenizer)
+    return build_corpora(config, tokenizer, TokenizingProgress(), say)[SOLE]

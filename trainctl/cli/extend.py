@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from trainctl.cli.console import say
+from trainctl.cli.source_counts import count_sources
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.extension import change_of_rate, miscounts_tokens, step_before_decay
+from trainctl.plan.mixture import sources_of
 from trainctl.plan.sample_order import changes_of_order
 from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import CheckpointInfo, list_checkpoints
@@ -24,13 +26,14 @@ def compare_with_checkpoint(run: RunPaths, checkpoint: CheckpointInfo, made: Run
 
     Raises:
         TrainctlError: The plan makes a stable phase longer, and the checkpoint lies behind its end
-            (exit code 5); names the step to go back to.
+            (exit code 5), and names the step to go back to; or the data of stages that have begun
+            would be others (exit code 2).
     """
     file = run.attempt(checkpoint.attempt or last_attempt(run)).plan
     if not file.is_file():
         return
     before, step = read_plan(file), checkpoint.step
-    _say_order(run, checkpoint, before, made)
+    _compare_order(run, checkpoint, before, made)
     back_to = step_before_decay(before, made, step)
     if back_to is not None:
         earlier = [info.step for info in list_checkpoints(run) if info.step <= back_to]
@@ -59,11 +62,46 @@ def compare_with_checkpoint(run: RunPaths, checkpoint: CheckpointInfo, made: Run
         )
 
 
-def _say_order(run: RunPaths, checkpoint: CheckpointInfo, before: RunPlan, made: RunPlan) -> None:
-    """Say what the plan does to the order of the samples."""
+def _compare_order(
+    run: RunPaths, checkpoint: CheckpointInfo, before: RunPlan, made: RunPlan
+) -> None:
+    """Compare the order of the samples: of one text what changes is said, of several refused."""
+    samples = int(read_manifest(checkpoint.path)["samples"])
+    if any(data.sources or data.stages for data in (before.config.data, made.config.data)):
+        _keep_the_past(run, samples, before, made)
+        return
     starts = read_events(run.events, "start")
     if not starts:
         return
-    samples, tokens = read_manifest(checkpoint.path)["samples"], starts[-1]["train_tokens"]
-    for change in changes_of_order(before, made, int(samples), int(tokens)):
+    for change in changes_of_order(before, made, samples, int(starts[-1]["train_tokens"])):
         say(f"warning: {change}", style="warning")
+
+
+def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) -> None:
+    """Refuse what would change samples that were drawn.
+
+    Raises:
+        TrainctlError: With all that would.
+    """
+    from trainctl.data.mixture import order_of
+    from trainctl.data.past import changes_of_past
+    from trainctl.train.corpora import recorded
+
+    if not run.corpus.is_file():
+        return
+    tokens = {name: corpus.train.tokens for name, corpus in recorded(run.corpus).items()}
+    if not set(sources_of(made.config.data)) <= set(tokens):
+        counts, _ = count_sources(made.config)
+        tokens = {name: count.tokens for name, count in counts.items()} | tokens
+    try:
+        changes = list(changes_of_past(order_of(before, tokens), order_of(made, tokens), samples))
+    except (KeyError, ValueError):  # a source is missing or too short, which is said elsewhere
+        return
+    if changes:
+        raise TrainctlError(
+            f"{run.root} has drawn {samples:,} samples, and this would change them: "
+            + "; ".join(changes),
+            hint="keep data.sources and data.stages as they were up to there, and change what is "
+            "still to come: until_step says where a stage that has begun ends, whatever the length "
+            "of the run",
+        )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainctl.cli.console import gib, say
 from trainctl.cli.epochs import count_epoch
+from trainctl.cli.source_counts import check_amounts
 from trainctl.cli.standing import passed_over_findings
 from trainctl.config.compose import SAVED, Composed, examine, recompose
 from trainctl.config.files import missing_files
@@ -101,6 +102,8 @@ def plan(
         found += check_model_files(composed.config)
         found += check_tokenizer_files(composed.config)
         found += refusals(composed.config, hardware)
+        if assessment.plan is not None and not any(finding.is_error for finding in found):
+            found += check_amounts(assessment.plan)
     return Planned(
         composed=composed,
         hardware=hardware,

@@ -11,6 +11,7 @@ from trainctl.config.text.remote import File
 from trainctl.config.text.stream import head_of
 from trainctl.errors import Finding, TrainctlError
 from trainctl.plan.mixture import sources_of
+from trainctl.plan.types import RunPlan
 
 if TYPE_CHECKING:
     from trainctl.data.mixture import Count
@@ -31,6 +32,7 @@ NO_SOURCE = "TC348"
 def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
     """How long each source is, and what keeps one from being read; nothing is tokenized for it."""
     from trainctl.data.mixture import Count
+    from trainctl.train.corpora import of_source
     from trainctl.train.corpus import cached_corpus
     from trainctl.train.tokenizer import load_tokenizer
 
@@ -45,20 +47,34 @@ def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
             else:
                 counts[name] = Count(tokens=_guess(section, tokenizer), is_estimate=True)
         except TrainctlError as error:
-            problems.append(_problem(config, name, error))
+            moved = of_source(config.data, name, error)
+            key = f"data.sources.{name}" if config.data.sources else "data"
+            problems.append(
+                Finding(
+                    rule=NO_SOURCE,
+                    key=key,
+                    message=moved.message.removeprefix(f"{key}: "),
+                    hint=moved.hint,
+                    exit_code=moved.exit_code,
+                )
+            )
     return counts, problems
 
 
-def _problem(config: RunConfig, name: str, error: TrainctlError) -> Finding:
-    """What keeps a source from being read, under the keys that it has in the mixture."""
-    section = f"data.sources.{name}" if config.data.sources else "data"
-    return Finding(
-        rule=NO_SOURCE,
-        key=section,
-        message=error.message.replace("data.", f"{section}."),
-        hint=error.hint.replace("data.", f"{section}."),
-        exit_code=error.exit_code,
-    )
+def check_amounts(plan: RunPlan) -> list[Finding]:
+    """What the sources of a run cannot give, where all of them are tokenized already.
+
+    Of others the run finds out before its ranks start.
+    """
+    from trainctl.data.mixture import plan_data
+
+    data = plan.config.data
+    if not plan.config.trains_itself or not (data.sources or data.stages) or data.factory:
+        return []
+    counts, unread = count_sources(plan.config)
+    if unread or any(count.is_estimate for count in counts.values()):
+        return []
+    return list(plan_data(plan, counts).problems)
 
 
 def _guess(section: DataConfig, tokenizer: Tokenizer) -> int:

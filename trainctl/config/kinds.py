@@ -11,7 +11,7 @@ from trainctl.config.keys import Leaf, ValueProblem, accept, as_written, keys_of
 from trainctl.config.layers import Stack
 from trainctl.config.registry import chooser, unit_groups
 from trainctl.config.schema import GROUPS
-from trainctl.config.suggest import did_you_mean, nearest_keys
+from trainctl.config.suggest import did_you_mean, nearest_keys, one_of
 from trainctl.errors import Finding, Severity
 
 NO_EFFECT = "TC112"
@@ -93,5 +93,5 @@ def _foreign(key: str, value: Any, kind: str, is_left_over: bool) -> Finding:
         rule=UNKNOWN_KEY,
         key=key,
         message=f"there is no key {key} with {group}.{chooser(group)}={kind}",
-        hint=f"{did_you_mean(close)} {group}={' or '.join(leaves()[key].kinds)} has it".strip(),
+        hint=f"{did_you_mean(close)} {group}={one_of(leaves()[key].kinds)} has it".strip(),
     )

@@ -14,7 +14,7 @@ from trainctl.config.check import UNKNOWN_KEY, WRONG_VALUE
 from trainctl.config.keys import Leaf, leaves, part_leaves, part_leaves_of
 from trainctl.config.layers import Stack
 from trainctl.config.registry import chooser, kind_of, specs
-from trainctl.config.suggest import did_you_mean, nearest
+from trainctl.config.suggest import did_you_mean, nearest, one_of
 from trainctl.errors import Finding
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
@@ -53,7 +53,7 @@ def _complete(stack: Stack, leaf: Leaf, key: str, section: dict[str, Any]) -> It
         if name in known and value == known[name].default:
             continue  # that came with what had another kind before
         close = nearest(name, own)
-        having = " or ".join(known[name].kinds) if name in known else ""
+        having = one_of(known[name].kinds) if name in known else ""
         yield Finding(
             rule=UNKNOWN_KEY,
             key=inside,
@@ -62,7 +62,7 @@ def _complete(stack: Stack, leaf: Leaf, key: str, section: dict[str, Any]) -> It
                 each
                 for each in (
                     did_you_mean([f"{key}.{one}" for one in close]),
-                    f"{choice}: {having} has it" if having else "",
+                    f"only with {choice}: {having}" if having else "",
                 )
                 if each
             ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 OTHER_NAMES = {
@@ -122,3 +122,9 @@ def first_line(error: Exception) -> str:
 def did_you_mean(names: list[str]) -> str:
     """The names as a question; empty without names."""
     return f"did you mean {' or '.join(names)}?" if names else ""
+
+
+def one_of(names: Sequence[str]) -> str:
+    """Names as alternatives: ``a, b or c``."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last

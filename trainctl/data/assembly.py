@@ -11,6 +11,7 @@ import numpy.typing as npt
 from trainctl.config.text.documents import EXAMPLES, BadText, limit_of
 from trainctl.config.text.files import TextFiles
 from trainctl.config.text.remote import File
+from trainctl.data.in_place import Span
 from trainctl.data.part import Part
 from trainctl.data.store import Store, files_in_order, in_file
 from trainctl.data.tasks import Task
@@ -26,6 +27,7 @@ class Chunk:
         ends: Tokens of the chunk up to the end of each document.
         files: Number of each one's file among those of the corpus; None where there is none.
         lines: Line of each in its file, from 1, or 0.
+        span: Where the tokens are, if they stay there; `ids` are then some of them, to be counted.
     """
 
     side: str
@@ -33,6 +35,7 @@ class Chunk:
     ends: npt.NDArray[np.integer]
     files: npt.NDArray[np.integer] | None = None
     lines: npt.NDArray[np.integer] | None = None
+    span: Span | None = None
 
 
 def chunks(

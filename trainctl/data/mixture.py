@@ -12,7 +12,13 @@ from trainctl.config.schema import RunConfig, SourceConfig
 from trainctl.data.legs import samples_of
 from trainctl.data.order import Order, OrderedSource, OrderedStage
 from trainctl.errors import Finding, Severity
-from trainctl.plan.mixture import DataStage, amount_of, shares_of_amounts, sources_of, stages_of
+from trainctl.plan.mixture import (
+    DataStage,
+    amount_of,
+    shares_of_amounts,
+    sources_of,
+    stages_of_plan,
+)
 from trainctl.plan.types import RunPlan
 
 ROUNDING = 1e-3
@@ -94,7 +100,7 @@ def order_of(plan: RunPlan, tokens: Mapping[str, int]) -> Order:
     Raises:
         ValueError: A source has no sample of the length that a stage draws.
     """
-    config, stages = plan.config, _stages(plan)
+    config, stages = plan.config, stages_of_plan(plan)
     sources = sources_of(config.data)
     amounts = config.data.sources
     shared = [stage for stage in stages if stage.weights is None]
@@ -123,7 +129,7 @@ def plan_data(plan: RunPlan, counts: Mapping[str, Count]) -> DataPlan:
         plan: Of the run.
         counts: How long each source is, by name.
     """
-    stages = _stages(plan)
+    stages = stages_of_plan(plan)
     tokens = {name: count.tokens for name, count in counts.items()}
     too_short = list(_too_short(plan.config, stages, tokens))
     if too_short:
@@ -153,11 +159,6 @@ def plan_data(plan: RunPlan, counts: Mapping[str, Count]) -> DataPlan:
 def _of_epochs(tokens: Mapping[str, int], length: int) -> dict[str, int]:
     """Tokens in the samples of an epoch of each source."""
     return {name: samples_of(count, length) * length for name, count in tokens.items()}
-
-
-def _stages(plan: RunPlan) -> tuple[DataStage, ...]:
-    config = plan.config
-    return stages_of(config.data, config.training, config.schedule, plan.batches, plan.total_steps)
 
 
 def _use_of(order: Order, stage: DataStage, tokens: Mapping[str, int]) -> StageUse:

@@ -5,6 +5,7 @@
 | Megatron-LM | `NAME.bin` | `NAME.idx`: lengths of sequences, and which of them begin a document |
 | datatrove, nanotron | `NAME.ds` | `NAME.ds.index`: 8 bytes a document |
 | OLMo, dolma | `NAME.npy`, without a header | `NAME.csv.gz`: a row a document |
+| trainctl | `NAME.bin` | `NAME.ends`: 8 bytes a document |
 | numpy, llm.c, anyone | an array with or without its header | where the end id is |
 
 The ids stay where they are and are mapped. What can be known without reading all is checked: their
@@ -23,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,12 +61,53 @@ class Tokenized:
         ends: Where each document ends, one past its last id, ascending, shape (documents,); None
             where no index tells.
         tokenizer: Its name, if the file's maker has left it; else empty.
+        offset: Bytes of the file before the first id.
     """
 
     file: Path
     ids: Ids
     ends: Ends | None
     tokenizer: str = ""
+    offset: int = 0
+
+    def problems(
+        self, vocab_size: int, end_of_document: int | None, *, whole: bool = False
+    ) -> list[str]:
+        """What keeps a tokenizer's model from training on it; empty if nothing is seen.
+
+        Args:
+            vocab_size: Ids that there are.
+            end_of_document: The id that closes a document, if there is one.
+            whole: Look at every id, at the speed of the disk, and not at places all over the file.
+        """
+        ids, found = self.ids, []
+        if len(ids) == 0:
+            return [f"{self.file} is empty"]
+        wrong = next((at for at in _extremes(ids, whole) if not 0 <= ids[at] < vocab_size), None)
+        if wrong is not None:
+            found.append(
+                f"{self.file} has the id {ids[wrong]:,} at token {wrong:,}, and the vocabulary "
+                f"has {vocab_size:,}{_other_type(self, vocab_size)}"
+            )
+        elif vocab_size > np.iinfo(ids.dtype).max + 1:
+            found.append(
+                f"{self.file} has ids of {ids.dtype.itemsize} bytes, which cannot be those of a "
+                f"vocabulary of {vocab_size:,}: another tokenizer made them"
+            )
+        if self.ends is not None and end_of_document is not None and not found:
+            places = _spread(len(self.ends), _PROBES * _PROBE)
+            full = self.ends[places][np.diff(self.ends, prepend=0)[places] > 0]
+            if len(full) and not (ids[full - 1] == end_of_document).any():
+                found.append(
+                    f"no document of {self.file} ends in {end_of_document}, the tokenizer's end "
+                    f"of a document; the first ends in {int(ids[full[0] - 1])}"
+                )
+        return found
+
+
+def open_of(section: Any, file: Path) -> Tokenized:
+    """A file of a source of `options.data.tokens`; errors as `open_tokenized`."""
+    return open_tokenized(file, section.id_type.value if section.id_type else None)
 
 
 def open_tokenized(file: Path, dtype: str | None = None) -> Tokenized:
@@ -85,12 +128,15 @@ def open_tokenized(file: Path, dtype: str | None = None) -> Tokenized:
             head = stream.read(_LLM_C_HEADER)
         if file.suffix == ".ds" or file.with_name(f"{file.name}.index").is_file():
             return _datatrove(file, dtype)
+        own = file.with_suffix(".ends")
+        if own.is_file():
+            return _with_ends(file, own, dtype)
         if head.startswith(_NPY):
-            return _refuse_unfit(Tokenized(file, _numpy(file), None))
+            return _numpy(file)
         first = int.from_bytes(head[:4], "little")
         if first in _LLM_C and len(head) == _LLM_C_HEADER:
             return _llm_c(file, head, _LLM_C[first])
-        ids = _mapped(file, _given(file, dtype))
+        ids = mapped(file, _given(file, dtype))
         return _refuse_unfit(Tokenized(file, ids, _dolma_ends(file)))
 
 
@@ -111,42 +157,6 @@ def ends_by_id(ids: Ids, end_of_document: int) -> Ends:
     return ends.astype(np.int64, copy=False)
 
 
-def problems(
-    tokenized: Tokenized, vocab_size: int, end_of_document: int | None, *, whole: bool = False
-) -> list[str]:
-    """What keeps a tokenizer's model from training on a file; empty if nothing is seen.
-
-    Args:
-        tokenized: The file.
-        vocab_size: Ids that there are.
-        end_of_document: The id that closes a document, if there is one.
-        whole: Look at every id, at the speed of the disk, and not at places all over the file.
-    """
-    ids, found = tokenized.ids, []
-    if len(ids) == 0:
-        return [f"{tokenized.file} is empty"]
-    wrong = next((at for at in _extremes(ids, whole) if not 0 <= ids[at] < vocab_size), None)
-    if wrong is not None:
-        found.append(
-            f"{tokenized.file} has the id {ids[wrong]:,} at token {wrong:,}, and the vocabulary "
-            f"has {vocab_size:,}{_other_type(tokenized, vocab_size)}"
-        )
-    elif vocab_size > np.iinfo(ids.dtype).max + 1:
-        found.append(
-            f"{tokenized.file} has ids of {ids.dtype.itemsize} bytes, which cannot be those of a "
-            f"vocabulary of {vocab_size:,}: another tokenizer made them"
-        )
-    if tokenized.ends is not None and end_of_document is not None and not found:
-        places = _spread(len(tokenized.ends), _PROBES * _PROBE)
-        full = tokenized.ends[places][np.diff(tokenized.ends, prepend=0)[places] > 0]
-        if len(full) and not (ids[full - 1] == end_of_document).any():
-            found.append(
-                f"no document of {tokenized.file} ends in {end_of_document}, the tokenizer's end "
-                f"of a document; the first ends in {int(ids[full[0] - 1])}"
-            )
-    return found
-
-
 def _megatron(file: Path, index: Path) -> Tokenized:
     raw = np.memmap(index, np.uint8, "r") if index.stat().st_size else np.empty(0, np.uint8)
     head = raw[:_MEGATRON_HEADER].tobytes()
@@ -164,7 +174,7 @@ def _megatron(file: Path, index: Path) -> Tokenized:
     lengths = raw[starts[0] : starts[1]].view("<i4")
     places = raw[starts[1] : starts[2]].view("<i8")
     firsts = raw[starts[2] : starts[2] + 8 * entries].view("<i8")
-    ids = _mapped(file, _MEGATRON_TYPES[head[17]])
+    ids = mapped(file, _MEGATRON_TYPES[head[17]])
     stops = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if (lengths < 0).any() or not np.array_equal(places, stops[:-1] * ids.itemsize):
         raise _unfit(index, "its sequences do not follow one another in the file of ids")
@@ -180,15 +190,21 @@ def _datatrove(file: Path, dtype: str | None) -> Tokenized:
     if metadata.is_file():  # "NAME|BYTES", since the time when ids had two: "NAME"
         first = metadata.read_text().partition("\n")[0]
         tokenizer, _, width = first.rpartition("|") if "|" in first else (first, "", "2")
-    ends = None
+    known = dtype or (f"u{width}" if width in ("2", "4") else None)
     if index.is_file():
-        if index.stat().st_size % 8:
-            raise _unfit(index, f"{index.stat().st_size:,} bytes are no numbers of 8")
-        ends = np.fromfile(index, "<u8").astype(np.int64)
-    if dtype is None and not width.isdigit() and ends is not None and len(ends):
-        width = str(file.stat().st_size // max(1, int(ends[-1])))
-    ids = _mapped(file, _given(file, dtype or (f"u{width}" if width in ("2", "4") else None)))
-    return _refuse_unfit(Tokenized(file, ids, ends, tokenizer))
+        return _with_ends(file, index, known, tokenizer)
+    return Tokenized(file, mapped(file, _given(file, known)), None, tokenizer)
+
+
+def _with_ends(file: Path, index: Path, dtype: str | None, tokenizer: str = "") -> Tokenized:
+    """With an index of 8 bytes a document, which tell the width of the ids, too."""
+    if index.stat().st_size % 8:
+        raise _unfit(index, f"{index.stat().st_size:,} bytes are no numbers of 8")
+    ends = np.fromfile(index, "<u8").astype(np.int64)
+    if dtype is None and len(ends):
+        width = file.stat().st_size // max(1, int(ends[-1]))
+        dtype = f"u{width}" if width in (2, 4) else None
+    return _refuse_unfit(Tokenized(file, mapped(file, _given(file, dtype)), ends, tokenizer))
 
 
 def _dolma_ends(file: Path) -> Ends | None:
@@ -213,34 +229,46 @@ def _dolma_ends(file: Path) -> Ends | None:
     return places[:, 1].copy()
 
 
-def _numpy(file: Path) -> Ids:
+def _numpy(file: Path) -> Tokenized:
     try:
         ids = np.load(file, mmap_mode="r", allow_pickle=False)
     except ValueError as error:
         raise _unfit(file, f"numpy cannot read it: {error}") from None
     if ids.ndim != 1 or ids.dtype.kind not in "ui":
         raise _unfit(file, f"it is an array of {ids.dtype} of shape {ids.shape}, not a list of ids")
-    return np.asarray(ids)
+    assert isinstance(ids, np.memmap)
+    return Tokenized(file, mapped(file, ids.dtype.str, ids.offset), None, offset=ids.offset)
 
 
 def _llm_c(file: Path, head: bytes, dtype: str) -> Tokenized:
     count = int.from_bytes(head[8:12], "little")
-    ids = _mapped(file, dtype, _LLM_C_HEADER)
+    ids = mapped(file, dtype, _LLM_C_HEADER)
     if len(ids) != count:
         raise _unfit(file, f"its header says {count:,} ids, and it has {len(ids):,}")
-    return Tokenized(file, ids, None)
+    return Tokenized(file, ids, None, offset=_LLM_C_HEADER)
 
 
 def _given(file: Path, dtype: str | None) -> str:
     if dtype is None:
         raise TrainctlError(
-            f"nothing tells of which type the ids in {file} are", hint="u2 or u4 (uint16, uint32)"
+            f"nothing tells of which type the ids in {file} are",
+            hint="data.id_type=uint16, or uint32",
         )
     return np.dtype(dtype).newbyteorder("<").str
 
 
-def _mapped(file: Path, dtype: str, offset: int = 0) -> Ids:
-    """A file's ids; the kernel is told that they are read here and there, not in order."""
+def mapped(file: Path, dtype: str, offset: int = 0) -> Ids:
+    """A file's ids; the kernel is told that they are read here and there, not in order.
+
+    Args:
+        file: Of ids alone, after what comes first.
+        dtype: numpy name of their type.
+        offset: Bytes of what comes first.
+
+    Raises:
+        OSError: It cannot be read.
+        TrainctlError: Its size is not one of ids.
+    """
     size, width = file.stat().st_size - offset, np.dtype(dtype).itemsize
     if size % width:
         raise _unfit(file, f"{size:,} bytes are no ids of {width} bytes")

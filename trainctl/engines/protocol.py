@@ -48,7 +48,7 @@ class Job:
         mesh: Its place on the mesh.
         module: What is trained, with its loss: `trainctl.train.loss.LanguageModel`, or on a
             pipeline's rank `trainctl.train.pipeline.Stage`.
-        pieces: Of its parameters.
+        pieces: What this rank has of its parameters.
         groups: The optimizer's parameter groups; a group's rate is `peak_lr` times a factor.
         optimizer: The one that makes the update; None if the engine makes it by the plan.
         tied: The weight that the two ends of a pipeline share, on these ends.
@@ -174,12 +174,12 @@ class Engine(ABC):
 
     Attributes:
         mesh: This rank's place on it.
-        pieces: Of the parameters.
+        pieces: What this rank has of the parameters.
         states: Where its optimizer keeps what.
         times: Where the time of a step goes.
-        loss_scale: Of fp16 weights; None for other formats.
-        z_loss: Of the last step, beside its loss and in its units; None without one.
-        summed_loss: Of the last step, over this rank's own labels, in nats.
+        loss_scale: Factor of the loss of fp16 weights; None for other formats.
+        z_loss: That of the last step, beside its loss and in its units; None without one.
+        summed_loss: Sum of the last step's losses, over this rank's own labels, in nats.
     """
 
     states: States
@@ -202,7 +202,7 @@ class Engine(ABC):
 
     @abstractmethod
     def set_batch(self, batch: Batch) -> None:
-        """Give the steps from now on a batch of another size: other accumulation steps."""
+        """Give the steps from now on a batch of another size: accumulation steps, or lengths."""
 
     @abstractmethod
     def run(

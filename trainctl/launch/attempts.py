@@ -29,7 +29,7 @@ class Begun:
     Attributes:
         order: What it is started from.
         rendered: What starts it.
-        tag: Of its processes; one on a single node adds that.
+        tag: Mark of its processes; one on a single node adds that.
         lock: Descriptor of the run's lock, which agents inherit.
     """
 
@@ -44,7 +44,7 @@ class Ended:
     """How a launch ended.
 
     Attributes:
-        outcome: Of its last attempt.
+        outcome: How its last attempt ended.
         is_cancelled: Whether a scheduler told both this process and the agents to end.
     """
 

@@ -21,7 +21,7 @@ class Start:
         plan: The plan.
         run: The run.
         attempt: The attempt.
-        environment: Of the user's shell, or of a scheduler's job; of it
+        environment: That of the user's shell, or of a scheduler's job; of it
             `launcher.forward_environment` is taken.
         cores: Processors of this machine, taken for those of a host that is not known better.
         rank_command: Another command line for the ranks, which then needs no corpus prepared.

@@ -13,7 +13,7 @@ class Outcome:
     """The end of an attempt.
 
     Attributes:
-        exit_code: Of the launch; 0 only if every rank ended well.
+        exit_code: Code of the launch; 0 only if every rank ended well.
         state: finished, failed or stopped.
         message: What happened, in a sentence; empty when finished.
         hint: What may help.

@@ -31,7 +31,7 @@ class Regroup:
             and when they change.
 
     Attributes:
-        site: Of the next attempt.
+        site: Where the next attempt runs.
     """
 
     def __init__(

@@ -23,11 +23,11 @@ class Site:
     """The hosts of an attempt, as they answered.
 
     Attributes:
-        hosts: In the order of the nodes.
-        interfaces: Of each, to use; None where it is not known yet.
-        cores: Of each; None where they are not known yet.
-        address: Of the first host's interface, where the rendezvous is.
-        port: Of the rendezvous; None where a free one is still to be found.
+        hosts: Their names, in the order of the nodes.
+        interfaces: The one of each that is used; None where it is not known yet.
+        cores: Number of each one's; None where they are not known yet.
+        address: That of the first host's interface, where the rendezvous is.
+        port: That of the rendezvous; None where a free one is still to be found.
     """
 
     hosts: tuple[Host, ...]
@@ -42,7 +42,7 @@ class SiteLook:
     """What asking the hosts has brought.
 
     Attributes:
-        site: To start on; None if something is wrong.
+        site: Where to start; None if something is wrong.
         findings: What is wrong, and warnings.
         there: Hosts that answered.
     """

@@ -41,7 +41,7 @@ class Report:
         clock_seconds: How far its clock is ahead of this machine's, at least; negative is behind.
         unreached: Hosts that it does not reach, each with the reason.
         unseen: Machines whose files it does not see, by name.
-        return_code: Of ssh, where there was no answer; None if it was still waiting.
+        return_code: What ssh ended with, where there was no answer; None if it was still waiting.
         said: What ssh, or the host, said on stderr.
     """
 

@@ -35,6 +35,8 @@ from trainctl.memory.runtime import (
 from trainctl.memory.stages import Stage, stage_of_traced, stages
 from trainctl.memory.traced import TracedModel, shared_over_tensor_ranks
 from trainctl.options.precision import precision_of
+from trainctl.plan.batches import Batch
+from trainctl.plan.mixture import batches_at_once
 from trainctl.plan.types import RunPlan, Sketch
 
 BUDGET_SCHEMA = 1
@@ -175,11 +177,26 @@ class MemoryBudget(DeviceBudget):
 
 
 def budget(plan: RunPlan, traced: TracedModel | None = None) -> MemoryBudget:
-    """The memory budget of a plan.
+    """The memory budget of a plan; with samples of several lengths that of the fullest.
 
     Args:
         traced: What a trace found of its model; none is the closed form of its shape.
     """
+    return max(
+        (
+            _budget(replace(plan, batch=batch), _trace_of(plan, batch, traced))
+            for batch in batches_at_once(plan)
+        ),
+        key=lambda found: found.device_peak_bytes,
+    )
+
+
+def _trace_of(sketch: Sketch, batch: Batch, traced: TracedModel | None) -> TracedModel | None:
+    """A trace is of samples of one length: of longer ones it knows nothing."""
+    return traced if batch.sequence_length <= sketch.batch.sequence_length else None
+
+
+def _budget(plan: RunPlan, traced: TracedModel | None) -> MemoryBudget:
     engine = read_engine(plan)
     held = _stages(plan, engine, traced)
     device = _device_budget(plan, engine, held)
@@ -203,8 +220,13 @@ def budget(plan: RunPlan, traced: TracedModel | None = None) -> MemoryBudget:
 
 def device_budget(sketch: Sketch, traced: TracedModel | None = None) -> DeviceBudget:
     """The part of `budget` that needs no whole plan: whether the devices hold it."""
-    engine = read_engine(sketch)
-    return _device_budget(sketch, engine, _stages(sketch, engine, traced))
+    found = []
+    for batch in batches_at_once(sketch):
+        each = replace(sketch, batch=batch)
+        engine = read_engine(each)
+        held = _stages(each, engine, _trace_of(sketch, batch, traced))
+        found.append(_device_budget(each, engine, held))
+    return max(found, key=lambda budget: budget.device_peak_bytes)
 
 
 def _device_budget(sketch: Sketch, engine: EngineMemory, held: tuple[Stage, ...]) -> DeviceBudget:

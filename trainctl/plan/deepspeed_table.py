@@ -70,6 +70,21 @@ WHEN: dict[str, Callable[[Modes], bool]] = {
 }
 """Where the JSON may have a key; elsewhere DeepSpeed does not read it."""
 
+_ZENFLOW = "offload.optimizer=cpu and offload.zenflow=true"
+WORDS = {
+    "sharded": "ZeRO stage 1 or more",
+    "stage 1 or 2": "ZeRO stage 1 or 2",
+    "stage 3": "ZeRO stage 3",
+    "states away": "offload of the optimizer",
+    "states away at 3": "offload of the optimizer at ZeRO stage 3",
+    "states on nvme": "offload.optimizer=nvme",
+    "zenflow": _ZENFLOW,
+    "zenflow by steps": _ZENFLOW,
+    "parameters away": "offload of the parameters",
+    "parameters on nvme": "offload.parameters=nvme",
+}
+"""The same to whoever reads it."""
+
 
 def _as_it_is(value: Any) -> Any:
     return value
@@ -205,14 +220,25 @@ def written(rows: tuple[Row, ...], config: RunConfig) -> Iterator[Derived]:
     """The settings of some rows that a config has."""
     modes = Modes.of(config)
     for row in rows:
-        value = row.write(_plain(config, row.source)) if row.holds(modes) else None
+        value = row.write(value_of(config, row.source)) if row.holds(modes) else None
         if value is not None:
             sources = (row.source,) if row.source else ()
             reason = row.reason or row.source
             yield Derived(key=row.key, value=value, reason=reason, sources=sources)
 
 
-def _plain(config: RunConfig, key: str) -> Any:
+def unread(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Keys of ZeRO and offload that a config's JSON does not have, and what they need, in words."""
+    modes, needs = Modes.of(config), dict[str, list[Row]]()
+    for row in (*ZERO_KEYS, *OFFLOAD_KEYS):
+        if row.read is not None:
+            needs.setdefault(row.source, []).append(row)
+    for key, rows in needs.items():
+        if not any(row.holds(modes) for row in rows):
+            yield key, " or ".join(WORDS[row.when] for row in rows)
+
+
+def value_of(config: RunConfig, key: str) -> Any:
     """The value of a config key, of a choice its name; None without a key."""
     if not key:
         return None

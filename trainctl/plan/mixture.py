@@ -16,6 +16,7 @@ from trainctl.config.schema import (
 )
 from trainctl.options.schedule import position_of, steps_of_share
 from trainctl.plan.batches import Batch, Batches, BatchPhase
+from trainctl.plan.types import RunPlan, Sketch
 
 SOLE = "data"
 """Name of the source of a run that has only one: its section is `data` itself."""
@@ -183,3 +184,56 @@ def stages_of(
         found.append(made)
         first_step, first_sample = made.end_step, first_sample + made.samples
     return tuple(found)
+
+
+def stages_of_plan(plan: RunPlan) -> tuple[DataStage, ...]:
+    """The stages of a plan's data; one without `data.stages`."""
+    config = plan.config
+    return stages_of(config.data, config.training, config.schedule, plan.batches, plan.total_steps)
+
+
+def batches_at_once(sketch: Sketch) -> tuple[Batch, ...]:
+    """The largest batch of each length of sample that a run has, that of the configuration first.
+
+    Stages whose length takes no whole batch are left out: a rule refuses them.
+    """
+    lengths = {stage.sequence_length or 0 for stage in sketch.config.data.stages}
+    others = sorted(lengths - {0, sketch.batch.sequence_length})
+    found = (batch_of_length(sketch.batch, length) for length in others)
+    return (sketch.batch, *(batch for batch in found if batch is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBatches:
+    """The batch of a step, by the position of the run: the stage that it is in.
+
+    A position is a step and the counter of the next sample. Where batches were passed over the
+    counter is ahead of the step, and it alone says which stage that is: so the samples of a stage
+    are the same whatever happened before.
+
+    Attributes:
+        stages: All that the run has, one after the other.
+    """
+
+    stages: tuple[DataStage, ...]
+
+    def at(self, step: int, samples: int) -> tuple[int, Batch]:
+        """The first sample's counter of a step's batch, and the batch.
+
+        A batch has samples of one length: one that would reach into a stage of another length
+        begins with that stage, which is more than the next sample only behind batches that were
+        passed over.
+
+        Args:
+            step: Steps of the run before it.
+            samples: Counter of the next sample.
+        """
+        number = max(n for n, stage in enumerate(self.stages) if stage.first_sample <= samples)
+        stage = self.stages[number]
+        batch = stage.batches.at(step)
+        for later in self.stages[number + 1 :]:
+            if later.first_sample >= samples + batch.global_batch_size:
+                break
+            if later.sequence_length != stage.sequence_length:
+                return later.first_sample, later.batches.at(step)
+        return samples, batch

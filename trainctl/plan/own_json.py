@@ -1,8 +1,8 @@
-"""A plan's own JSON, checked by the same rules as anybody's, with what the user passed through."""
+"""A plan's own JSON, checked by the same rules as anybody's, and told by the keys of its config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,18 +10,80 @@ from trainctl.config.derived import Derived
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
-from trainctl.plan.deepspeed import flatten
-from trainctl.plan.deepspeed_rules import Surroundings, check
+from trainctl.plan.deepspeed import render
+from trainctl.plan.deepspeed_rules import Case, Surroundings, findings
+from trainctl.plan.deepspeed_rules.names import Names, plain
+from trainctl.plan.deepspeed_table import SOURCES, value_of
 from trainctl.plan.types import Mesh
 
+KEYS = SOURCES | {
+    "zero_optimization.stage": "zero_stage.stage",
+    "optimizer.type": "optimizer.kind",
+    "data_types.grad_accum_dtype": "precision.gradient_accumulation",
+    "torch_autocast.enabled": "precision.autocast",
+}
+"""The config key by the key of the JSON that follows from it."""
 
-def check_own_json(
+OPTIONS = {"zero_stage.stage": "zero_stage", "optimizer.kind": "optimizer"}
+"""Groups whose options are named by the value of a key."""
+
+
+class PlanNames(Names):
+    """Those of a plan's JSON: the config keys that its own follow from, as they are typed."""
+
+    def __init__(self, config: RunConfig, passed: Sequence[Derived] = ()) -> None:
+        self._config = config
+        self._passed = [setting.key for setting in passed]
+
+    def passes(self, key: str) -> bool:
+        """Whether the user passes a key of the JSON through, a part of it or what holds it."""
+        return any(overlap(key, other) for other in self._passed)
+
+    def key(self, key: str) -> str:
+        return f"deepspeed.{key}" if self.passes(key) else KEYS.get(key, key)
+
+    def setting(self, key: str, value: Any) -> str:
+        typed = None if self.passes(key) else value_of(self._config, KEYS.get(key, ""))
+        return super().setting(self.key(key), value if typed is None else typed)
+
+    def fix(self, key: str, value: Any) -> str:
+        ours = self.key(key)
+        if ours in OPTIONS:
+            return f"{OPTIONS[ours]}={plain(value).lower()}"
+        return super().fix(ours, value)
+
+    def stages(self, count: int) -> str:
+        return f"parallelism.pipeline={count}"
+
+
+def own_case(
     config: RunConfig,
     hardware: Hardware,
-    mesh: Mesh,
-    json: Mapping[str, Any],
-    settings: tuple[Derived, ...],
-) -> Iterator[Finding]:
+    mesh: Mesh | None,
+    settings: Sequence[Derived],
+    passed: Sequence[Derived] = (),
+) -> Case:
+    """A plan's JSON, as the rules over any JSON look at it.
+
+    Args:
+        config: The configuration.
+        hardware: Where it will run.
+        mesh: Its layout: the script's own mpu, as DeepSpeed sees it; None where none is possible.
+        settings: The keys of the JSON that trainctl sets.
+        passed: Those that the user passes through.
+    """
+    around = Surroundings(
+        world_size=hardware.world_size,
+        data_parallel_size=None if mesh is None else mesh.data,
+        devices_per_node=hardware.devices_per_node,
+        accelerator=hardware.accelerator,
+        pipeline_stages=config.parallelism.pipeline,
+        own_trainer=config.trains_itself,
+    )
+    return Case(render((*settings, *passed)), around, names=PlanNames(config, passed))
+
+
+def check_own_json(case: Case, settings: Sequence[Derived]) -> Iterator[Finding]:
     """What DeepSpeed would refuse or misread in the JSON of a plan.
 
     A finding about a key of the user's `deepspeed` section names it there; an error about another
@@ -29,33 +91,24 @@ def check_own_json(
     are left out: it writes them knowingly.
 
     Args:
-        config: The configuration.
-        hardware: Where it will run.
-        mesh: Its layout: the script's own mpu, as DeepSpeed sees it.
-        json: The rendered JSON.
-        settings: Every key of it with its reason.
+        case: Of `own_case`, with what the user passes through.
+        settings: Every key of the JSON that trainctl sets, with its sources.
     """
-    around = Surroundings(
-        world_size=mesh.world_size,
-        data_parallel_size=mesh.data,
-        devices_per_node=hardware.devices_per_node,
-        accelerator=hardware.accelerator,
-        pipeline_stages=mesh.pipeline,
-        own_trainer=config.trains_itself,
-    )
-    users = [key for key, _ in flatten(config.deepspeed)]
-    for finding in check(json, around):
-        if any(_overlap(finding.key, key) for key in users):
+    names = case.names
+    assert isinstance(names, PlanNames)
+    for finding in findings(case):
+        if names.passes(finding.key):
             yield replace(finding, key=f"deepspeed.{finding.key}")
         elif finding.is_error:
             yield replace(finding, key=_comes_from(finding.key, settings))
 
 
-def _overlap(key: str, other: str) -> bool:
+def overlap(key: str, other: str) -> bool:
+    """Whether two dotted keys are one, or one is in the section that the other names."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
-def _comes_from(key: str, settings: tuple[Derived, ...]) -> str:
+def _comes_from(key: str, settings: Sequence[Derived]) -> str:
     """The configuration key that a key of the JSON is derived from; empty if there is none."""
-    near = (setting for setting in settings if _overlap(key, setting.key))
+    near = (setting for setting in settings if overlap(key, setting.key))
     return next((setting.sources[0] for setting in near if setting.sources), "")

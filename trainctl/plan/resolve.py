@@ -8,7 +8,7 @@ from trainctl.config.derived import Derived
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
-from trainctl.plan.deepspeed import derived_settings, render, user_settings
+from trainctl.plan.deepspeed import user_settings
 from trainctl.plan.derive import (
     derive_batch,
     derive_mesh,
@@ -24,7 +24,7 @@ from trainctl.plan.learning_rate import lr_scale
 from trainctl.plan.learning_rate import reasons as learning_rate_reasons
 from trainctl.plan.mup import reasons as mup_reasons
 from trainctl.plan.optimizers import reasons as optimizer_reasons
-from trainctl.plan.own_json import check_own_json
+from trainctl.plan.own_json import check_own_json, own_case
 from trainctl.plan.precision import formats
 from trainctl.plan.recompute import wrapped_blocks
 from trainctl.plan.rules import Draft, check
@@ -56,25 +56,24 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     batches, ramp_reasons = derive_ramp(config.training, batch)
     total_steps, total_reasons = derive_total_steps(config.training, batches)
 
-    findings = check(
-        Draft(
-            config=config,
-            hardware=hardware,
-            mesh=mesh,
-            batch=batch,
-            batches=batches,
-            total_steps=total_steps,
-        )
+    draft = Draft(
+        config=config,
+        hardware=hardware,
+        mesh=mesh,
+        batch=batch,
+        batches=batches,
+        total_steps=total_steps,
     )
+    findings = check(draft)
     if any(finding.is_error for finding in findings):
         return Resolution(plan=None, findings=findings)
     # Without an error each of these has a value: a rule reports each way to have none.
     assert mesh is not None and batch is not None and total_steps is not None
     assert batches is not None
 
-    settings = (*derived_settings(config, hardware, mesh, batch), *user_settings(config.deepspeed))
-    deepspeed = render(settings)
-    findings += tuple(check_own_json(config, hardware, mesh, deepspeed, settings))
+    passed = user_settings(config.deepspeed)
+    case = own_case(config, hardware, mesh, draft.settings, passed) if passed else draft.case
+    findings += tuple(check_own_json(case, draft.settings))
     if any(finding.is_error for finding in findings):
         return Resolution(plan=None, findings=findings)
 
@@ -93,7 +92,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
         stage_blocks=stage_blocks,
         ramp=batches.phases if len(batches.phases) > 1 else (),
         lr_scale=lr_scale(config.optimizer, batch),
-        deepspeed=deepspeed,
+        deepspeed=dict(case.json),
         derived=(
             *mesh_reasons,
             *batch_reasons,
@@ -109,7 +108,8 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
             *optimizer_reasons(config, hardware),
             *learning_rate_reasons(config, batch),
             *mup_reasons(config),
-            *settings,
+            *draft.settings,
+            *passed,
         ),
         not_yet=not_yet(config),
     )

@@ -2,7 +2,7 @@
 
 A sample is a piece of `training.sequence_length` tokens of the whole text, and the position of a
 run is a count of samples: c is place c % n of pass c // n, for n samples in a pass. The order of a
-pass is a function of the seed, the pass and n alone (`trainctl.train.order`).
+pass is a function of the seed, the pass and n alone (`trainctl.data.order`).
 """
 
 from __future__ import annotations

@@ -23,9 +23,5 @@ def _wanted(config: RunConfig) -> Iterator[tuple[str, object, str]]:
         return
     if config.model.trust_remote_code:
         yield "model.trust_remote_code", "true", "a model's own code"
-    if config.data.sources:
-        yield "data.sources", f"[{', '.join(config.data.sources)}]", "a mixture of sources"
-    if config.data.stages:
-        yield "data.stages", f"({len(config.data.stages)})", "stages of the data"
     if config.parallelism.expert > 1:
         yield "parallelism.expert", config.parallelism.expert, "expert parallelism"

@@ -98,7 +98,8 @@ _PATTERNS = [
 _SMALL_FILE_BYTES = 16_384
 
 _DATA_CODE = re.compile(
-    r'^  File ".*/trainctl/(train/(corpus|data|order|tokenizer)|engines/micro_batch)\.py", line'
+    r'^  File ".*/trainctl/'
+    r'(train/(corpora|corpus|data|tokenizer)|data/\w+|engines/micro_batch)\.py", line'
 )
 _FRAME = re.compile(r'^  File ".*/trainctl/')
 

@@ -169,6 +169,7 @@ _OPTIONAL: dict[str, Check] = {
     "attempt": _count,
     "kept_for": _text,
     "patience": _PATIENCE,
+    "source_digests": _named(_text),
     "layout": _named(_count),
     "loss_scale": _either_none_or("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
     "stability": _stability,

@@ -1,7 +1,7 @@
 """Batches made while the device works on the ones before them.
 
-The samples of a step follow from its first sample's counter and its number of micro-batches alone,
-so the next steps' can be made before they are asked for. If something else is asked for than was
+The samples of a step follow from its first sample's counter and the sizes of its batch alone, so
+the next steps' can be made before they are asked for. If something else is asked for than was
 foreseen (a batch was passed over, the run rewound, the ramp made a step larger), what was made is
 dropped. What a run has consumed is what was asked for, never what was made.
 """
@@ -9,7 +9,6 @@ dropped. What a run has consumed is what was asked for, never what was made.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ import torch
 
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.plan.batches import Batch
+from trainctl.plan.mixture import StagedBatches
 from trainctl.train.data import TrainingData
 
 STEPS_AHEAD = 2
@@ -29,7 +29,7 @@ class _Wanted:
     """What decides which samples are in a step of a rank."""
 
     first_sample: int
-    passes: int
+    batch: Batch
 
 
 class BatchesAhead:
@@ -40,7 +40,7 @@ class BatchesAhead:
 
     Args:
         data: Of this rank.
-        batch_at: The batch after so many steps of the run.
+        batches: The batch of each step.
         stop_step: Nothing is made for the steps after it.
         device: Of this rank: for a GPU, batches are in pinned memory, from which they are copied
             while it computes.
@@ -49,12 +49,12 @@ class BatchesAhead:
     def __init__(
         self,
         data: TrainingData,
-        batch_at: Callable[[int], Batch],
+        batches: StagedBatches,
         *,
         stop_step: int,
         device: torch.device,
     ) -> None:
-        self._data, self._batch_at, self._stop_step = data, batch_at, stop_step
+        self._data, self._batches, self._stop_step = data, batches, stop_step
         self._pins = device.type == "cuda"
         self._made: deque[tuple[_Wanted, Future[list[MicroBatch]]]] = deque()
         self._thread = ThreadPoolExecutor(
@@ -76,13 +76,12 @@ class BatchesAhead:
 
         Args:
             step: Steps of the run before it.
-            first_sample: Counter of its first sample.
+            first_sample: Counter of the next sample.
 
         Raises:
             Exception: Whatever making them raised.
         """
-        batch = self._batch_at(step)
-        wanted = _Wanted(first_sample, batch.gradient_accumulation_steps)
+        wanted = _Wanted(*self._batches.at(step, first_sample))
         while self._made and self._made[0][0] != wanted:
             _, unwanted = self._made.popleft()
             unwanted.cancel()
@@ -95,9 +94,8 @@ class BatchesAhead:
         for place in range(STEPS_AHEAD + 1):
             if place and step + place >= self._stop_step:
                 return
-            batch = self._batch_at(step + place)
-            wanted = _Wanted(first_sample, batch.gradient_accumulation_steps)
-            first_sample += batch.global_batch_size
+            wanted = _Wanted(*self._batches.at(step + place, first_sample))
+            first_sample = wanted.first_sample + wanted.batch.global_batch_size
             if place < len(self._made):
                 if self._made[place][0] == wanted:
                     continue
@@ -106,5 +104,5 @@ class BatchesAhead:
             self._made.append((wanted, self._thread.submit(self._make, wanted)))
 
     def _make(self, wanted: _Wanted) -> list[MicroBatch]:
-        batches = self._data.step(wanted.first_sample, wanted.passes)
+        batches = self._data.step(wanted.first_sample, wanted.batch)
         return [batch.pinned() for batch in batches] if self._pins else batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,12 +18,15 @@ from trainctl.config.schema import DataConfig, OnBadText
 from trainctl.config.text.documents import Reader, sides
 from trainctl.config.text.files import TextFiles, split_files
 from trainctl.config.text.remote import File, is_url
-from trainctl.errors import TrainctlError
+from trainctl.data.in_place import Tokens
+from trainctl.data.mixture import order_of
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import spec_of
+from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
+from trainctl.runs.records import Event, step_curve
 from trainctl.train.corpus import Corpus
 from trainctl.train.corpus_file import FILES
-from trainctl.train.order import sample_indices
 from trainctl.train.tokenizer import Tokenizer
 
 Ends = Sequence[int] | npt.NDArray[np.uint64]
@@ -61,15 +64,17 @@ class Sample:
 
     Attributes:
         counter: Its number in the run's order, as in the records.
-        index: In the dataset.
-        epoch: How often the data had been gone through before it.
-        first_token: In the training split.
-        passages: Of its documents, in order.
-        text: Of its tokens, cut to the length that was asked for.
+        source: Name of its source; that of a run with one source is `plan.mixture.SOLE`.
+        index: Its number in the source, in samples of its stage's length.
+        epoch: How often the source had been gone through before it.
+        first_token: Its place in the training split.
+        passages: What it has of its documents, in order.
+        text: What its tokens say, cut to the length that was asked for.
         is_cut: Whether there is more of it.
     """
 
     counter: int
+    source: str
     index: int
     epoch: int
     first_token: int
@@ -101,9 +106,31 @@ def parse_counters(text: str) -> list[int]:
     return counters
 
 
+def counters_of_step(events: Iterable[Event], step: int) -> list[int]:
+    """The samples of an optimizer step, by the run's records as it stands.
+
+    Args:
+        events: Of the run.
+        step: From 1.
+
+    Raises:
+        TrainctlError: No record says (exit code 5), or there are more than `MOST_SAMPLES`.
+    """
+    record = step_curve(events).get(step)
+    if record is None or not record.get("samples"):
+        raise TrainctlError(f"the run has no record of step {step:,}", exit_code=ExitCode.run_state)
+    first, end = record["samples"]
+    if end - first > MOST_SAMPLES:
+        raise TrainctlError(
+            f"step {step:,} has {end - first:,} samples",
+            hint=f"a part of them: --samples {first}-{first + MOST_SAMPLES - 1}",
+        )
+    return list(range(first, end))
+
+
 def samples_of(
     plan: RunPlan,
-    corpus: Corpus,
+    corpora: Mapping[str, Corpus],
     tokenizer: Tokenizer,
     counters: list[int],
     *,
@@ -113,44 +140,91 @@ def samples_of(
 
     Args:
         plan: Of the run.
-        corpus: Of the run, with its tokens in place.
+        corpora: Of the run, with their tokens in place.
         tokenizer: Of the run.
         counters: Which samples.
         most_characters: Of each text; 0 keeps all of it.
     """
-    length, tokens = plan.batch.sequence_length, corpus.tokens(corpus.train)
-    count = max(0, (corpus.train.tokens - 1) // length)
-    if not counters or count == 0:
+    sections = sources_of(plan.config.data)
+    try:
+        order = order_of(plan, {name: corpora[name].train.tokens for name in sections})
+    except ValueError:  # there is no sample
         return []
-    indices = sample_indices(
-        np.array(counters, dtype=np.int64),
-        num_samples=count,
-        seed=plan.config.training.seed,
-        shuffle=plan.config.data.shuffle,
-    )
-    starts = (indices * length).tolist()
-    ends: Ends | None = corpus.ends(corpus.train)
-    if ends is None:
-        ends = _ends_of_documents(tokens, corpus.end_of_document, max(starts) + length)
-    sources: _Origins | _Sources | None = None
-    if corpus.train.origin:
-        sources = _Origins(corpus)
-    elif plan.config.data.factory is None:
-        sources = _Sources(plan.config.data)
-    found = []
-    for counter, index, first in zip(counters, indices.tolist(), starts, strict=True):
-        text = tokenizer.decode(tokens[first : first + length].tolist())
-        cut = text[:most_characters] if most_characters else text
-        passages = tuple(_passages(ends, first, first + length, sources))
-        found.append(
-            Sample(counter, index, counter // count, first, passages, cut, len(cut) < len(text))
+    found = order.at(counters)
+    numbers = zip(counters, found.stage, found.source, found.epoch, found.index, strict=True)
+    texts: dict[str, TrainingText] = {}
+    samples = []
+    for counter, stage, source, epoch, index in numbers:
+        name, length = order.names[source], order.stages[stage].length
+        if name not in texts:
+            mine = found.source == source
+            lengths = np.array([each.length for each in order.stages])[found.stage[mine]]
+            limit = int(((found.index[mine] + 1) * lengths).max())
+            texts[name] = training_text(plan, corpora[name], name, limit)
+        text, first = texts[name], int(index) * length
+        decoded = tokenizer.decode(text.tokens[first : first + length].tolist())
+        cut = decoded[:most_characters] if most_characters else decoded
+        samples.append(
+            Sample(
+                counter=counter,
+                source=name,
+                index=int(index),
+                epoch=int(epoch),
+                first_token=first,
+                passages=tuple(_passages(text, first, first + length)),
+                text=cut,
+                is_cut=len(cut) < len(decoded),
+            )
         )
-    return found
+    return samples
 
 
-def _ends_of_documents(
-    tokens: npt.NDArray[np.integer], end_of_document: int | None, limit: int
-) -> list[int] | None:
+def training_text(
+    plan: RunPlan, corpus: Corpus, source: str, limit: int | None = None
+) -> TrainingText:
+    """The training text of a source.
+
+    Args:
+        plan: Of the run.
+        corpus: Of the source.
+        source: Its name.
+        limit: Tokens that are looked at; None looks at all.
+    """
+    from_function = plan.config.data.factory is not None
+    section = None if from_function else sources_of(plan.config.data)[source]
+    return TrainingText(corpus, section, corpus.train.tokens if limit is None else limit)
+
+
+class TrainingText:
+    """The training text of a source.
+
+    Args:
+        corpus: Of the source.
+        config: Its section; None where a function gave the texts.
+        limit: Tokens that are looked at.
+
+    Attributes:
+        tokens: All ids.
+        ends: Tokens up to the end of each document; None where nothing separates them.
+    """
+
+    def __init__(self, corpus: Corpus, config: DataConfig | None, limit: int) -> None:
+        self.tokens = corpus.tokens(corpus.train)
+        self.ends: Ends | None = corpus.ends(corpus.train)
+        if self.ends is None:
+            self.ends = _ends_of_documents(self.tokens, corpus.end_of_document, limit)
+        self._places: _Origins | _Sources | None = None
+        if corpus.train.origin:
+            self._places = _Origins(corpus)
+        elif config is not None:
+            self._places = _Sources(config)
+
+    def place_of(self, document: int) -> tuple[str | None, int | None]:
+        """File and line of a document; the file is None where that cannot be told."""
+        return self._places.find(document) if self._places else (None, None)
+
+
+def _ends_of_documents(tokens: Tokens, end_of_document: int | None, limit: int) -> list[int] | None:
     """Places right after the end of each document, up to a limit; None if nothing marks them.
 
     For a corpus of before they were kept.
@@ -164,9 +238,8 @@ def _ends_of_documents(
     return [int(end) for end in np.concatenate(found)]
 
 
-def _passages(
-    ends: Ends | None, first: int, last: int, sources: _Origins | _Sources | None
-) -> Iterator[Passage]:
+def _passages(text: TrainingText, first: int, last: int) -> Iterator[Passage]:
+    ends = text.ends
     if ends is None:
         yield Passage(None, None, None, first, last)
         return
@@ -176,8 +249,7 @@ def _passages(
         if start == end:  # a document without a token
             continue
         begins = int(ends[document - 1]) if document else 0
-        file, line = sources.find(document) if sources else (None, None)
-        yield Passage(document, file, line, start - begins, end - begins)
+        yield Passage(document, *text.place_of(document), start - begins, end - begins)
 
 
 class _Origins:

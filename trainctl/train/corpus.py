@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from trainctl.config.schema import DataConfig, TokenizerConfig
-from trainctl.config.text.documents import Reader, is_one_document, sides
+from trainctl.config.text.documents import BadText, Reader, is_one_document, sides
 from trainctl.config.text.files import TextFiles, digest_of, split_files
 from trainctl.config.text.remote import version_of
 from trainctl.data.assembly import bad_text, chunks
@@ -23,9 +23,10 @@ from trainctl.data.progress import Progress, unseen
 from trainctl.data.store import Store, files_in_order
 from trainctl.data.tasks import Task
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.options.data import identity_of
+from trainctl.options.data import identity_of, spec_of
 from trainctl.train.corpus_file import FORMAT, Corpus, Split, read_corpus
 from trainctl.train.corpus_folder import chunks_of, locked, migrate, write_corpus
+from trainctl.train.corpus_in_place import chunks_in_place
 from trainctl.train.tokenizer import Tokenizer
 from trainctl.train.user_code import in_words, load
 
@@ -78,6 +79,8 @@ def build_corpus(
             written (exit code 4).
     """
     folder, earlier, files = _cached_at(config, tokenizer)
+    if spec_of(config).is_tokenized:
+        return _in_place(config, tokenizer, folder, files, tell)
 
     def tell_of_format_1() -> None:
         if (earlier / "corpus.json").is_file():
@@ -133,6 +136,21 @@ def build_corpus(
     return _from_cache(folder, put_together, tell)
 
 
+def _in_place(
+    config: DataConfig, tokenizer: Tokenizer, folder: Path, files: TextFiles, tell: Tell
+) -> Corpus:
+    """Of ids that are there already: an index of them."""
+    every = files_in_order(files.train, files.held_out)
+
+    def write() -> None:
+        found = chunks_in_place(config, tokenizer, files)
+        write_corpus(folder, tokenizer, found, BadText, every)
+
+    count = f"{len(every):,} file" + ("s" if len(every) > 1 else "")
+    tell(f"nothing to tokenize: the ids of {count} are used where they are")
+    return _from_cache(folder, write, tell)
+
+
 def do_share(
     config: DataConfig,
     tokenizer: Tokenizer,
@@ -158,6 +176,8 @@ def do_share(
     Raises:
         TrainctlError: As `build_corpus`; or the text can be no job of an array.
     """
+    if spec_of(config).is_tokenized:
+        return 0
     if not in_parts(config):
         raise TrainctlError(
             "this text is cut somewhere (data.max_bytes, or a single document): it is one task",
@@ -176,6 +196,8 @@ def in_parts(config: DataConfig) -> bool:
     Raises:
         TrainctlError: A file is not there, or cannot be read.
     """
+    if spec_of(config).is_tokenized:
+        return False
     return config.max_bytes is None and not is_one_document(config, split_files(config))
 
 
@@ -189,10 +211,14 @@ def _store_of(
 def cached_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus | None:
     """The corpus of a config, if the same files were tokenized before; no text is read.
 
+    Ids that others made are there as soon as they are looked at.
+
     Raises:
-        TrainctlError: No file matches.
+        TrainctlError: No file matches; or as `build_corpus`, of ids that others made.
     """
-    folder, _, _ = _cached_at(config, tokenizer)
+    folder, _, files = _cached_at(config, tokenizer)
+    if spec_of(config).is_tokenized:
+        return _in_place(config, tokenizer, folder, files, _unheard)
     file = folder / "corpus.json"
     return Corpus.load(file) if file.is_file() else None
 

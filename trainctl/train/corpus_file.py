@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.data.in_place import Joined, Span, Tokens
 from trainctl.errors import ExitCode, TrainctlError
 
 FORMAT = 2
@@ -37,7 +38,7 @@ class Split:
         file: Name of the token file in the corpus folder.
         tokens: Its length in tokens.
         documents: Documents in it, each followed by the end-of-document id if there is one.
-        sha256: Of the file.
+        sha256: The file's.
         blocks: CRC-32 of each `BLOCK_BYTES` of it, in order.
         ends: Name of the file with the end of each document: u64, little endian, the tokens of the
             split up to there. Empty where the corpus was made before there was one.
@@ -45,6 +46,7 @@ class Split:
         origin: Name of the file with the file and line of each document, an `ORIGIN`; empty where
             that is not known.
         origin_blocks: As `blocks`.
+        in_place: Where its ids are, if others have written them; `file` is then empty.
     """
 
     file: str
@@ -56,6 +58,7 @@ class Split:
     ends_blocks: tuple[int, ...] = ()
     origin: str = ""
     origin_blocks: tuple[int, ...] = ()
+    in_place: tuple[Span, ...] = ()
 
     def files(self, dtype: str) -> Iterator[tuple[str, int, tuple[int, ...]]]:
         """Its files, each with its size in bytes and the checksums of its blocks.
@@ -63,7 +66,8 @@ class Split:
         Args:
             dtype: Of the ids.
         """
-        yield self.file, self.tokens * np.dtype(dtype).itemsize, self.blocks
+        if not self.in_place:
+            yield self.file, self.tokens * np.dtype(dtype).itemsize, self.blocks
         if self.ends:
             yield self.ends, self.documents * np.dtype(ENDS).itemsize, self.ends_blocks
         if self.origin:
@@ -82,11 +86,11 @@ class Corpus:
         held_out: The held-out text; 0 tokens if nothing is held out.
         unigram_entropy: Entropy of the train split's tokens in nats: the loss of a model that knows
             how often each token occurs and nothing else.
-        digest: Of what is in both splits and which is which: the same on resume, or it is another
-            corpus.
+        digest: A hash of what is in both splits and which is which: the same on resume, or it is
+            another corpus.
         bad_text: How many documents were repaired and left out, with examples; empty if none.
         former_digest: That of the same tokens in format 1, for a run that was started with it.
-        format: Of this record.
+        format: Number of this record's form.
     """
 
     folder: str
@@ -100,8 +104,8 @@ class Corpus:
     former_digest: str = ""
     format: int = FORMAT
 
-    def tokens(self, split: Split, *, in_order: bool = True) -> npt.NDArray[np.integer]:
-        """The split's ids, shape (tokens,), memory-mapped.
+    def tokens(self, split: Split, *, in_order: bool = True) -> Tokens:
+        """The split's ids, shape (tokens,), memory-mapped: by slices.
 
         Args:
             split: Which side.
@@ -111,6 +115,8 @@ class Corpus:
         Raises:
             TrainctlError: Its file is gone or of another size (exit code 5).
         """
+        if split.in_place:
+            return Joined(split.in_place)
         return self._mapped(split, split.file, self.dtype, split.tokens, in_order)
 
     def ends(self, split: Split) -> npt.NDArray[np.uint64] | None:
@@ -172,6 +178,7 @@ class Corpus:
         """
         for split in splits or (self.train, self.held_out):
             found = self._size_problem(split) or self._checksum_problem(split)
+            found = found or next(filter(None, (span.problem() for span in split.in_place)), "")
             if found:
                 return found
         return ""
@@ -230,6 +237,16 @@ class Corpus:
         )
 
     @classmethod
+    def of(cls, record: dict[str, Any]) -> Corpus:
+        """What a record says.
+
+        Raises:
+            ValueError: Or a TypeError or KeyError: it is not one.
+        """
+        sides = {name: _split(record[name]) for name in ("train", "held_out")}
+        return cls(**{"format": 1, **record, **sides})
+
+    @classmethod
     def load(cls, path: Path) -> Corpus:
         """Read a record.
 
@@ -237,9 +254,7 @@ class Corpus:
             TrainctlError: It is not one (exit code 5).
         """
         try:
-            data = json.loads(path.read_bytes())
-            sides = {name: _split(data[name]) for name in ("train", "held_out")}
-            return cls(**{"format": 1, **data, **sides})
+            return cls.of(json.loads(path.read_bytes()))
         except OSError as error:
             problem = error.strerror or str(error)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -285,4 +300,5 @@ def digest_of_splits(corpus: Corpus) -> str:
 
 def _split(data: dict[str, Any]) -> Split:
     blocks = {name: tuple(data.get(name, ())) for name in _BLOCKS}
-    return Split(**{**data, **blocks})
+    spans = tuple(Span(**span) for span in data.get("in_place", ()))
+    return Split(**{**data, **blocks, "in_place": spans})

@@ -20,6 +20,7 @@ from trainctl.config.text.documents import BadText
 from trainctl.config.text.remote import File
 from trainctl.data.assembly import Chunk
 from trainctl.data.encoding import dtype_for, encoded
+from trainctl.data.in_place import Span, digest_of_spans
 from trainctl.data.part import writing
 from trainctl.data.progress import Progress, Standing, unseen
 from trainctl.runs.access import open_lock
@@ -171,7 +172,7 @@ class _CheckedFile:
     Attributes:
         stream: The file.
         folder: Whose corpus it is of, for errors.
-        sha256: Of what was written.
+        sha256: That of what was written.
         blocks: CRC-32 of each block; all of them only when it is finished.
     """
 
@@ -218,17 +219,21 @@ class _Side:
     origin: _CheckedFile | None
     tokens: int = 0
     documents: int = 0
+    spans: list[Span] = field(default_factory=list)
 
     def add(self, chunk: Chunk, dtype: str) -> None:
         """Some more documents."""
-        ids = np.ascontiguousarray(chunk.ids, dtype=dtype)
-        self.ids.write(ids.view(np.uint8).data)
+        if chunk.span is not None:
+            self.spans.append(chunk.span)
+        else:
+            ids = np.ascontiguousarray(chunk.ids, dtype=dtype)
+            self.ids.write(ids.view(np.uint8).data)
         self.ends.write(memoryview((chunk.ends + self.tokens).astype(ENDS).tobytes()))
         if self.origin is not None:
             found = np.empty(len(chunk.ends), dtype=ORIGIN)
             found["file"], found["line"] = chunk.files, chunk.lines
             self.origin.write(memoryview(found.tobytes()))
-        self.tokens += len(chunk.ids)
+        self.tokens += len(chunk.ids) if chunk.span is None else chunk.span.tokens
         self.documents += len(chunk.ends)
 
     def split(self) -> Split:
@@ -236,16 +241,19 @@ class _Side:
         for file in (self.ids, self.ends, self.origin):
             if file is not None:
                 file.finish()
+        in_place = tuple(self.spans)
+        digest = digest_of_spans(in_place, self.ends.sha256.hexdigest()) if in_place else ""
         return Split(
-            f"{self.name}.bin",
+            f"{self.name}.bin" if not in_place else "",
             self.tokens,
             self.documents,
-            self.ids.sha256.hexdigest(),
+            digest or self.ids.sha256.hexdigest(),
             tuple(self.ids.blocks),
             f"{self.name}.ends",
             tuple(self.ends.blocks),
             f"{self.name}.origin" if self.origin is not None else "",
             tuple(self.origin.blocks) if self.origin is not None else (),
+            in_place,
         )
 
 

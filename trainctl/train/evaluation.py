@@ -5,14 +5,17 @@ Both take the model as a function: to the loss of a batch, and to the scores of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 
 from trainctl.engines.micro_batch import MicroBatch
+from trainctl.plan.mixture import SOLE
 from trainctl.train.data import PackedDataset
 from trainctl.train.tokenizer import Tokenizer
 
@@ -43,6 +46,61 @@ def inference(module: nn.Module) -> Iterator[None]:
         module.train()
 
 
+@dataclass(frozen=True, slots=True)
+class HeldOutLoss:
+    """The held-out loss of a run's sources.
+
+    Attributes:
+        loss: Mean in nats per token, over the samples of all of them.
+        sources: The same of each source that holds something out.
+        samples: How many there were.
+    """
+
+    loss: float
+    sources: dict[str, float]
+    samples: int
+
+
+def evaluate_sources(
+    score: Score,
+    datasets: Mapping[str, PackedDataset],
+    *,
+    num_samples: int,
+    sum_over_ranks: Callable[..., list[float]] = _alone,
+    progress: Callable[[int, int], None] = _unwatched,
+    **how: int,
+) -> HeldOutLoss | None:
+    """Mean loss over the first held-out samples of each source; None if there are none.
+
+    Args:
+        score: The model's loss of a batch.
+        datasets: The held-out samples of each source.
+        num_samples: How many of each, at most.
+        sum_over_ranks: As for `evaluate`; so are the others.
+        progress: Called with the samples done and their number, of all sources.
+        how: Likewise.
+    """
+    counts = {name: min(num_samples, data.num_samples) for name, data in datasets.items()}
+    whole, before = sum(counts.values()), 0
+    sums: dict[str, tuple[float, float]] = {}
+    for name, count in counts.items():
+        if count:
+            sums[name] = _sums(
+                score,
+                datasets[name],
+                count,
+                sum_over_ranks=sum_over_ranks,
+                progress=partial(_of_all, progress, before, whole),
+                **how,
+            )
+            before += count
+    if not sums:
+        return None
+    total, number = (sum(column) for column in zip(*sums.values(), strict=True))
+    of_each = {name: loss / labels for name, (loss, labels) in sums.items()}
+    return HeldOutLoss(total / number, of_each, whole)
+
+
 def evaluate(
     score: Score,
     dataset: PackedDataset,
@@ -69,9 +127,38 @@ def evaluate(
         sum_over_ranks: Each of its arguments summed over them.
         progress: Called with the samples done and their number.
     """
-    count = min(num_samples, dataset.num_samples)
-    if count == 0:
-        return None
+    found = evaluate_sources(
+        score,
+        {SOLE: dataset},
+        num_samples=num_samples,
+        micro_batch_size=micro_batch_size,
+        data_rank=data_rank,
+        data_size=data_size,
+        sum_over_ranks=sum_over_ranks,
+        progress=progress,
+    )
+    return None if found is None else found.loss
+
+
+def _of_all(
+    progress: Callable[[int, int], None], before: int, whole: int, done: int, total: int
+) -> None:
+    """Progress of one source as that of all."""
+    progress(before + done, whole)
+
+
+def _sums(
+    score: Score,
+    dataset: PackedDataset,
+    count: int,
+    *,
+    micro_batch_size: int,
+    data_rank: int = 0,
+    data_size: int = 1,
+    sum_over_ranks: Callable[..., list[float]],
+    progress: Callable[[int, int], None],
+) -> tuple[float, float]:
+    """Summed loss over the first samples, and the number of their labels."""
     loss_sum, labels_seen = 0.0, 0
     for start in range(0, count, micro_batch_size * data_size):
         progress(start, count)
@@ -83,7 +170,7 @@ def evaluate(
         labels_seen += labels
     progress(count, count)
     total, number = sum_over_ranks(loss_sum, labels_seen)
-    return total / number
+    return total, number
 
 
 def sample_text(

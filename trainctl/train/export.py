@@ -49,7 +49,7 @@ class Exported:
 
     Attributes:
         files: Names of the files in the folder, sorted.
-        size_bytes: Of the weights.
+        size_bytes: Length of the weights.
         num_parameters: Tied ones count once.
         notes: What a person should know about it.
     """

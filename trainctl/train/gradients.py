@@ -24,8 +24,8 @@ class Norms:
     """Of the gradient of a step, over all ranks, each element counted once; the same on all ranks.
 
     Attributes:
-        total: Of all parameters.
-        groups: Of those of each optimizer group.
+        total: That of all parameters.
+        groups: Those of each optimizer group.
     """
 
     total: float
@@ -45,7 +45,8 @@ class Gradients:
         config: The run's; tells the group of each parameter.
 
     Attributes:
-        limits: Of the norms of parameter groups that have one of their own, wherever they are.
+        limits: Most that the norms may be of parameter groups that have one of their own, wherever
+            they are.
     """
 
     def __init__(self, engine: Engine, process: Process, config: RunConfig) -> None:

@@ -128,20 +128,16 @@ def _weights(arguments: argparse.Namespace) -> str:
 def _evaluate(
     plan: RunPlan, run: RunPaths, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
-    from trainctl.train.data import PackedDataset
-    from trainctl.train.evaluation import evaluate
+    from trainctl.train.corpora import unigram_entropy
+    from trainctl.train.data import held_out_data
+    from trainctl.train.evaluation import evaluate_sources
     from trainctl.train.loaded import load
-    from trainctl.train.prepare import corpus_of
+    from trainctl.train.prepare import corpora_of
 
-    corpus = corpus_of(plan, run)
-    dataset = PackedDataset(
-        corpus,
-        corpus.held_out,
-        sequence_length=plan.batch.sequence_length,
-        mask_documents=plan.config.data.mask_documents,
-    )
-    samples = min(arguments.samples or plan.config.training.evaluation_samples, dataset.num_samples)
-    if samples == 0:
+    corpora = corpora_of(plan, run)
+    datasets = held_out_data(plan, corpora)
+    samples = arguments.samples or plan.config.training.evaluation_samples
+    if samples == 0 or not any(dataset.num_samples for dataset in datasets.values()):
         raise TrainctlError(
             "the run holds out no sample to evaluate on",
             hint="data.held_out_paths or data.held_out_fraction, in a new run",
@@ -150,17 +146,19 @@ def _evaluate(
     weights = _weights(arguments)
     model = load(plan, arguments.checkpoint, arguments.device, progress, weights=weights)
     with model.inference():
-        loss = evaluate(
+        found = evaluate_sources(
             model.score,
-            dataset,
+            datasets,
             num_samples=samples,
             micro_batch_size=plan.batch.micro_batch_size,
             progress=lambda done, total: progress("evaluating", done, total),
         )
+    assert found is not None
     return {
-        "loss": loss,
-        "samples": samples,
-        "unigram_entropy": corpus.unigram_entropy,
+        "loss": found.loss,
+        **({"sources": found.sources} if plan.config.data.sources else {}),
+        "samples": found.samples,
+        "unigram_entropy": unigram_entropy(corpora),
         "device": model.device.type,
     }
 

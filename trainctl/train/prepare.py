@@ -6,22 +6,21 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
 
-from trainctl.config.schema import TrainingConfig
+from trainctl.data.mixture import Count, plan_data
 from trainctl.data.progress import Standing
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.derive import is_counted_in_epochs
+from trainctl.plan.mixture import SOLE
 from trainctl.plan.types import RunPlan
-from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
-from trainctl.train.corpus import (
-    Corpus,
-    build_corpus,
-    build_users_corpus,
-    cached_corpus,
-    do_share,
-    in_parts,
+from trainctl.train.corpora import (
+    Corpora,
+    as_before,
+    build_corpora,
+    help_with,
+    load_corpora,
+    save_corpora,
 )
 from trainctl.train.tokenizer import load_tokenizer
 
@@ -58,23 +57,11 @@ def prepare(
             f"{tokenizer.vocab_size} ids",
             hint=f"model.vocab_size={-(-tokenizer.vocab_size // 64) * 64}",
         )
-    if config.data.factory is None:
-        corpus = build_corpus(
-            config.data, tokenizer, TokenizingProgress(show), tell, section=config.tokenizer
-        )
-    else:
-        corpus = build_users_corpus(
-            config.data, tokenizer, run.users_corpus, TokenizingProgress(show), tell
-        )
-    length = config.training.sequence_length
-    if corpus.train.tokens <= length:
-        raise TrainctlError(
-            f"the corpus has {corpus.train.tokens} tokens, fewer than one sample of "
-            f"training.sequence_length={length}",
-            hint="add text to data.paths, or shorten the sequence",
-        )
-    _check_epoch(config.training, corpus)
-    write_json(run.corpus, asdict(_as_before(corpus, run)))
+    corpora = build_corpora(
+        config, tokenizer, TokenizingProgress(show), tell, users_folder=run.users_corpus
+    )
+    _check_length(plan, corpora)
+    save_corpora(run.corpus, as_before(corpora, run.corpus))
 
 
 def help_to_prepare(plan: RunPlan) -> None:
@@ -86,67 +73,68 @@ def help_to_prepare(plan: RunPlan) -> None:
     if config.data.factory is not None:
         return
     with suppress(TrainctlError):
-        tokenizer = load_tokenizer(config.tokenizer)
-        if cached_corpus(config.data, tokenizer) is None and in_parts(config.data):
-            do_share(config.data, tokenizer, (1, 1), section=config.tokenizer)
+        help_with(config, load_tokenizer(config.tokenizer))
 
 
-def _as_before(corpus: Corpus, run: RunPaths) -> Corpus:
-    """The corpus, if it is the one that the run started with.
+def _check_length(plan: RunPlan, corpora: Corpora) -> None:
+    """That there is as much text as the plan draws.
 
     Raises:
-        TrainctlError: It is another one (exit code 5).
+        TrainctlError: A source is too short, and by how much; or the steps of the plan are passes
+            over a text of another length.
     """
-    if not run.corpus.is_file():
-        return corpus
-    before = Corpus.load(run.corpus)
-    if not corpus.continues(before):
-        hint = "restore the files, or start a new run from this run's weights"
-        if before.format < corpus.format and corpus.held_out.tokens > before.held_out.tokens == 0:
-            hint = (
-                "data.held_out_fraction=0: when it started, nothing of a single file was held out"
+    config, training = plan.config, plan.config.training
+    counts = {name: Count(tokens=corpus.train.tokens) for name, corpus in corpora.items()}
+    if config.data.sources or config.data.stages:
+        problems = [problem for problem in plan_data(plan, counts).problems if problem.is_error]
+        if problems:
+            raise TrainctlError(
+                "; ".join(problem.message for problem in problems),
+                hint=problems[0].hint,
+                exit_code=problems[0].exit_code,
             )
+    if config.data.sources:
+        return
+    tokens, length = counts[SOLE].tokens, training.sequence_length
+    if tokens <= length:
         raise TrainctlError(
-            "the corpus is not the one that this run started with",
-            hint=hint,
-            exit_code=ExitCode.run_state,
+            f"the corpus has {tokens} tokens, fewer than one sample of "
+            f"training.sequence_length={length}",
+            hint="add text to data.paths, or shorten the sequence",
         )
-    former = before.digest if before.format < corpus.format else before.former_digest
-    kept = corpus if before.train.ends else corpus.as_without_ends()
-    return replace(kept, former_digest=former)
-
-
-def _check_epoch(training: TrainingConfig, corpus: Corpus) -> None:
-    """The steps of the plan are passes over this text, and not over one of another length."""
-    if is_counted_in_epochs(training) and training.epoch_tokens != corpus.train.tokens:
+    if is_counted_in_epochs(training) and training.epoch_tokens != tokens:
         raise TrainctlError(
             f"training.epoch_tokens={training.epoch_tokens} says how long training.epochs is, but "
-            f"the corpus has {corpus.train.tokens} tokens to train on",
-            hint=f"training.epoch_tokens={corpus.train.tokens}, or leave it out: it is counted",
+            f"the corpus has {tokens} tokens to train on",
+            hint=f"training.epoch_tokens={tokens}, or leave it out: it is counted",
         )
 
 
-def corpus_of(plan: RunPlan, run: RunPaths) -> Corpus:
-    """The corpus of a run that was launched, tokenized again if the cache has lost it.
+def corpora_of(plan: RunPlan, run: RunPaths) -> Corpora:
+    """The corpora of a run that was launched, tokenized again if the cache has lost one.
 
     Raises:
-        TrainctlError: Its text is not there any more.
+        TrainctlError: The text of one is not there any more.
     """
-    if plan.config.data.factory is not None:
-        tokenizer = load_tokenizer(plan.config.tokenizer)
-        return build_users_corpus(plan.config.data, tokenizer, run.users_corpus)
+    config = plan.config
+
+    def build() -> Corpora:
+        tokenizer = load_tokenizer(config.tokenizer)
+        return build_corpora(config, tokenizer, tell=say, users_folder=run.users_corpus)
+
+    if config.data.factory is not None:
+        return build()
     if not run.corpus.is_file():
         raise TrainctlError(
             f"{run.root} has not read its corpus yet",
             hint="it does when its first attempt starts",
             exit_code=ExitCode.run_state,
         )
-    corpus = Corpus.load(run.corpus)
-    if not corpus.problem():
-        return corpus
-    section = plan.config.tokenizer
-    again = build_corpus(plan.config.data, load_tokenizer(section), tell=say, section=section)
-    if not again.continues(corpus):
+    before = load_corpora(run.corpus, config.data)
+    if not any(corpus.problem() for corpus in before.values()):
+        return before
+    again = build()
+    if not all(corpus.continues(before[name]) for name, corpus in again.items()):
         raise TrainctlError(
             "the text of this run is not there any more, neither in the cache nor in its files",
             hint="restore the files",

@@ -31,7 +31,7 @@ class Expected:
     """What a step's loss was.
 
     Attributes:
-        loss: In nats.
+        loss: Its loss, in nats.
         tolerance: Relative difference that the two layouts and formats explain.
         attempt: Number of the attempt that did the step.
         first_sample: Counter of the first sample that it was of.
@@ -64,7 +64,7 @@ class Replay:
 
         Args:
             step: Its number, from 1.
-            loss: In nats.
+            loss: Its loss, in nats.
             first_sample: Counter of its first sample.
 
         Raises:
@@ -118,6 +118,7 @@ def _loss_at_once(plan: RunPlan) -> Any:
     config = plan.config
     return (
         (config.training.seed, config.data.shuffle, config.data.mask_documents),
+        (config.data.sources, config.data.stages),
         (plan.batch.global_batch_size, plan.batch.sequence_length),
         [(phase.first_step, phase.batch.global_batch_size) for phase in plan.ramp],
     )

@@ -40,7 +40,7 @@ class RankPart:
         states: Names of the optimizer's tensor states.
         scalars: Its states that are one number.
         fragments: Those that this rank owns.
-        sides: Of each of them: states that are not as large as it, by name: the first of its
+        sides: States of each of them that are not as large as it, by name: the first of its
             values among those of the parameter, their number, and the tensor's name in the file.
         layout: Type and shape of each tensor in the file, by name.
         tensors: The tensors in that order, each valid until the next is taken.

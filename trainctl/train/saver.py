@@ -31,8 +31,8 @@ class Saved:
         step: Optimizer steps done when it was taken.
         path: Its folder.
         weights_only: Whether it has the weights alone.
-        seconds: From the start of the save to the end of the rotation.
-        stall_seconds: Of these, what the loop waited for, an earlier save included.
+        seconds: Time from the start of the save to the end of the rotation.
+        stall_seconds: What of these the loop waited for, an earlier save included.
     """
 
     step: int

@@ -20,6 +20,7 @@ from trainctl.engines.protocol import Engine, Job
 from trainctl.engines.shards import Pieces
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.precision import precision_of
+from trainctl.plan.mixture import SOLE
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
@@ -27,8 +28,8 @@ from trainctl.train import build
 from trainctl.train.average import WeightAverage
 from trainctl.train.checkpoint import Checkpoint, CheckpointWeights, RunProgress
 from trainctl.train.clipping import NormHistory
-from trainctl.train.corpus import Corpus
-from trainctl.train.data import PackedDataset, TrainingData
+from trainctl.train.corpora import Corpora, load_corpora, others_than
+from trainctl.train.data import PackedDataset, TrainingData, held_out_data
 from trainctl.train.gradient_changes import centralize
 from trainctl.train.gradients import Gradients
 from trainctl.train.groups import parameter_groups
@@ -54,13 +55,15 @@ class Session:
     """Everything that the training loop uses.
 
     Attributes:
+        corpora: The text, by source.
+        held_out: What of it is held out, by source.
         patience: How long the held-out loss has not improved.
-        shapes: Of every parameter, by canonical name.
+        shapes: That of every parameter, by canonical name.
         wrapped_blocks: Decoder blocks whose activations are recomputed.
-        gradients: Of each step, before its update.
-        average: Of the weights, if the run keeps one.
+        gradients: Those of a step, before its update.
+        average: That of the weights, if the run keeps one.
         guard: Judges each step before its update.
-        norms: Of the last updates, and what the gradient is clipped at.
+        norms: Those of the last updates, and what the gradient is clipped at.
         learning_rate: The schedule's, and what evaluations and rewinds make of it.
         replay: Steps that an earlier attempt has done already, to compare with.
         resumed_from: The checkpoint that this attempt goes on from, if any.
@@ -71,12 +74,12 @@ class Session:
     run: RunPaths
     process: Process
     mesh: ProcessMesh
-    corpus: Corpus
+    corpora: Corpora
     tokenizer: Tokenizer
     engine: Engine
     state: OptimizerState
     training: TrainingData
-    held_out: PackedDataset
+    held_out: dict[str, PackedDataset]
     progress: RunProgress
     patience: Patience
     gradients: Gradients
@@ -123,8 +126,8 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     """Build this rank's model, engine and data, at the newest checkpoint if the run has one."""
     config, room = plan.config, engine_room(plan)
     plan = room.settle_plan(plan, run, process)
-    corpus = Corpus.load(run.corpus)
-    checkpoint = _newest(run, process, corpus)
+    corpora = load_corpora(run.corpus, config.data)
+    checkpoint = _newest(run, process, corpora)
     progress = checkpoint.progress if checkpoint else RunProgress()
     mesh = join_mesh(plan.mesh, process.rank, process.timeout)
     model = skeleton(config.model, TORCH_TYPES[formats(config.precision).weights])
@@ -159,12 +162,14 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         run=run,
         process=process,
         mesh=mesh,
-        corpus=corpus,
+        corpora=corpora,
         tokenizer=load_tokenizer(config.tokenizer),
         engine=engine,
         state=state,
-        training=_training_data(plan, mesh, corpus),
-        held_out=_dataset(plan, corpus, held_out=True),
+        training=TrainingData.of(
+            plan, corpora, data_rank=mesh.data.index, data_size=mesh.data.size
+        ),
+        held_out=held_out_data(plan, corpora),
         progress=progress,
         patience=Patience(config.training.stop_patience, min_delta=config.training.stop_min_delta),
         gradients=Gradients(engine, process, config),
@@ -240,12 +245,14 @@ def _average(plan: RunPlan, state: OptimizerState) -> WeightAverage | None:
     return WeightAverage(state, decay=training.ema_decay, every_steps=every)
 
 
-def _newest(run: RunPaths, process: Process, corpus: Corpus) -> Checkpoint | None:
+def _newest(run: RunPaths, process: Process, corpora: Corpora) -> Checkpoint | None:
     """The checkpoint to go on from."""
     checkpoint = newest_intact(run, process)
-    if checkpoint is not None and not corpus.is_that_of(checkpoint.manifest["corpus_digest"]):
+    others = others_than(corpora, checkpoint.manifest) if checkpoint is not None else []
+    if checkpoint is not None and others:
+        of = "" if others == [SOLE] else f" of {', '.join(others)}"
         raise TrainctlError(
-            f"{checkpoint.path.name} was trained on another corpus",
+            f"{checkpoint.path.name} was trained on another corpus{of}",
             hint="restore the files, or start a new run",
             exit_code=ExitCode.run_state,
         )
@@ -263,26 +270,6 @@ def _initial_weights(
             return SafetensorsWeights(folder)
         return CheckpointWeights(checkpoint, model, shapes)
     return SeedWeights.of(model, plan.config.training.seed)
-
-
-def _dataset(plan: RunPlan, corpus: Corpus, *, held_out: bool) -> PackedDataset:
-    return PackedDataset(
-        corpus,
-        corpus.held_out if held_out else corpus.train,
-        sequence_length=plan.batch.sequence_length,
-        mask_documents=plan.config.data.mask_documents,
-    )
-
-
-def _training_data(plan: RunPlan, mesh: ProcessMesh, corpus: Corpus) -> TrainingData:
-    return TrainingData(
-        dataset=_dataset(plan, corpus, held_out=False),
-        seed=plan.config.training.seed,
-        shuffle=plan.config.data.shuffle,
-        micro_batch_size=plan.batch.micro_batch_size,
-        data_rank=mesh.data.index,
-        data_size=mesh.data.size,
-    )
 
 
 def seed_step(seed: int, step: int, replica: int) -> None:

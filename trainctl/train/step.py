@@ -15,6 +15,7 @@ from trainctl.config.schema import OnBadLoss
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.batches import Batch
+from trainctl.plan.mixture import StagedBatches, stages_of_plan
 from trainctl.train.ahead import BatchesAhead
 from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.clipping import clipped_groups
@@ -34,10 +35,10 @@ class Step:
 
     Attributes:
         loss: Over the global batch, in nats: the cross entropy alone.
-        grad_norm: Of its gradient, before anything but centralisation changed it; None where a
+        grad_norm: Norm of its gradient, before anything but centralisation changed it; None where a
             technique has none at this step.
         group_norms: The same of each parameter group; empty where only DeepSpeed knows norms.
-        factor: Of the peak learning rates.
+        factor: What the peak learning rates are multiplied by.
         batch: Its size.
         first_sample: Counter of its first sample.
         clip_at: What the norm, as it was by then, was clipped at, if that follows from the norms of
@@ -90,7 +91,7 @@ class Stepper:
     ) -> None:
         self._session, self._record, self._wait_for_save = session, record, wait_for_save
         self._data = batches
-        self._batches = session.plan.batches
+        self._batches = StagedBatches(stages_of_plan(session.plan))
 
     def make(self) -> Step:
         """The next step that counts; batches may be passed over and the run rewound on the way.
@@ -108,7 +109,7 @@ class Stepper:
         session = self._session
         plan, progress, engine = session.plan, session.progress, session.engine
         seed_step(plan.config.training.seed, progress.step, session.mesh.replicas.index)
-        batch = self._batches.at(progress.step)
+        progress.samples, batch = self._batches.at(progress.step, progress.samples)
         engine.set_batch(batch)
         with engine.times.host_part("data"):
             batches = self._data.take(progress.step, progress.samples)
@@ -261,9 +262,7 @@ class Stepper:
         is_bad = mesh.pipeline.is_last and (
             not math.isfinite(mean) or (trouble.kind.quantity == "loss" and mean > limit)
         )
-        counters = session.training.counters(
-            session.progress.samples, batch.gradient_accumulation_steps
-        )
+        counters = session.training.counters(session.progress.samples, batch)
         seen = session.process.gather(counters.flatten().tolist() if is_bad else None)
         ranks = [rank for rank, found in enumerate(seen) if found is not None]
         return ranks, sorted(set().union(*(found for found in seen if found is not None)))

@@ -41,10 +41,10 @@ class Slowness:
     """How far a rank is behind the usual one of its pipeline stage.
 
     Attributes:
-        rank: In the world.
+        rank: Its number in the world.
         factor: Its own time over theirs.
         part: Where it loses most.
-        seconds: Of that part in a step, its own.
+        seconds: Its own, of that part in a step.
         usual_seconds: The same of its peers.
     """
 

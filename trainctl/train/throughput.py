@@ -15,6 +15,7 @@ from trainctl.config.schema import DataType
 from trainctl.engines.phase_memory import PhaseMemory, peak_resident_bytes
 from trainctl.engines.process import Process
 from trainctl.memory.budget import budget
+from trainctl.plan.batches import Batch
 from trainctl.plan.flops import flops_per_token, utilisation
 from trainctl.plan.types import RunPlan
 from trainctl.planner.traces import traced_already
@@ -28,21 +29,22 @@ class Throughput:
     """
 
     def __init__(self, plan: RunPlan) -> None:
-        self._flops_per_token = flops_per_token(plan.config.model, plan.batch.sequence_length)
+        self._model = plan.config.model
         self._devices = plan.mesh.world_size
         compute = plan.config.precision.compute
         # With TF32 switched on from outside, the products are not of the format that was planned.
         is_tf32 = compute == DataType.fp32 and torch.backends.cuda.matmul.allow_tf32
         self._peak = None if is_tf32 else plan.hardware.peak_tflops(compute)
 
-    def of_step(self, seconds: float, tokens: int) -> dict[str, float | None]:
+    def of_step(self, seconds: float, batch: Batch) -> dict[str, float | None]:
         """`tokens_per_second` of all devices, and `mfu`, the model FLOPs utilisation (or None).
 
         Args:
             seconds: Of an optimizer step.
-            tokens: In its global batch.
+            batch: Of it, of all ranks.
         """
-        flops = tokens * self._flops_per_token
+        tokens = batch.tokens_per_step
+        flops = tokens * flops_per_token(self._model, batch.sequence_length)
         return {
             "tokens_per_second": tokens / seconds,
             "mfu": utilisation(flops, seconds, devices=self._devices, peak_tflops=self._peak),
@@ -54,9 +56,10 @@ class PeakMemory:
     """The most that a process has used since it started, bytes.
 
     Attributes:
-        device_peak_bytes: On its device: tensors, driver context, communication library; what
-            the plan's budget predicts under this name. On a CPU the resident memory of the process.
-        allocated_peak_bytes: Of these in tensors; None on a CPU.
+        device_peak_bytes: Memory of its device in use: tensors, driver context, communication
+            library; what the plan's budget predicts under this name. On a CPU the resident memory
+            of the process.
+        allocated_peak_bytes: What of it is in tensors; None on a CPU.
         reserved_peak_bytes: Held by torch's allocator; None on a CPU.
         host_peak_bytes: Resident memory of the process.
     """

@@ -25,11 +25,13 @@ class Tokenizer(Protocol):
         vocab_size: Ids are below it.
         end_of_document: Id put after each document; None puts nothing.
         fingerprint: Changes whenever the same text could give other ids.
+        file: That it was read from; None where there is none.
     """
 
     vocab_size: int
     end_of_document: int | None
     fingerprint: str
+    file: Path | None
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Ids of a text, shape (tokens,)."""
@@ -73,6 +75,7 @@ class ByteTokenizer:
     vocab_size = 257
     end_of_document: int | None = END_OF_DOCUMENT
     fingerprint = "byte-1"
+    file: Path | None = None
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         raw = text.encode("utf-8", errors="surrogateescape")
@@ -103,6 +106,7 @@ class FileTokenizer:
         self.vocab_size: int = facts.vocab_size
         self.end_of_document: int | None = facts.end_of_document
         end = f"\0{facts.end_of_document}"  # it is among the ids of every text
+        self.file: Path | None = path
         self.fingerprint = hashlib.sha256((text + end).encode()).hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:

@@ -10,6 +10,7 @@ from trainctl.engines.phase_memory import PhaseMemory
 from trainctl.errors import TrainctlError
 from trainctl.plan.average import METRIC
 from trainctl.plan.identity import description
+from trainctl.plan.mixture import StagedBatches, stages_of_plan
 from trainctl.plan.mup import multipliers
 from trainctl.plan.precision import formats
 from trainctl.plan.schedule import Curve
@@ -18,7 +19,8 @@ from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, pending_requests, withdraw_request
 from trainctl.train.ahead import BatchesAhead
-from trainctl.train.evaluation import evaluate, inference, sample_text
+from trainctl.train.corpora import bad_text, digests_of, unigram_entropy
+from trainctl.train.evaluation import HeldOutLoss, evaluate_sources, inference, sample_text
 from trainctl.train.model import TORCH_TYPES
 from trainctl.train.profiler import Profiler
 from trainctl.train.saver import Saver
@@ -85,7 +87,7 @@ class Trainer:
         }
         self._batches = BatchesAhead(
             session.training,
-            session.plan.batches.at,
+            StagedBatches(stages_of_plan(session.plan)),
             stop_step=session.plan.stop_step,
             device=session.process.device,
         )
@@ -129,10 +131,11 @@ class Trainer:
                 **step.extras(),
                 **self._precision_record(step),
                 tokens=progress.tokens,
-                **self._throughput.of_step(seconds, step.batch.tokens_per_step),
+                **self._throughput.of_step(seconds, step.batch),
                 seconds=parts,
                 peak_bytes=peak_bytes(session.process.device, self._times.memory),
                 samples=[step.first_sample, progress.samples],
+                **self._drawn(step),
             )
             self._record_profile()
             self._metrics = {}
@@ -167,30 +170,32 @@ class Trainer:
 
     def _evaluate(self) -> None:
         session = self._session
-        loss = self._held_out_loss()
-        if loss is not None:
+        found = self._held_out_loss()
+        if found is not None:
+            loss = found.loss
             self._metrics = {"loss": loss}
             if session.average is not None:
                 with session.average.in_place():
                     of_average = self._held_out_loss()
                 assert of_average is not None
-                self._metrics[METRIC] = of_average
+                self._metrics[METRIC] = of_average.loss
             session.patience.see(loss, session.progress.step)
             self._record(
                 "evaluation",
                 step=session.progress.step,
                 **self._metrics,
-                unigram_entropy=session.corpus.unigram_entropy,
+                **({"sources": found.sources} if session.plan.config.data.sources else {}),
+                unigram_entropy=unigram_entropy(session.corpora),
             )
             dropped = session.learning_rate.see(loss, session.progress.step)
             if dropped is not None:
                 self._record("plateau", step=session.progress.step, loss=loss, **dropped)
 
-    def _held_out_loss(self) -> float | None:
+    def _held_out_loss(self) -> HeldOutLoss | None:
         """With the weights that the model has now."""
         session = self._session
         with self._times.host_part("evaluation"), inference(session.engine.module):
-            loss = evaluate(
+            found = evaluate_sources(
                 session.engine.score,
                 session.held_out,
                 num_samples=session.plan.config.training.evaluation_samples,
@@ -201,7 +206,7 @@ class Trainer:
                 progress=lambda *_: self._beat(Phase.evaluate),
             )
         self._beat(Phase.step)
-        return loss
+        return found
 
     def _decide(self, last: bool) -> tuple[bool, bool]:
         """Whether to save and whether to stop now: the same on all ranks, by one all-reduce.
@@ -263,7 +268,7 @@ class Trainer:
                     "norms": session.norms.state(),
                     "ema": session.average.saved() if session.average is not None else {},
                     "learning_rate": session.learning_rate.state(),
-                    "corpus_digest": session.corpus.digest,
+                    **digests_of(session.corpora),
                     "shapes": session.shapes,
                     **self._origin,
                 }
@@ -329,14 +334,38 @@ class Trainer:
             world_size=session.process.world_size,
             num_parameters=session.num_parameters,
             wrapped_blocks=session.wrapped_blocks,
-            train_tokens=session.corpus.train.tokens,
-            held_out_tokens=session.corpus.held_out.tokens,
-            unigram_entropy=session.corpus.unigram_entropy,
+            **self._text(),
             resumed_from=resumed_from.name if resumed_from else None,
             ema_begins=session.average_begins,
             passed_over=session.passed_over,
-            **({"bad_text": session.corpus.bad_text} if session.corpus.bad_text else {}),
         )
+
+    def _text(self) -> dict[str, object]:
+        """Of the start's record: the text."""
+        corpora = self._session.corpora
+        each = {
+            name: {
+                "train_tokens": corpus.train.tokens,
+                "held_out_tokens": corpus.held_out.tokens,
+            }
+            for name, corpus in corpora.items()
+        }
+        bad = bad_text(corpora)
+        return {
+            "train_tokens": sum(corpus.train.tokens for corpus in corpora.values()),
+            "held_out_tokens": sum(corpus.held_out.tokens for corpus in corpora.values()),
+            "unigram_entropy": unigram_entropy(corpora),
+            **({"sources": each} if self._session.plan.config.data.sources else {}),
+            **({"bad_text": bad} if bad else {}),
+        }
+
+    def _drawn(self, step: Step) -> dict[str, object]:
+        """Of a step's record: its samples of each source, where there are several."""
+        session = self._session
+        if not session.plan.config.data.sources:
+            return {}
+        end = step.first_sample + step.batch.global_batch_size
+        return {"sources": session.training.drawn(step.first_sample, end)}
 
     def _precision_record(self, step: Step) -> dict[str, object]:
         """Of the last update: whether it was skipped, and the next step's fp16 loss scale."""

@@ -28,9 +28,9 @@ class Rank:
     No process group is open yet: what torch and DeepSpeed need to open one is in the environment.
 
     Attributes:
-        rank: In the world.
+        rank: Its number in the world.
         world_size: Ranks of the run.
-        local_rank: On this machine; the number of its device.
+        local_rank: Its number on this machine; the number of its device.
         run_dir: The run's directory, in which to save what must last.
         attempt: Number of the attempt, 1 for the first: what a restart or a resume counts up.
         deepspeed_config: The file of the JSON; `plan.deepspeed` is its content.

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths, RunConfig
+from trainctl.config.special_tokens import TokenizerFacts
 from trainctl.config.text.files import (
     FoundFiles,
     TextFiles,
@@ -33,6 +35,7 @@ TEXT_KEY = "TC139"
 FOLDER = "TC140"
 SIDES = "TC141"
 BAD_TEXT = "TC142"
+UNFIT_IDS = "TC360"
 
 _FILES_OPENED = 1000
 """Of one key, in order: opening more would keep a launch waiting."""
@@ -84,8 +87,9 @@ def check_text(config: RunConfig) -> list[Finding]:
                 findings.append(_not_read(f"data.{key}", error))
         findings += _of_patterns(f"data.{key}", found, spec.endings)
         files = sorted({file for _, each in found for file in each.files}, key=order)
-        if spec.problem is not None:
-            findings += _of_files(f"data.{key}", files, data, spec.problem)
+        look = partial(spec.problem, _facts(config)) if spec.is_tokenized else spec.problem
+        if look is not None:
+            findings += _of_files(f"data.{key}", files, data, look)
     has_error = any(finding.is_error for finding in findings)
     if data.paths and not has_error and spec.is_plain:
         split = split_files(data)
@@ -93,6 +97,15 @@ def check_text(config: RunConfig) -> list[Finding]:
         if of_sides and not any(is_packed(file) for file in (*split.train, *split.held_out)):
             findings += of_sides
     return findings
+
+
+def _facts(config: RunConfig) -> TokenizerFacts | None:
+    """Of the tokenizer; None where its file is missing, which is another finding's."""
+    try:
+        facts: TokenizerFacts = load("tokenizer", config.tokenizer.kind).facts(config.tokenizer)
+        return facts
+    except (TrainctlError, OSError):
+        return None
 
 
 def _of_sources(config: RunConfig) -> list[Finding]:

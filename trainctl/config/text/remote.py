@@ -26,7 +26,7 @@ ATTEMPTS = 6
 FIRST_WAIT = 1.0
 """Seconds before the second attempt; each further wait is twice as long."""
 SILENCE = 60.0
-"""Seconds that an HTTP server may send nothing before the attempt has failed."""
+"""Seconds that a server of HTTP or S3 may send nothing before the attempt has failed."""
 _READ_BYTES = 1 << 20
 """That are asked for at once, at least."""
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}
@@ -36,6 +36,13 @@ _VERSIONS = ("ETag", "etag", "checksum", "md5Hash", "blob_id", "sha256", "uid")
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "modificationTime")
 
 sleep = time.sleep
+
+Tell = Callable[[str], None]
+
+
+def say(message: str) -> None:
+    """On stderr: why a read is made again, and when."""
+    print(message, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -66,14 +73,14 @@ class RemoteFile:
         """Of which only the size says anything."""
         return os.stat_result((0o100444, 0, 0, 1, 0, 0, self.size, 0, 0, 0))
 
-    def open(self, mode: str = "rb") -> BinaryIO:
-        """Its bytes; goes on after what broke, as often as `ATTEMPTS`.
+    def open(self, mode: str = "rb", tell: Tell = say) -> BinaryIO:
+        """Its bytes; goes on after what broke, as often as `ATTEMPTS`, and tells of it.
 
         Raises:
             TrainctlError: While it is read: nothing came in the end, or it is another file now.
         """
         assert mode == "rb"
-        return cast(BinaryIO, io.BufferedReader(_Patient(self), _READ_BYTES))
+        return cast(BinaryIO, io.BufferedReader(_Patient(self, tell), _READ_BYTES))
 
     def read_bytes(self) -> bytes:
         """All of it."""
@@ -101,7 +108,7 @@ def version_of(file: File) -> str:
     return f"{file}\0{status.st_size}\0{status.st_mtime_ns}"
 
 
-def listed(url: str) -> tuple[list[RemoteFile], bool]:
+def listed(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
     """The files of a URL, a folder's or a glob's, and whether it is a folder.
 
     Of HTTP a `?` begins a query and only `*` is a glob; a page of links is its folder.
@@ -110,7 +117,7 @@ def listed(url: str) -> tuple[list[RemoteFile], bool]:
         TrainctlError: The protocol is unknown or its package missing (exit code 4), or nothing
             answers.
     """
-    file_system, path = _file_system(url)
+    file_system, path = file_system_of(url)
     protocol = url.partition("://")[0]
     is_glob = any(sign in url for sign in ("*" if protocol.startswith("http") else "*?["))
 
@@ -125,18 +132,19 @@ def listed(url: str) -> tuple[list[RemoteFile], bool]:
             return file_system.find(path, detail=True), True
         return {path: entry}, False
 
-    entries, is_folder = _patiently(look, url)
+    entries, is_folder = patiently(look, url, tell=tell)
     files = []
     for name, entry in entries.items():
         if entry["type"] == "file":
             if entry.get("size") is None:  # a page of links does not say
-                entry = _patiently(partial(file_system.info, name), url)
+                entry = patiently(partial(file_system.info, name), url, tell=tell)
             files.append(_remote(protocol, name, entry))
     return sorted(files), is_folder
 
 
 def _remote(protocol: str, name: str, entry: dict[str, Any]) -> RemoteFile:
-    url = name if is_url(name) else f"{protocol}://{name.lstrip('/')}"
+    path = name if protocol == "file" else name.lstrip("/")
+    url = name if is_url(name) else f"{protocol}://{path}"
     if entry.get("size") is None:
         raise TrainctlError(
             f"{url} cannot be read: its server does not say how long it is",
@@ -150,10 +158,11 @@ class _Patient(io.RawIOBase):
 
     Args:
         file: As it was listed.
+        tell: Called with why it is opened again.
     """
 
-    def __init__(self, file: RemoteFile) -> None:
-        self._file = file
+    def __init__(self, file: RemoteFile, tell: Tell) -> None:
+        self._file, self._tell = file, tell
         self._at = 0
         self._stream: Any = None
 
@@ -175,7 +184,7 @@ class _Patient(io.RawIOBase):
         wanted = min(len(buffer), self._file.size - self._at)
         if wanted <= 0:
             return 0
-        data = _patiently(lambda: self._read(wanted), self._file.url, self._at)
+        data = patiently(lambda: self._read(wanted), self._file.url, self._at, self._tell)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -199,7 +208,7 @@ class _Patient(io.RawIOBase):
             raise
 
     def _opened(self) -> Any:
-        file_system, path = _file_system(self._file.url)
+        file_system, path = file_system_of(self._file.url)
         file_system.invalidate_cache()
         entry = file_system.info(path)
         now = (entry.get("size"), _version(entry))
@@ -225,8 +234,14 @@ def _differs(file: RemoteFile, now: tuple[int | None, str]) -> str:
     return f"version {version or 'unknown'}, not {file.version or 'unknown'}"
 
 
-def _patiently(attempt: Callable[[], Any], url: str, at: int | None = None) -> Any:
+def patiently(attempt: Callable[[], Any], url: str, at: int | None = None, tell: Tell = say) -> Any:
     """What an attempt gives; made again, after waits that grow, where it may have been chance.
+
+    Args:
+        attempt: May raise anything.
+        url: What it is about.
+        at: Byte of it that it begins at.
+        tell: Called before each wait.
 
     Raises:
         TrainctlError: It is not there, or no attempt succeeded (exit code 4).
@@ -248,11 +263,7 @@ def _patiently(attempt: Callable[[], Any], url: str, at: int | None = None) -> A
                 raise _unreadable(url, why, place) from None
             why = " ".join(f"{type(error).__name__}: {error}".split()) or "no reason given"
         if number < ATTEMPTS:
-            print(
-                f"{url}{place}: {why}; attempt {number + 1} of {ATTEMPTS} in {wait:g} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            tell(f"{url}{place}: {why}; attempt {number + 1} of {ATTEMPTS} in {wait:g} s")
             sleep(wait)
             wait *= 2
     seconds = time.monotonic() - begun
@@ -277,7 +288,7 @@ def _missing(url: str, error: ImportError) -> TrainctlError:
     )
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def file_system_of(url: str) -> tuple[Any, str]:
     """Who reads the URL, and how it calls it."""
     fsspec = optional("fsspec", f"reading {url}")
     options: dict[str, Any] = {}
@@ -285,8 +296,14 @@ def _file_system(url: str) -> tuple[Any, str]:
         aiohttp = optional("aiohttp", f"reading {url}")
         limit = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
         options = {"client_kwargs": {"timeout": limit}}
+    is_s3 = url.startswith(("s3://", "s3a://"))
+    if is_s3:
+        limits = {"connect_timeout": SILENCE, "read_timeout": SILENCE}
+        options = {"config_kwargs": {**limits, "retries": {"max_attempts": 0}}}
     try:
         file_system, path = fsspec.core.url_to_fs(url, **options)
+        if is_s3:
+            file_system.retries = 1  # ours are enough: of both, a silent one would take an hour
     except ImportError as error:
         raise _missing(url, error) from None
     except ValueError as error:

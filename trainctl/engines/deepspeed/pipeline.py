@@ -19,6 +19,7 @@ from trainctl.engines.deepspeed.engine import DeepSpeedEngine
 from trainctl.engines.mesh import Axis, ProcessMesh
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.engines.protocol import Job
+from trainctl.plan.batches import Batch
 
 
 class _Stages(PipelineModule):
@@ -86,6 +87,11 @@ class PipelineEngine(DeepSpeedEngine):
         self._loss += losses[0].detach()
         self._z += losses[1].detach()
         return losses.sum() * self._scale
+
+    def set_batch(self, batch: Batch) -> None:
+        if batch != self._batch:
+            self.deepspeed.reset_activation_shape()  # of the micro-batches of before
+        super().set_batch(batch)
 
     def run(
         self, batches: Sequence[MicroBatch], num_labels: float

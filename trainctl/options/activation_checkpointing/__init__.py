@@ -35,7 +35,7 @@ class ActivationCheckpointing(Spec):
     Attributes:
         keeps_products: Whether, of a block that is computed again, what its products with weights
             and its attention gave is kept beside the input: the rest is computed from it.
-        why_not: By the name of a `kernels.compile` that it does not go with: the reason.
+        why_not: Reasons, by the name of a `kernels.compile` that it does not go with.
     """
 
     keeps_products: bool = False

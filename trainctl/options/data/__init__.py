@@ -14,7 +14,7 @@ from typing import Any
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import Spec, load
 from trainctl.config.schema import DataConfig, DataFromPaths, SourceConfig
-from trainctl.config.text.check import Look
+from trainctl.config.text.check import FileProblem
 from trainctl.config.text.files import Choose
 from trainctl.config.text.remote import File
 
@@ -28,13 +28,13 @@ class DataSource(Spec):
     `Document`s in order. No torch is loaded then.
 
     Attributes:
-        endings: Of the files that it takes from a folder of `data.paths`, packed or not; a glob
-            takes any.
-        choose: Of all files of such a folder, those that are its corpus, before endings are looked
-            at; None takes them by their endings alone.
-        files: Of its section: its files, sorted; None takes those that `data.paths` names.
-        ranges: Of a file and a number of bytes: ranges of about so many each that are read by
-            themselves, so that many processes read one file; in order, and without gaps where
+        endings: Those of the files that it takes from a folder of `data.paths`, packed or not; a
+            glob takes any.
+        choose: Gives, of all files of such a folder, those that are its corpus, before endings are
+            looked at; None takes them by their endings alone.
+        files: Gives its files, sorted, of its section; None takes those that `data.paths` names.
+        ranges: Gives, of a file and a number of bytes, ranges of about so many each that are read
+            by themselves, so that many processes read one file; in order, and without gaps where
             documents are. Their two numbers are the source's own: bytes, row groups. Its `build` is
             then also called with one of them, as ``read(reader, file, span)``. None has files read
             whole.
@@ -46,8 +46,11 @@ class DataSource(Spec):
             corpus that is too short is seen by the sizes of its files.
         places: Lines of a file's documents, from 1, where all of them are kept; None has the file
             read again to know them.
-        identity: Of its section: what its documents depend on beside the files. It is a part of
-            the key of the cache; None is the kind and all of its own keys.
+        identity: Gives, of its section, what its documents depend on beside the files. It is a part
+            of the key of the cache; None is the kind and all of its own keys.
+        is_tokenized: Whether its files have ids, which are used where they are. Its `build` is then
+            called as ``open(section, file)`` and gives a `data.tokenized.Tokenized`, and `problem`
+            has what is known of the tokenizer, a `TokenizerFacts` or None, as its first argument.
     """
 
     endings: tuple[str, ...] = ()
@@ -55,10 +58,11 @@ class DataSource(Spec):
     files: Callable[[Any], Sequence[File]] | None = None
     ranges: Callable[[File, int], list[tuple[int, int]]] | None = None
     counts_lines: bool = False
-    problem: Look | None = None
+    problem: Callable[..., FileProblem | None] | None = None
     is_plain: bool = False
     places: Callable[[File], list[int | None]] | None = None
     identity: Callable[[Any], str] | None = None
+    is_tokenized: bool = False
 
 
 def spec_of(section: DataConfig) -> DataSource:

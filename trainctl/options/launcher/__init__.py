@@ -36,9 +36,10 @@ class Launcher(Spec):
 
     Attributes:
         render: Gives what would be started for a `Start`, a `Rendered`; starts nothing.
-        check: Of a plan, a folder and a checkpoint's bytes: what is wrong with the machines, before
-            a run is made in or below the folder. Empty where nothing can be asked.
-        check_config: Of a configuration and its hardware: what the configuration alone tells of it.
+        check: Says, of a plan, a folder and a checkpoint's bytes, what is wrong with the machines,
+            before a run is made in or below the folder. Empty where nothing can be asked.
+        check_config: Says, of a configuration and its hardware, what the configuration alone tells
+            of it.
         several_nodes: Whether it can start more nodes than one.
         asks_hosts: Whether `check` asks other machines, which takes a while.
         resolves_here: Whether `${oc.env:NAME}` stands for a variable of the machine of the start.
@@ -48,11 +49,11 @@ class Launcher(Spec):
         tool_in_job: The one without which nothing can be started inside a job.
         cancel: Takes a `Job` out of its queue, or ends it.
         after_job: Called with run, plan and exit code after a launch inside a job.
-        submit_sweep: Of a sweep's folder, a plan, its runs with their attempts and how many run at
-            a time: submits all as one array, whose tasks ask for the same; its job's id.
+        submit_sweep: Takes a sweep's folder, a plan, its runs with their attempts and how many run
+            at a time: submits all as one array, whose tasks ask for the same; its job's id.
         sweep_hint: What is done in place of a sweep, where runs are handed over one by one only.
-        reach: Of the section and a number of nodes: what keeps it from starting so many.
-        bad_names: Of the section: names in it that are none.
+        reach: Says, of the section and a number of nodes, what keeps it from starting so many.
+        bad_names: Gives the names in the section that are none.
     """
 
     render: str

@@ -101,11 +101,11 @@ class Directory:
     """How a transformers directory, by its config.json, is of a family.
 
     Attributes:
-        defaults: By key of ours: what transformers' configuration class takes where the file has
-            none.
-        plain: By key of the file: the one value that the family has. Another one makes the model
-            another architecture.
-        switches: By key of ours: the key of the file that turns it on. That makes it another
+        defaults: Values, by key of ours: what transformers' configuration class takes where the
+            file has none.
+        plain: Values, by key of the file: the one value that the family has. Another one makes the
+            model another architecture.
+        switches: Names, by key of ours: the key of the file that turns it on. That makes it another
             architecture too; without it the key is null.
     """
 
@@ -151,8 +151,8 @@ class Family(Spec):
             the feed-forward layer the second.
         final_norm: Norm after the last block, in the decoder.
         head: Output projection, in the model.
-        norm: Of which kind its norms are.
-        activation: Of the feed-forward layer.
+        norm: Kind of its norms.
+        activation: Function of the feed-forward layer.
         inputs_first: Whether a matrix has a row for each input: transformers' Conv1D.
         has_equal_heads: Whether each query head has keys and values of its own, and the heads share
             hidden_size evenly.
@@ -167,7 +167,7 @@ class Family(Spec):
             input may be multiplied.
         has_liger: Whether Liger has kernels for its blocks.
         has_plain_head: Whether a product is all between the last hidden states and the logits.
-        why_not: By the name of an axis that may not cut it: the reason.
+        why_not: Reasons, by the name of an axis that may not cut it.
     """
 
     build: str = "trainctl.train.model:shape_config"

@@ -76,8 +76,8 @@ class OptimizerParameter:
 
     Attributes:
         name: Under `optimizer.params`.
-        keys: Of the section: one, or one for each entry of a list.
-        default: Of DeepSpeed's class, which holds where a JSON says nothing.
+        keys: Names in the section: one, or one for each entry of a list.
+        default: That of DeepSpeed's class, which holds where a JSON says nothing.
         is_rate: Whether it is a learning rate, which follows the batch size.
         is_epsilon: Whether it is as small as the gradients are, under muP.
         or_lr: Whether `lr` holds where the key is null.
@@ -98,12 +98,11 @@ class OptimizerForm:
     Attributes:
         type: As it is written.
         also: Other names that are read as it, in lower case.
-        parameters: In the order of the JSON; `lr` and `weight_decay` first.
+        parameters: All of them, in the order of the JSON; `lr` and `weight_decay` first.
         fixed: Parameters that make it this one, and why.
         has_torch_adam: Whether `torch_adam` chooses torch's class in place of DeepSpeed's.
         is_zero_tested: Whether DeepSpeed lists its class as tested with ZeRO
             (runtime/zero/utils.py).
-        needs_adaptive_loss_scale: Whether its class refuses a fixed one in fp16.
     """
 
     type: str
@@ -112,7 +111,6 @@ class OptimizerForm:
     fixed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     has_torch_adam: bool = False
     is_zero_tested: bool = False
-    needs_adaptive_loss_scale: bool = False
 
     def matches(self, name: str, params: Mapping[str, Any]) -> bool:
         """Whether a JSON's optimizer of that name, as DeepSpeed takes it, is this one."""
@@ -137,7 +135,7 @@ class Optimizer(Spec):
         offload_variants: Keys of `offload` whose way of updating knows this rule.
         tensor: Whether parameters may be cut over tensor-parallel ranks.
         low_precision_states: Whether the states may be kept in bf16.
-        why_not: By the name of what is not allowed: the reason.
+        why_not: Reasons, by the name of what is not allowed.
         made_by: Whose code updates on a device.
         made_on_host_by: Whose updates states in host memory; None is `made_by`.
         fused_by: Whose kernel updates all on an accelerator; None has none.

@@ -32,5 +32,5 @@ SPEC = Optimizer(
     },
     # The step, divided out of the corrected first moment; its norms are those of copies in fp64.
     update=Update(moments=((8, 0), (4, 8)), by_tensor=True),
-    deepspeed=OptimizerForm(type="Lamb", parameters=ADAM, needs_adaptive_loss_scale=True),
+    deepspeed=OptimizerForm(type="Lamb", parameters=ADAM),
 )

@@ -56,7 +56,7 @@ class Precision(Spec):
     the section.
 
     Attributes:
-        format: Of activations, and of the weights unless autocast converts them.
+        format: That of activations, and of the weights unless autocast converts them.
         ability: What a device must have: the name of its fact; empty where all can.
         instead: Formats for a device that has not, or on which it is refused; the best first.
         emulated_by: The key with which a device without it computes all the same, slowly.
@@ -65,7 +65,7 @@ class Precision(Spec):
         can_autocast: Whether autocast may convert fp32 weights to it.
         product_bytes: Bytes of an element of what the products of blocks convert their factors to;
             None multiplies them as they are.
-        multiple: Of every dimension of such a product.
+        multiple: What every dimension of such a product is a multiple of.
     """
 
     format: DataType

@@ -33,11 +33,11 @@ class TokenizerSource(Spec):
     loaded then.
 
     Attributes:
-        facts: Of its section: its ids, and what ends a document; without its library.
-        file: Of its section: the file that says so; None where none is needed.
+        facts: Gives, of its section, its ids, and what ends a document; without its library.
+        file: Gives, of its section, the file that says so; None where none is needed.
         path_is: What `tokenizer.path` names, where it has that key.
         is_byte_level: Whether ids below 256 are the text's own bytes.
-        published: Of its section: what an export has of it, by the name that it has there.
+        published: Gives, of its section, what an export has of it, by the name that it has there.
         why_not_published: Why an export has nothing, and what its ids are.
     """
 

@@ -26,18 +26,10 @@ from trainctl.plan.deepspeed_rules.case import Case, Surroundings
 from trainctl.plan.deepspeed_rules.rule import Meets, Problem, Rule
 from trainctl.plan.deepspeed_schema import Schema, load
 
+_MODULES = (batch, engine, keys, offload, optimizer, precision, schedule, zero)
 RULES: tuple[Rule, ...] = tuple(
     sorted(
-        (
-            *keys.RULES,
-            *batch.RULES,
-            *engine.RULES,
-            *precision.RULES,
-            *optimizer.RULES,
-            *schedule.RULES,
-            *zero.RULES,
-            *offload.RULES,
-        ),
+        (each for module in _MODULES for each in vars(module).values() if isinstance(each, Rule)),
         key=lambda rule: rule.identifier,
     )
 )
@@ -54,9 +46,13 @@ def check(
         around: What is known about where it will be used.
         schema: Of the version of DeepSpeed that will read it; the newest known by default.
     """
-    case = Case(json, around or Surroundings(), schema or load())
+    return findings(Case(json, around or Surroundings(), schema or load()))
+
+
+def findings(case: Case) -> tuple[Finding, ...]:
+    """What is wrong with a case, in the same order."""
     found = [finding for rule in RULES for finding in rule.findings(case)]
     return tuple(sorted(found, key=lambda finding: not finding.is_error))
 
 
-__all__ = ["RULES", "Case", "Meets", "Problem", "Rule", "Surroundings", "check"]
+__all__ = ["RULES", "Case", "Meets", "Problem", "Rule", "Surroundings", "check", "findings"]

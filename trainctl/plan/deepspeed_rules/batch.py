@@ -156,17 +156,6 @@ def tensor_groups_divide_the_ranks(case: Case) -> Iterator[Problem]:
         )
 
 
-RULES = (
-    a_batch_is_given,
-    the_batch_is_a_product,
-    sequence_groups_divide_the_ranks,
-    the_mesh_holds_all_ranks,
-    the_data_size_has_an_effect,
-    tensor_ranks_share_their_samples,
-    tensor_groups_divide_the_ranks,
-)
-
-
 def _size(case: Case, name: str) -> int | None:
     value = case.get(name)
     return value if isinstance(value, int) and value > 0 else None

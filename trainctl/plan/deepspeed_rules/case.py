@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from trainctl.config.schema import Accelerator, ModelConfig
+from trainctl.plan.deepspeed_rules.names import Names
 from trainctl.plan.deepspeed_rules.values import read, words
 from trainctl.plan.deepspeed_schema import Key, Path, Schema, load
 
@@ -83,11 +84,13 @@ class Case:
         json: As read.
         around: What it meets.
         schema: Keys of the version of DeepSpeed that reads it.
+        names: How messages name its keys.
     """
 
     json: Mapping[str, Any]
     around: Surroundings = field(default_factory=Surroundings)
     schema: Schema = field(default_factory=load)
+    names: Names = field(default_factory=Names)
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -122,6 +125,10 @@ class Case:
             return self.values[name]
         key = self.schema.keys[name]
         return key.default
+
+    def setting(self, name: str) -> str:
+        """A key with the value that is in force, in the reader's words."""
+        return self.names.setting(name, self.get(name))
 
     def given(self, name: str) -> bool:
         """Whether the JSON has the key, under any of its names, with a value."""

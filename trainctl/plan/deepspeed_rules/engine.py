@@ -12,6 +12,7 @@ from trainctl.plan.deepspeed_rules.values import is_number
 from trainctl.plan.nearest import nearest_divisors
 
 ZERO = "zero_optimization"
+STAGE = f"{ZERO}.stage"
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 RECOMPUTE = "activation_checkpointing"
 RANDOM_LTD = "data_efficiency.data_routing.random_ltd"
@@ -28,9 +29,10 @@ def pipelines_keep_their_gradients(case: Case) -> Iterator[Problem]:
     """With pipeline stages the ZeRO stage is 0 or 1."""
     if case.around.pipeline_stages > 1 and case.stage in (2, 3):
         yield Problem(
-            f"{ZERO}.stage",
-            f"ZeRO stage {case.stage} with {case.around.pipeline_stages} pipeline stages",
-            f"{ZERO}.stage=1",
+            STAGE,
+            f"{case.setting(STAGE)} with {case.names.stages(case.around.pipeline_stages)}: "
+            "DeepSpeed's pipeline allows ZeRO 0 and 1 only",
+            f"{case.names.fix(STAGE, 1)}, or {case.names.stages(1)}",
         )
 
 
@@ -268,20 +270,6 @@ def compiled_passes_go_together(case: Case) -> Iterator[Problem]:
 
 
 AUTOEP = "expert_parallel.autoep_size"
-
-RULES = (
-    pipelines_keep_their_gradients,
-    pipelines_clip_over_all_stages,
-    the_engine_accumulates,
-    heads_are_shared_evenly,
-    experts_go_with_the_rest,
-    contiguous_checkpoints_have_a_size,
-    recomputation_is_the_models,
-    the_writer_can_be_made,
-    monitors_are_installed,
-    data_efficiency_is_complete,
-    compiled_passes_go_together,
-)
 
 
 def _inside(json: Mapping[str, Any], section: str) -> Mapping[str, Any]:

@@ -180,23 +180,6 @@ def values_are_written_as_their_type(case: Case) -> Iterator[Problem]:
             )
 
 
-RULES = (
-    checked_sections_hold_known_keys,
-    other_sections_hold_known_keys,
-    removed_keys_are_gone,
-    keys_are_not_deprecated,
-    one_name_for_one_setting,
-    nothing_is_left_open,
-    nothing_is_dropped,
-    others_fill_in_what_they_can,
-    checked_values_have_their_type,
-    other_values_have_their_type,
-    checked_values_are_in_range,
-    other_values_are_in_range,
-    values_are_written_as_their_type,
-)
-
-
 def suggestion(schema: Schema, path: Path) -> str:
     """What an unknown key was perhaps meant to be: in its section, or with its name elsewhere."""
     *parents, name = path

@@ -9,6 +9,7 @@ from trainctl.plan.deepspeed_rules.case import Case
 from trainctl.plan.deepspeed_rules.rule import Meets, Problem, rule
 from trainctl.plan.deepspeed_rules.values import is_number, shown
 
+STAGE = "zero_optimization.stage"
 OPTIMIZER = "zero_optimization.offload_optimizer"
 PARAMETERS = "zero_optimization.offload_param"
 ZENFLOW = "zero_optimization.zenflow"
@@ -26,23 +27,28 @@ def offload_has_its_stage(case: Case) -> Iterator[Problem]:
     """Parameters are offloaded at stage 3 only, optimizer states at stages 1 to 3."""
     if case.stage is None:
         return
-    if case.parameter_device != "none" and case.stage < 3:
+    fix, stage, key = case.names.fix, case.stage, f"{PARAMETERS}.device"
+    if case.parameter_device != "none" and stage < 3:
         yield Problem(
-            PARAMETERS,
-            f"{PARAMETERS}.device={case.parameter_device} is ignored at ZeRO stage {case.stage}",
-            f"zero_optimization.stage=3, or leave {PARAMETERS} out",
+            key,
+            f"{case.setting(key)} needs ZeRO stage 3, and it is {stage}, where DeepSpeed ignores "
+            "it",
+            f"{fix(STAGE, 3)}, or {fix(key, 'none')}",
         )
-    if case.is_offloaded and case.stage == 0:
+    key = f"{OPTIMIZER}.device"
+    if case.is_offloaded and stage == 0:
         yield Problem(
-            OPTIMIZER,
-            f"{OPTIMIZER}.device={case.offload_device} is ignored at ZeRO stage 0",
-            f"zero_optimization.stage=1, or leave {OPTIMIZER} out",
+            key,
+            f"{case.setting(key)} needs ZeRO stage 1 or more, and it is 0, where DeepSpeed ignores "
+            "it",
+            f"{fix(STAGE, 1)}, or {fix(key, 'none')}",
         )
-    if case.offload_device == "nvme" and case.stage in (1, 2):
+    if case.offload_device == "nvme" and stage in (1, 2):
         yield Problem(
-            f"{OPTIMIZER}.device",
-            f"{OPTIMIZER}.device=nvme at ZeRO stage {case.stage}: the states stay in memory",
-            f"{OPTIMIZER}.device=cpu, or zero_optimization.stage=3",
+            key,
+            f"{case.setting(key)} needs ZeRO stage 3; at stage {stage} DeepSpeed keeps the states "
+            "in host memory instead",
+            f"{fix(STAGE, 3)}, or {fix(key, 'cpu')}",
         )
 
 
@@ -77,11 +83,12 @@ def a_part_is_offloaded_at_stage_3(case: Case) -> Iterator[Problem]:
 def nvme_has_a_path(case: Case) -> Iterator[Problem]:
     """What is offloaded to NVMe has a folder there."""
     for block, device in ((OPTIMIZER, case.offload_device), (PARAMETERS, case.parameter_device)):
-        if device == "nvme" and f"{block}.nvme_path" not in case.values:
+        key = f"{block}.nvme_path"
+        if device == "nvme" and key not in case.values:
             yield Problem(
-                f"{block}.nvme_path",
-                f"{block}.device=nvme without nvme_path",
-                f"{block}.nvme_path=/local_nvme",
+                key,
+                f"offload to nvme needs {case.names.key(key)}, a folder on a local drive",
+                case.names.fix(key, "/local_nvme"),
             )
 
 
@@ -239,22 +246,6 @@ def zenflow_keeps_the_weights(case: Case) -> Iterator[Problem]:
             "(DeepSpeed 0.19.8)",
             "leave it out",
         )
-
-
-RULES = (
-    offload_has_its_stage,
-    a_part_is_offloaded_at_stage_3,
-    nvme_has_a_path,
-    nvme_buffers_hold_a_parameter,
-    gds_is_for_cuda,
-    super_offload_is_for_cuda,
-    super_offload_has_its_stage,
-    zenflow_has_what_it_needs,
-    zenflow_has_its_stage,
-    zenflow_is_for_gpus_at_stage_3,
-    zenflow_takes_the_parameters,
-    zenflow_keeps_the_weights,
-)
 
 
 def _has_zenflow(case: Case) -> bool:

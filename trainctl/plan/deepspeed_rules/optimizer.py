@@ -108,17 +108,23 @@ def the_optimizer_has_a_kernel(case: Case) -> Iterator[Problem]:
     lacks = name == "lamb" or (name == "lion" and not case.is_offloaded)
     if case.on_cpu and lacks:
         yield Problem(
-            TYPE, f"{case.get(TYPE)} is a kernel for GPUs, and the device is a CPU", "AdamW"
+            TYPE,
+            f"{case.setting(TYPE)} is a GPU kernel of DeepSpeed, and the device is a CPU",
+            case.names.fix(TYPE, "AdamW"),
         )
 
 
 @rule("TC257", file="runtime/engine.py", fix="Leave fp16.loss_scale out, or at 0.")
 def lamb_adapts_its_loss_scale(case: Case) -> Iterator[Problem]:
     """Lamb goes with an adaptive loss scale only."""
-    scale = case.get("fp16.loss_scale")
+    key = "fp16.loss_scale"
+    scale = case.get(key)
     if case.optimizer == "lamb" and is_number(scale) and scale != 0:
         yield Problem(
-            "fp16.loss_scale", f"fp16.loss_scale={scale:g} with Lamb", "fp16.loss_scale=0"
+            key,
+            f"{case.setting(key)} with {case.setting(TYPE)}: DeepSpeed's Lamb needs an adaptive "
+            "one",
+            case.names.fix(key, 0),
         )
 
 
@@ -130,10 +136,11 @@ def muon_sees_whole_gradients(case: Case) -> Iterator[Problem]:
     for name in ("reduce_scatter", "zero_quantized_gradients"):
         key = f"zero_optimization.{name}"
         if case.get(key):
+            fix = case.names.fix
             yield Problem(
                 key,
-                f"Muon at ZeRO stage 3 cannot go with {name}",
-                f"{key}=false, or zero_optimization.stage=2",
+                f"{case.setting(TYPE)} at ZeRO stage 3 cannot go with {case.names.key(key)}",
+                f"{fix(key, False)}, or {fix('zero_optimization.stage', 2)}",
             )
 
 
@@ -221,23 +228,6 @@ PRETTY = {
     "musgd": "MuSGD",
 }
 """DeepSpeed's own optimizers, as they are usually written."""
-
-RULES = (
-    the_optimizer_exists,
-    the_optimizer_takes_its_parameters,
-    clipping_is_not_the_optimizers,
-    the_optimizer_can_use_its_numbers,
-    zero_knows_the_optimizer,
-    something_updates_the_weights,
-    the_optimizer_has_a_kernel,
-    lamb_adapts_its_loss_scale,
-    muon_sees_whole_gradients,
-    adam_is_what_it_says,
-    another_packages_optimizer_is_installed,
-    the_optimizer_steps_without_help,
-    blocks_have_a_type,
-    clipping_is_chosen,
-)
 
 
 def _taken(case: Case) -> tuple[str, ...] | None:

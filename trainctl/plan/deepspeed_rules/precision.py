@@ -145,12 +145,14 @@ def the_weights_have_one_format(case: Case) -> Iterator[Problem]:
 )
 def without_zero_gradients_have_the_weights_format(case: Case) -> Iterator[Problem]:
     """Without ZeRO, gradients accumulate in the weights' format."""
-    asked = _format(case, "data_types.grad_accum_dtype")
+    key, stage, fix = "data_types.grad_accum_dtype", "zero_optimization.stage", case.names.fix
+    asked = _format(case, key)
     if case.stage == 0 and asked is not None and case.weights not in (None, asked):
         yield Problem(
-            "data_types.grad_accum_dtype",
-            f"data_types.grad_accum_dtype={asked} with {case.weights} weights needs ZeRO",
-            f"zero_optimization.stage=1, or data_types.grad_accum_dtype={case.weights}",
+            key,
+            f"{case.setting(key)} with {case.weights} weights needs ZeRO; "
+            f"{case.names.key(stage)} is 0",
+            f"{fix(stage, 1)}, or {fix(key, case.weights)}",
         )
 
 
@@ -176,9 +178,14 @@ def gradients_accumulate_in_a_wide_format(case: Case) -> Iterator[Problem]:
 @rule("TC239", file="runtime/torch_autocast.py", fix="Choose one of the two.")
 def autocast_without_quantized_weights(case: Case) -> Iterator[Problem]:
     """torch_autocast is not combined with quantised weights."""
-    quantized = "zero_optimization.zero_quantized_weights"
-    if case.get("torch_autocast.enabled") and case.get(quantized):
-        yield Problem(quantized, f"{quantized} cannot go with torch_autocast", f"{quantized}=false")
+    quantized, autocast = "zero_optimization.zero_quantized_weights", "torch_autocast.enabled"
+    if case.get(autocast) and case.get(quantized):
+        key = case.names.key
+        yield Problem(
+            quantized,
+            f"{key(quantized)} with {key(autocast)} is refused by DeepSpeed",
+            case.names.fix(quantized, False),
+        )
 
 
 @rule(
@@ -307,27 +314,6 @@ MASTERS = {
     "bf16": "bf16.bf16_master_weights_and_grads",
 }
 STATES = "bf16.bf16_optimizer_states"
-
-RULES = (
-    one_format_of_16_bits,
-    the_device_computes_in_it,
-    inputs_are_cast_to_the_weights_format,
-    the_first_loss_scale_is_a_number,
-    low_precision_states_need_zero,
-    low_precision_states_need_masters,
-    low_precision_masters_are_updated_by_cpu_adam,
-    one_kind_of_masters,
-    the_weights_have_one_format,
-    without_zero_gradients_have_the_weights_format,
-    gradients_accumulate_in_a_wide_format,
-    autocast_without_quantized_weights,
-    autocast_has_something_to_lower,
-    an_adaptive_loss_scale_can_move,
-    a_loss_scale_has_an_effect,
-    lists_of_names_are_lists,
-    gradients_are_checked,
-    low_precision_states_have_an_effect,
-)
 
 
 def _format(case: Case, name: str) -> str | None:

@@ -182,18 +182,6 @@ def a_schedule_has_its_optimizer(case: Case) -> Iterator[Problem]:
         )
 
 
-RULES = (
-    the_schedule_exists,
-    the_schedule_takes_its_parameters,
-    the_schedule_can_use_its_numbers,
-    the_warmup_ends_in_the_run,
-    torch_schedules_need_a_torch_optimizer,
-    the_peak_is_the_optimizers,
-    the_warmup_has_a_known_shape,
-    a_schedule_has_its_optimizer,
-)
-
-
 def _arguments(case: Case) -> Arguments | None:
     name = case.get(TYPE)
     if not isinstance(name, str):

@@ -77,7 +77,11 @@ def the_gather_bucket_is_even(case: Case) -> Iterator[Problem]:
     size = case.get(key)
     # With bf16 weights and fp32 sums, stage 1 is another optimizer, which takes any size.
     if case.stage in (1, 2) and isinstance(size, int) and size % 2 and not case.is_bf16_optimizer:
-        yield Problem(key, f"{key}={size} is odd", f"nearest legal: {size - 1} or {size + 1}")
+        yield Problem(
+            key,
+            f"{case.setting(key)} is odd; DeepSpeed aligns to 2 elements",
+            f"{case.names.fix(key, size - 1)} or {size + 1}",
+        )
 
 
 @rule("TC277", file="runtime/config.py", fix="Average the gradients.")
@@ -140,12 +144,12 @@ def secondary_partitions_divide_a_node(case: Case) -> Iterator[Problem]:
     """zero_hpz_partition_size divides the ranks of a node."""
     key = f"{ZERO}.zero_hpz_partition_size"
     size = case.get(key)
-    ranks = case.around.devices_per_node or case.around.world_size
+    node, world = case.around.devices_per_node, case.around.world_size
+    ranks = node or world
     if case.stage == 3 and isinstance(size, int) and size > 1 and ranks and ranks % size:
         near = " or ".join(str(each) for each in nearest_divisors(ranks, size))
-        yield Problem(
-            key, f"{key}={size} does not divide the {ranks} ranks", f"nearest legal: {near}"
-        )
+        what = f"a node's {node} devices" if node else f"the {world} ranks"
+        yield Problem(key, f"{case.setting(key)} does not divide {what}", case.names.fix(key, near))
 
 
 @rule(
@@ -157,11 +161,12 @@ def secondary_partitions_divide_a_node(case: Case) -> Iterator[Problem]:
 def quantized_communication_has_a_kernel(case: Case) -> Iterator[Problem]:
     """ZeRO++ quantises with kernels for GPUs."""
     for name in QUANTIZED if case.on_cpu and case.stage == 3 else ():
-        if case.get(f"{ZERO}.{name}"):
+        key = f"{ZERO}.{name}"
+        if case.get(key):
             yield Problem(
-                f"{ZERO}.{name}",
-                f"{name} uses kernels for GPUs, and the device is a CPU",
-                f"{ZERO}.{name}=false",
+                key,
+                f"{case.names.key(key)} uses GPU kernels, and the device is a CPU",
+                case.names.fix(key, False),
             )
 
 
@@ -233,18 +238,3 @@ def checkpoints_are_not_elastic(case: Case) -> Iterator[Problem]:
     key = f"{ZERO}.elastic_checkpoint"
     if case.stage == 3 and case.get(key):
         yield Problem(key, f"{key} has no effect at ZeRO stage 3", "leave it out")
-
-
-RULES = (
-    reduce_scatter_scales_afterwards,
-    the_gather_bucket_is_even,
-    sums_are_supported,
-    stage_1_is_the_new_one,
-    the_norm_is_computed_where_it_is_needed,
-    secondary_partitions_divide_a_node,
-    quantized_communication_has_a_kernel,
-    keys_of_zero_have_an_effect,
-    saved_models_have_weights,
-    staged_loading_has_its_stage,
-    checkpoints_are_not_elastic,
-)

@@ -1,7 +1,8 @@
 """Every rule of a plan, in one list: a small function each, with a stable identifier.
 
 A rule looks at a `Draft` and yields findings; it never stops the others, so that all problems of a
-configuration are reported at once.
+configuration are reported at once. What DeepSpeed's JSON shows is one rule over any JSON, told here
+by the keys of the configuration (`on_json`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainctl.errors import Finding
+from trainctl.plan import deepspeed_rules as json
 from trainctl.plan.rules import (
     batch,
     data,
@@ -25,7 +27,7 @@ from trainctl.plan.rules import (
     stability,
     zero,
 )
-from trainctl.plan.rules.draft import Draft, Rule
+from trainctl.plan.rules.draft import Draft, Rule, on_json
 
 RULES: tuple[tuple[str, Rule], ...] = (
     ("TC001", layout.devices_fill_the_mesh),
@@ -55,24 +57,24 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC026", batch.batch_tokens_are_whole_sequences),
     ("TC027", deterministic.sums_keep_their_order),
     ("TC028", run.average_can_be_kept),
-    ("TC030", zero.pipeline_partitions_no_gradients),
+    ("TC030", on_json(json.engine.pipelines_keep_their_gradients)),
     ("TC031", zero.shards_clip_by_one_norm),
     ("TC032", zero.offload_has_its_stage),
-    ("TC033", zero.nvme_has_a_path),
+    ("TC033", on_json(json.offload.nvme_has_a_path)),
     ("TC034", zero.offloaded_optimizer_has_a_cpu_kernel),
     ("TC035", zero.offload_variants_have_their_base),
-    ("TC036", zero.allgather_bucket_is_even),
+    ("TC036", on_json(json.zero.the_gather_bucket_is_even)),
     ("TC037", zero.secondary_partition_divides),
-    ("TC038", zero.quantized_communication_has_a_kernel),
-    ("TC039", zero.muon_sees_whole_gradients),
+    ("TC038", on_json(json.zero.quantized_communication_has_a_kernel)),
+    ("TC039", on_json(json.optimizer.muon_sees_whole_gradients)),
     ("TC040", run.weights_are_saved_before_the_end),
     ("TC050", precision.compute_type_runs_here),
     ("TC051", precision.gradients_accumulate_in_a_wider_type),
     ("TC052", precision.gradients_travel_in_a_known_type),
     ("TC053", precision.autocast_has_a_lower_type),
     ("TC054", precision.master_weights_are_kept_in_a_known_type),
-    ("TC055", precision.optimizer_adapts_its_loss_scale),
-    ("TC056", precision.optimizer_has_a_kernel_here),
+    ("TC055", on_json(json.optimizer.lamb_adapts_its_loss_scale)),
+    ("TC056", on_json(json.optimizer.the_optimizer_has_a_kernel)),
     ("TC057", precision.loss_is_scaled_where_deepspeed_does),
     ("TC058", precision.fp8_has_matrices_that_fit),
     ("TC059", optimizer.optimizer_fits_the_layout),
@@ -117,6 +119,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC342", data.stages_follow_each_other),
     ("TC343", data.stages_know_their_sources),
     ("TC344", data.batches_keep_their_tokens),
+    ("TC349", data.lengths_suit_the_engine),
+    ("TC361", data.ids_are_no_text),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 

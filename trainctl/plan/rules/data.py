@@ -7,13 +7,21 @@ from fractions import Fraction
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import section_class
-from trainctl.config.schema import DataFromPaths, StageConfig
+from trainctl.config.schema import CompileKind, DataFromPaths, OnBadText, StageConfig
 from trainctl.errors import Finding
 from trainctl.options.data import spec_of
+from trainctl.options.precision import precision_of
 from trainctl.plan.derive import is_counted_in_epochs
-from trainctl.plan.mixture import add_up, batches_of_length, end_of, exact
+from trainctl.plan.mixture import (
+    add_up,
+    batch_of_length,
+    batches_of_length,
+    end_of,
+    exact,
+    sources_of,
+)
 from trainctl.plan.nearest import divisors
-from trainctl.plan.rules.draft import Draft, error, warning
+from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples, warning
 
 AMOUNTS = ("weight", "tokens", "epochs")
 ENDS = ("until", "until_step", "until_tokens")
@@ -59,6 +67,28 @@ def sources_have_their_share(draft: Draft) -> Iterator[Finding]:
             "a stage has no weights, and neither has any source",
             f"{key}.NAME.weight=1, or weights in each stage",
         )
+
+
+def ids_are_no_text(draft: Draft) -> Iterator[Finding]:
+    """What is said of text says nothing of a source whose files have ids."""
+    data = draft.config.data
+    for name, section in sources_of(data).items():
+        key = f"data.sources.{name}" if data.sources else "data"
+        if not spec_of(section).is_tokenized:
+            continue
+        kind = f"{key}.kind={section.kind}"
+        if section.max_bytes is not None:
+            yield error(
+                f"{key}.max_bytes",
+                f"{key}.max_bytes={section.max_bytes} is of text, and {kind} has ids, of which all "
+                "are used",
+                "leave it out, and name fewer files",
+            )
+        if section.on_bad_text is not OnBadText.error:
+            yield warning(
+                f"{key}.on_bad_text",
+                f"{key}.on_bad_text has no effect: {kind} has ids, and no text",
+            )
 
 
 def run_of_sources_has_a_length(draft: Draft) -> Iterator[Finding]:
@@ -198,6 +228,43 @@ def batches_keep_their_tokens(draft: Draft) -> Iterator[Finding]:
             )
         elif batches is not None and batches_of_length(batches, length) is None:
             yield _not_whole(draft, where, length)
+
+
+def lengths_suit_the_engine(draft: Draft) -> Iterator[Finding]:
+    """What is compiled for samples of one length gets no others, and what is divided is whole."""
+    config = draft.config
+    if draft.batch is None:
+        return
+    for number, stage in enumerate(config.data.stages):
+        length = stage.sequence_length
+        batch = batch_of_length(draft.batch, length) if length else None
+        if length is None or batch is None or length == draft.batch.sequence_length:
+            continue
+        what = f"data.stages[{number}]: sequence_length={length}"
+        if config.kernels.compile is not CompileKind.none:
+            yield error(
+                "kernels.compile",
+                f"{what} with kernels.compile={config.kernels.compile.value}, which compiles for "
+                f"samples of {draft.batch.sequence_length}",
+                "kernels.compile=none, or one length",
+            )
+        shards = config.parallelism.sequence * config.parallelism.tensor
+        if config.parallelism.sequence_sharded_norms and length % shards:
+            yield error(
+                "data.stages",
+                f"{what} is not a multiple of {shards}, over which "
+                "parallelism.sequence_sharded_norms divides it",
+                choices(nearest_multiples(length, shards), "sequence_length"),
+            )
+        spec = precision_of(config.precision)
+        tokens = batch.micro_batch_size * length // config.parallelism.sequence
+        if spec.product_bytes is not None and tokens % spec.multiple:
+            yield error(
+                "data.stages",
+                f"{what}: {tokens} tokens in a forward pass with precision.compute={spec.name}, "
+                f"whose products take multiples of {spec.multiple}",
+                choices(nearest_multiples(length, spec.multiple), "sequence_length"),
+            )
 
 
 def _not_whole(draft: Draft, where: str, length: int) -> Finding:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from trainctl.config.derived import Derived
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding, Severity
 from trainctl.hardware import Hardware
+from trainctl.plan import deepspeed_rules
 from trainctl.plan.batches import Batch, Batches
+from trainctl.plan.deepspeed import derived_settings
 from trainctl.plan.nearest import nearest_divisors as nearest_divisors
 from trainctl.plan.nearest import nearest_multiples as nearest_multiples
+from trainctl.plan.own_json import own_case
 from trainctl.plan.types import Mesh
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Draft:
     """A plan on its way; ``None`` for what could not be derived."""
 
@@ -25,8 +30,30 @@ class Draft:
     batches: Batches | None
     total_steps: int | None
 
+    @cached_property
+    def settings(self) -> tuple[Derived, ...]:
+        """What trainctl writes into DeepSpeed's JSON, as far as it is known."""
+        return derived_settings(self.config, self.hardware, self.mesh, self.batch)
+
+    @cached_property
+    def case(self) -> deepspeed_rules.Case:
+        """That JSON, without what the user passes through."""
+        return own_case(self.config, self.hardware, self.mesh, self.settings)
+
 
 Rule = Callable[[Draft], Iterator[Finding]]
+
+
+def on_json(rule: deepspeed_rules.Rule) -> Rule:
+    """A rule over DeepSpeed's JSON as one over the plan: by the keys that the user has typed."""
+
+    def told(draft: Draft) -> Iterator[Finding]:
+        names = draft.case.names
+        found = (replace(each, key=names.key(each.key)) for each in rule.findings(draft.case))
+        yield from dict.fromkeys(found)  # two keys of the JSON may be one of the config
+
+    told.__doc__ = rule.check.__doc__
+    return told
 
 
 def error(key: str, message: str, hint: str = "") -> Finding:

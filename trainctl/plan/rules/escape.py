@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainctl.errors import Finding
-from trainctl.plan.deepspeed import derived_settings, flatten
+from trainctl.plan.deepspeed import flatten
 from trainctl.plan.deepspeed_rules import Case, keys
+from trainctl.plan.own_json import overlap
 from trainctl.plan.rules.draft import Draft, error
 
 OWNED_KEYS = {
@@ -56,14 +57,12 @@ def pass_through_agrees(draft: Draft) -> Iterator[Finding]:
     for name, instead in owned.items():
         if name in section:
             yield error(f"deepspeed.{name}", f"deepspeed.{name} is trainctl's to set", instead)
-    settings = derived_settings(draft.config, draft.hardware, draft.mesh, draft.batch)
-    derived = {setting.key: setting for setting in settings}
+    derived = {setting.key: setting for setting in draft.settings}
     for key, value in flatten(section):
         if key.split(".")[0] in owned:
             continue
         for other, setting in derived.items():
-            overlaps = f"{other}.".startswith(f"{key}.") or f"{key}.".startswith(f"{other}.")
-            if overlaps and not (other == key and setting.value == value):
+            if overlap(key, other) and not (other == key and setting.value == value):
                 yield _contradiction(key, value, other, setting.value, setting.reason)
                 break
 

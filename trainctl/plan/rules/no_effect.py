@@ -24,6 +24,7 @@ from trainctl.errors import Finding
 from trainctl.options import model
 from trainctl.options.model import Family
 from trainctl.options.schedule import spec_of
+from trainctl.plan.deepspeed_table import unread
 from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.rules.draft import Draft, warning
 
@@ -89,47 +90,14 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "trainctl's trainer: a program of your own does this itself",
     ),
     (
-        (
-            "zero_stage.contiguous_gradients",
-            "zero_stage.reduce_scatter",
-            "zero_stage.reduce_bucket_size",
-        ),
-        lambda c: c.zero_stage.stage >= 1,
-        "ZeRO stage 1 or more",
-    ),
-    (
         ("zero_stage.overlap_comm",),
         lambda c: c.zero_stage.stage >= 1 and c.parallelism.pipeline == 1,
         "ZeRO stage 1 or more, without pipeline stages",
     ),
     (
-        ("zero_stage.allgather_bucket_size",),
-        lambda c: c.zero_stage.stage in (1, 2),
-        "ZeRO stage 1 or 2",
-    ),
-    (
-        (
-            "zero_stage.prefetch_bucket_size",
-            "zero_stage.param_persistence_threshold",
-            "zero_stage.max_live_parameters",
-            "zero_stage.max_reuse_distance",
-            "zero_stage.sub_group_size",
-            "zero_stage.hpz_partition_size",
-            "zero_stage.quantized_weights",
-            "zero_stage.quantized_gradients",
-        ),
-        lambda c: c.zero_stage.stage == 3,
-        "ZeRO stage 3",
-    ),
-    (
         ("offload.ratio",),
         lambda c: c.offload.optimizer is not OffloadDevice.none,
         "offload.optimizer=cpu",
-    ),
-    (
-        ("offload.pin_memory",),
-        lambda c: (c.offload.optimizer, c.offload.parameters) != (OffloadDevice.none,) * 2,
-        "offload of the optimizer or the parameters",
     ),
     (
         ("checkpoint.weights_only_keep",),
@@ -140,27 +108,6 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         ("checkpoint.asynchronous",),
         lambda c: c.offload.optimizer is not OffloadDevice.nvme,
         "an optimizer in memory: what is on NVMe is not copied, but written while training waits",
-    ),
-    (
-        ("offload.nvme_path",),
-        lambda c: OffloadDevice.nvme in (c.offload.optimizer, c.offload.parameters),
-        "offload.optimizer=nvme or offload.parameters=nvme",
-    ),
-    (
-        ("offload.buffer_count", "offload.buffer_size", "offload.max_in_cpu"),
-        lambda c: c.offload.parameters is OffloadDevice.nvme,
-        "offload.parameters=nvme",
-    ),
-    (
-        (
-            "offload.zenflow_topk_ratio",
-            "offload.zenflow_update_interval",
-            "offload.zenflow_select_interval",
-            "offload.zenflow_warmup_steps",
-            "offload.zenflow_overlap_step",
-        ),
-        lambda c: c.offload.zenflow,
-        "offload.zenflow=true",
     ),
     (
         ("parallelism.stage_blocks",),
@@ -295,7 +242,10 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
     ),
 )
 """Keys, when they have an effect, and that condition in words; of conditions within one section the
-key itself says it (`option(needs=...)`)."""
+key itself says it (`option(needs=...)`), and of those that only DeepSpeed reads its table."""
+
+OWN_RULES = {"offload.super_offload", *(key for keys, _, _ in NEEDS for key in keys)}
+"""Keys of DeepSpeed's table about which something else is said."""
 
 FAMILIES: tuple[tuple[tuple[str, ...], Callable[[Family], bool]], ...] = (
     (
@@ -331,6 +281,7 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
         for key in keys
         if key in changed
     ]
+    idle += [(key, words) for key, words in unread(config) if key in changed.keys() - OWN_RULES]
     for key, (item, _) in changed.items():
         needs = item.metadata.get("needs")
         group, *part, _ = key.split(".") if "." in key else (key, "")

@@ -11,10 +11,10 @@ from trainctl.config.schema import (
 )
 from trainctl.errors import Finding
 from trainctl.options import model as families
-from trainctl.options.optimizer import spec_of
 from trainctl.options.precision import is_emulated, loss_scaling, precision_of
+from trainctl.plan.deepspeed_rules import precision as json
 from trainctl.plan.precision import formats
-from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples
+from trainctl.plan.rules.draft import Draft, choices, error, nearest_multiples, on_json
 
 
 def compute_type_runs_here(draft: Draft) -> Iterator[Finding]:
@@ -123,13 +123,8 @@ def gradients_accumulate_in_a_wider_type(draft: Draft) -> Iterator[Finding]:
         )
         return
     stage, offloaded = config.zero_stage.stage, config.offload.optimizer is not OffloadDevice.none
-    if stage == 0:  # runtime/engine.py
-        yield error(
-            key,
-            f"{key}=fp32 with {weights.value} weights needs ZeRO; zero_stage.stage is 0",
-            f"zero_stage=1, or {key}={weights.value}",
-        )
-    elif stage < 3 and offloaded:  # zero/stage_1_and_2.py: buffers in host memory
+    yield from on_json(json.without_zero_gradients_have_the_weights_format)(draft)
+    if 0 < stage < 3 and offloaded:  # zero/stage_1_and_2.py: buffers in host memory
         yield error(
             key,
             f"{key}=fp32 with offload.optimizer at stage {stage}: DeepSpeed accumulates in "
@@ -187,12 +182,7 @@ def autocast_has_a_lower_type(draft: Draft) -> Iterator[Finding]:
             f"precision.autocast needs bf16, and precision.compute is {precision.compute}",
             "precision.autocast=false, or precision.compute=bf16",
         )
-    if draft.config.zero_stage.quantized_weights and draft.config.zero_stage.stage == 3:
-        yield error(
-            "zero_stage.quantized_weights",
-            "zero_stage.quantized_weights with precision.autocast is refused by DeepSpeed",
-            "zero_stage.quantized_weights=false",
-        )
+    yield from on_json(json.autocast_without_quantized_weights)(draft)
 
 
 def master_weights_are_kept_in_a_known_type(draft: Draft) -> Iterator[Finding]:
@@ -233,37 +223,4 @@ def master_weights_are_kept_in_a_known_type(draft: Draft) -> Iterator[Finding]:
             "precision.optimizer_states",
             f"precision.optimizer_states=bf16 needs {key}=bf16, and it is {master.value}",
             f"precision.optimizer_states=fp32, or {key}=bf16",
-        )
-
-
-def optimizer_adapts_its_loss_scale(draft: Draft) -> Iterator[Finding]:
-    """DeepSpeed's Lamb refuses a fixed loss scale (runtime/engine.py)."""
-    config = draft.config
-    if config.trains_itself:
-        return  # with trainctl's own
-    scaling, form = loss_scaling(config), spec_of(config.optimizer).deepspeed
-    if scaling is None or not scaling.loss_scale or form is None:
-        return
-    if form.needs_adaptive_loss_scale:
-        yield error(
-            "precision.loss_scale",
-            f"precision.loss_scale={scaling.loss_scale:g} with "
-            f"optimizer.kind={config.optimizer.kind}: "
-            f"DeepSpeed's {form.type} needs an adaptive one",
-            "precision.loss_scale=0",
-        )
-
-
-def optimizer_has_a_kernel_here(draft: Draft) -> Iterator[Finding]:
-    """DeepSpeed's Lion and Lamb are GPU kernels; only an offloaded Lion runs on the CPU."""
-    config = draft.config
-    if config.trains_itself:
-        return  # where it has no kernel, trainctl has an optimizer
-    spec, offloaded = spec_of(config.optimizer), config.offload.optimizer is not OffloadDevice.none
-    lacks = spec.device_operator and not (offloaded and spec.has_cpu_kernel)
-    if lacks and draft.hardware.accelerator is Accelerator.cpu:
-        yield error(
-            "optimizer.kind",
-            f"optimizer.kind={spec.name} is a GPU kernel of DeepSpeed, and the hardware is cpu",
-            "optimizer=adamw",
         )

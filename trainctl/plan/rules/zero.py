@@ -12,21 +12,10 @@ from trainctl.config.schema import (
 )
 from trainctl.errors import Finding
 from trainctl.options.optimizer import spec_of
+from trainctl.plan.deepspeed_rules import offload, zero
 from trainctl.plan.precision import formats
-from trainctl.plan.rules.draft import Draft, choices, error, nearest_divisors
+from trainctl.plan.rules.draft import Draft, error, on_json
 from trainctl.plan.rules.zenflow import zenflow_findings
-
-
-def pipeline_partitions_no_gradients(draft: Draft) -> Iterator[Finding]:
-    """A pipeline stage keeps its gradients over all micro-batches (runtime/pipe/engine.py)."""
-    stage, stages = draft.config.zero_stage.stage, draft.config.parallelism.pipeline
-    if stages > 1 and stage >= 2:
-        yield error(
-            "zero_stage.stage",
-            f"zero_stage.stage={stage} with parallelism.pipeline={stages}: DeepSpeed's pipeline "
-            "allows ZeRO 0 and 1 only",
-            "zero_stage=1, or parallelism.pipeline=1",
-        )
 
 
 def shards_clip_by_one_norm(draft: Draft) -> Iterator[Finding]:
@@ -50,43 +39,14 @@ def shards_clip_by_one_norm(draft: Draft) -> Iterator[Finding]:
 
 def offload_has_its_stage(draft: Draft) -> Iterator[Finding]:
     """DeepSpeed ignores offload at a stage that does not know it; only the ratio is refused."""
-    offload, stage = draft.config.offload, draft.config.zero_stage.stage
-    optimizer, parameters = offload.optimizer, offload.parameters
-    if parameters is not OffloadDevice.none and stage < 3:
-        yield error(
-            "offload.parameters",
-            f"offload.parameters={parameters.value} needs ZeRO stage 3, and it is {stage}",
-            "zero_stage=3, or offload.parameters=none",
-        )
-    if optimizer is not OffloadDevice.none and stage < 1:
-        yield error(
-            "offload.optimizer",
-            f"offload.optimizer={optimizer.value} needs ZeRO stage 1 or more, and it is {stage}",
-            "zero_stage=1, or offload.optimizer=none",
-        )
-    elif optimizer is OffloadDevice.nvme and stage < 3:
-        yield error(
-            "offload.optimizer",
-            f"offload.optimizer=nvme needs ZeRO stage 3; at stage {stage} DeepSpeed keeps the "
-            "states in host memory instead",
-            "zero_stage=3, or offload.optimizer=cpu",
-        )
-    if optimizer is not OffloadDevice.none and offload.ratio < 1 and stage < 3:
+    yield from on_json(offload.offload_has_its_stage)(draft)
+    settings, stage = draft.config.offload, draft.config.zero_stage.stage
+    # The JSON has the ratio at stage 3 only.
+    if settings.optimizer is not OffloadDevice.none and settings.ratio < 1 and stage < 3:
         yield error(
             "offload.ratio",
-            f"offload.ratio={offload.ratio:g} needs ZeRO stage 3, and it is {stage}",
+            f"offload.ratio={settings.ratio:g} needs ZeRO stage 3, and it is {stage}",
             "offload.ratio=1, or zero_stage=3",
-        )
-
-
-def nvme_has_a_path(draft: Draft) -> Iterator[Finding]:
-    """DeepSpeed would fail in the middle of the start."""
-    offload = draft.config.offload
-    if offload.nvme_path is None and OffloadDevice.nvme in (offload.optimizer, offload.parameters):
-        yield error(
-            "offload.nvme_path",
-            "offload to nvme needs offload.nvme_path, a folder on a local drive",
-            "offload.nvme_path=/local_nvme",
         )
 
 
@@ -179,21 +139,10 @@ def _saves(checkpoint: CheckpointConfig) -> bool:
     return checkpoint.at_end or any(interval is not None for interval in intervals)
 
 
-def allgather_bucket_is_even(draft: Draft) -> Iterator[Finding]:
-    """Send buffers start at 4 bytes (nccl_start_alignment_factor, zero/stage_1_and_2.py)."""
-    size = draft.config.zero_stage.allgather_bucket_size
-    if draft.config.zero_stage.stage in (1, 2) and size % 2:
-        yield error(
-            "zero_stage.allgather_bucket_size",
-            f"zero_stage.allgather_bucket_size={size} is odd; DeepSpeed aligns to 2 elements",
-            choices([size - 1, size + 1], "zero_stage.allgather_bucket_size"),
-        )
-
-
 def secondary_partition_divides(draft: Draft) -> Iterator[Finding]:
     """hpZ groups are equal and lie inside a node (utils/groups.py)."""
     config = draft.config
-    size, node = config.zero_stage.hpz_partition_size, draft.hardware.devices_per_node
+    size = config.zero_stage.hpz_partition_size
     if config.zero_stage.stage != 3 or size == 1:
         return
     # DeepSpeed takes neighbouring ranks of the world (groups._create_zero_param_parallel_group).
@@ -212,40 +161,4 @@ def secondary_partition_divides(draft: Draft) -> Iterator[Finding]:
             "offload.parameters sends them away",
             "zero_stage.hpz_partition_size=1, or offload.parameters=none",
         )
-    if node % size:
-        yield error(
-            "zero_stage.hpz_partition_size",
-            f"zero_stage.hpz_partition_size={size} does not divide a node's {node} devices",
-            choices(nearest_divisors(node, size), "zero_stage.hpz_partition_size"),
-        )
-
-
-def quantized_communication_has_a_kernel(draft: Draft) -> Iterator[Finding]:
-    """ZeRO++ quantises with GPU kernels."""
-    zero = draft.config.zero_stage
-    if draft.hardware.accelerator is not Accelerator.cpu or zero.stage < 3:
-        return
-    for name in ("quantized_weights", "quantized_gradients"):
-        if getattr(zero, name):
-            yield error(
-                f"zero_stage.{name}",
-                f"zero_stage.{name} uses GPU kernels, and the hardware is cpu",
-                f"zero_stage.{name}=false",
-            )
-
-
-def muon_sees_whole_gradients(draft: Draft) -> Iterator[Finding]:
-    """At stage 3 DeepSpeed's muon gathers gradients itself (zero/stage3.py)."""
-    zero = draft.config.zero_stage
-    if draft.config.trains_itself:
-        return  # by trainctl's own
-    spec = spec_of(draft.config.optimizer)
-    if not spec.has_matrix_rule or zero.stage != 3:
-        return
-    for name in ("reduce_scatter", "quantized_gradients"):
-        if getattr(zero, name):
-            yield error(
-                f"zero_stage.{name}",
-                f"optimizer.kind={spec.name} at ZeRO stage 3 cannot go with zero_stage.{name}",
-                f"zero_stage.{name}=false, or zero_stage=2",
-            )
+    yield from on_json(zero.secondary_partitions_divide_a_node)(draft)

@@ -27,7 +27,7 @@ class Part:
 
     Attributes:
         name: Canonical name.
-        shape: Of the whole parameter.
+        shape: That of the whole parameter.
         ranges: Elements [start, end) on each replica, in their order; empty ones are (0, 0).
             Without ZeRO there is one, which is everything.
         index: This replica's place in `ranges`.

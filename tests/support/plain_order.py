@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of (seed, sample counter), in constant memory.
+"""The order of a run with one source, as it was before there were several: theirs keeps it.
 
 A balanced Feistel network is a permutation of [0, 4^k); walking a cycle until it re-enters [0, n)
 makes it one of [0, n) (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). So the

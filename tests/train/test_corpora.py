@@ -1,0 +1,191 @@
+"""The corpora of several sources: built, recorded, compared, and found too short in time."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rank_processes import tiny_config, tiny_plan
+
+from trainctl.cli.data_prepare import prepare as prepare_command
+from trainctl.cli.extend import compare_with_checkpoint
+from trainctl.cli.source_counts import check_amounts
+from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.schema import DataType, RunConfig
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.atomic import write_json
+from trainctl.runs.checkpoints import CheckpointInfo
+from trainctl.runs.layout import RunPaths
+from trainctl.train.contents import samples_of
+from trainctl.train.corpora import (
+    as_before,
+    build_corpora,
+    digests_of,
+    load_corpora,
+    others_than,
+    recorded,
+    save_corpora,
+    unigram_entropy,
+)
+from trainctl.train.prepare import corpora_of, prepare
+from trainctl.train.tokenizer import ByteTokenizer
+
+
+@pytest.fixture(autouse=True)
+def texts(tmp_path, monkeypatch):
+    """Three sources of JSONL, and an empty cache."""
+    monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
+    for name, documents in (("code", 90), ("prose", 60), ("notes", 60)):
+        lines = (
+            json.dumps({"text": f"{name} number {n} of many"}) + "\n" for n in range(documents)
+        )
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def mixed(folder, *names, stages=(), steps=4, **sources):
+    """A run of sources of the same weight, changed as said."""
+    plain = to_plain(tiny_config(steps=steps, sequence_length=32, precision__compute=DataType.fp32))
+    plain["data"]["sources"] = {
+        name: {
+            "paths": [str(folder / f"{name}.jsonl")],
+            "weight": 1,
+            "held_out_fraction": 0.2,
+            **sources.get(name, {}),
+        }
+        for name in names
+    }
+    plain["data"]["stages"] = list(stages)
+    return from_plain(RunConfig, plain)
+
+
+def test_they_are_built_by_several_processes_and_recorded(texts, tmp_path):
+    config = mixed(texts, "code", "prose")
+    calls = []
+    corpora = build_corpora(config, ByteTokenizer(), calls.append, workers=2)
+    assert list(corpora) == ["code", "prose"]
+    assert calls[-1].documents == 150
+    file = tmp_path / "corpus.json"
+    save_corpora(file, corpora)
+    assert recorded(file) == load_corpora(file, config.data) == corpora
+    with pytest.raises(TrainctlError, match="has not read the text of notes yet"):
+        load_corpora(file, mixed(texts, "code", "notes").data)
+    # Of one source the record is the corpus itself, as before there were several.
+    one = {"data": corpora["code"]}
+    save_corpora(file, one)
+    assert "folder" in json.loads(file.read_text()) and recorded(file) == one
+    assert digests_of(one) == {"corpus_digest": corpora["code"].digest}
+    low, high = sorted(corpus.unigram_entropy for corpus in corpora.values())
+    assert low < unigram_entropy(corpora) < high
+
+
+def test_a_source_that_left_is_remembered_and_a_changed_one_refused(texts, tmp_path):
+    file = tmp_path / "corpus.json"
+    first = build_corpora(mixed(texts, "code", "prose"), ByteTokenizer())
+    save_corpora(file, as_before(first, file))
+    without = build_corpora(mixed(texts, "code", "notes"), ByteTokenizer())
+    save_corpora(file, as_before(without, file))
+    assert set(recorded(file)) == {"code", "prose", "notes"}
+    manifest = digests_of(first)
+    assert others_than(without, manifest) == []
+    (texts / "prose.jsonl").write_text('{"text": "another"}\n' * 50)
+    again = build_corpora(mixed(texts, "code", "prose"), ByteTokenizer())
+    assert others_than(again, manifest) == ["prose"]
+    with pytest.raises(
+        TrainctlError, match=r"corpus of data\.sources\.prose is not the one"
+    ) as told:
+        as_before(again, file)
+    assert told.value.exit_code == ExitCode.run_state
+
+
+def test_what_is_wrong_with_a_source_names_its_keys(texts):
+    (texts / "prose.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(TrainctlError) as told:
+        build_corpora(mixed(texts, "code", "prose"), ByteTokenizer())
+    said = f"{told.value.message} {told.value.hint}"
+    assert said.startswith("data.sources.prose: ") and "data.sources.prose.text_key" in said
+    assert "prose.jsonl" in said
+
+
+def test_a_source_that_is_short_ends_the_launch_before_its_ranks(texts, tmp_path):
+    config = mixed(texts, "code", "prose", steps=400, prose={"max_epochs": 2})
+    plan, run = tiny_plan(config, 1), RunPaths(tmp_path / "run")
+    run.root.mkdir()
+    assert check_amounts(plan) == []  # nobody has tokenized them, and a guess refuses nothing
+    with pytest.raises(TrainctlError, match=r"prose falls short by [\d,]+ tokens") as told:
+        prepare(plan, run)
+    assert told.value.exit_code == ExitCode.bad_input and "max_epochs=" in told.value.hint
+    assert not run.corpus.is_file()
+    (problem,) = check_amounts(plan)  # of the cache: the next launch is refused at once
+    assert problem.key == "data.sources.prose.max_epochs" and problem.is_error
+
+
+def run_of(folder, plan, samples, step):
+    """A run that has drawn so many samples."""
+    run = RunPaths(folder)
+    run.attempt(1).root.mkdir(parents=True)
+    write_json(run.attempt(1).plan, to_plain(plan))
+    prepare(plan, run)
+    path = run.root / "checkpoints" / f"step-{step}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text(json.dumps({"samples": samples, "step": step}))
+    return run, path
+
+
+def test_the_past_of_a_run_is_kept_and_what_is_to_come_may_be_another(texts, tmp_path, monkeypatch):
+    stages = [{"until_step": 2}, {"weights": {"code": 1}}]
+    plan = tiny_plan(mixed(texts, "code", "prose", stages=stages), 1)
+    run, path = run_of(tmp_path / "run", plan, 3 * 8, 3)
+    found = json.loads((path / "manifest.json").read_text())
+    monkeypatch.setattr("trainctl.cli.extend.read_manifest", lambda _: found)
+    checkpoint = CheckpointInfo(step=3, path=path, size_bytes=0, metrics={}, attempt=1)
+
+    def resume(*names, stages=stages, **changes):
+        config = mixed(texts, *names, stages=stages, **changes)
+        compare_with_checkpoint(run, checkpoint, tiny_plan(config, 1))
+
+    resume("code", "prose")
+    later = [stages[0], stages[1] | {"until_step": 4}, {"sequence_length": 16}]
+    resume("code", "prose", stages=later, steps=6)
+    later[2] |= {"weights": {"notes": 1, "code": 1}}
+    resume("code", "prose", "notes", stages=later, steps=6, notes={"weight": None})
+    for names, others, message in (
+        (("code", "prose"), [{"until_step": 3}, stages[1]], "1 stages would have begun"),
+        (("code", "prose"), [stages[0] | {"sequence_length": 16}, stages[1]], "has samples of 16"),
+        (("code", "prose"), [stages[0], {"weights": {"prose": 1}}], "has the weights"),
+        (("code",), stages, "prose was drawn from"),
+    ):
+        with pytest.raises(TrainctlError, match="has drawn 24 samples") as told:
+            resume(*names, stages=others)
+        assert message in told.value.message
+        assert told.value.exit_code == ExitCode.bad_input
+
+
+def test_samples_of_any_step_have_their_source_and_document(texts, tmp_path):
+    stages = [{"until_step": 2}, {"weights": {"code": 1, "prose": 3}, "sequence_length": 16}]
+    plan = tiny_plan(mixed(texts, "code", "prose", stages=stages), 1)
+    run, _ = run_of(tmp_path / "run", plan, 0, 0)
+    found = samples_of(
+        plan, corpora_of(plan, run), ByteTokenizer(), list(range(40)), most_characters=0
+    )
+    assert {sample.source for sample in found} == {"code", "prose"}
+    for sample in found:
+        length = 32 if sample.counter < 16 else 16
+        assert sum(part.end - part.start for part in sample.passages) == length
+        assert sample.first_token == sample.index * length
+        for part in sample.passages:
+            assert part.file == str(texts / f"{sample.source}.jsonl")
+            assert part.line is not None
+
+
+def test_prepare_says_what_each_source_has(texts, tmp_path, monkeypatch, capsys):
+    config = mixed(texts, "code", "prose")
+    monkeypatch.setattr(
+        "trainctl.cli.planning.compose_target",
+        lambda *_: type("Composed", (), {"config": config})(),
+    )
+    prepare_command([], as_json=True)
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["documents_tokenized"] == 150 and set(answer["sources"]) == {"code", "prose"}
+    prepare_command([], task="1/1", as_json=True)
+    assert json.loads(capsys.readouterr().out)["left"] == 0

@@ -1,0 +1,180 @@
+"""To and from where a corpus lies: any URL that fsspec knows, or a folder.
+
+A failure is met as in all reading of URLs (`config.text.remote`): attempts and waits that are told,
+then an error in words.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from trainctl.config.text.remote import Tell, file_system_of, is_url, listed, patiently, say
+from trainctl.data.streaming.layout import (
+    END,
+    RECORD,
+    SIDES,
+    ShardFacts,
+    StreamRecord,
+    folder_of,
+    name_of,
+    packed,
+    spans,
+)
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.atomic import write_bytes
+
+_BLOCK_BYTES = 1 << 24
+"""That are read at once."""
+_AT_ONCE = 4
+"""Shards that are written at once, each of which is in memory as a whole."""
+
+Side = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+"""The ids of a side, and the ends of its documents."""
+
+
+def as_url(place: str) -> str:
+    """A URL as it is, and a folder as a URL."""
+    return place.rstrip("/") if is_url(place) else Path(place).resolve().as_uri()
+
+
+def read_record(place: str, tell: Tell = say) -> StreamRecord:
+    """What lies at a URL or in a folder.
+
+    Raises:
+        TrainctlError: Nothing that was prepared, or nothing answers (exit code 4).
+    """
+    url = f"{as_url(place)}/{RECORD}"
+    text = _text_of(url, tell)
+    if text is None:
+        raise TrainctlError(
+            f"there is no prepared corpus at {place}: it has no {RECORD}",
+            hint=f"trainctl data prepare ... --to {place}, again if it was cut off",
+            exit_code=ExitCode.environment,
+        )
+    return StreamRecord.from_json(text, url)
+
+
+def blocks_of_shard(place: str, digest: str, tell: Tell, name: str) -> Iterator[bytes]:
+    """The bytes of a shard.
+
+    Args:
+        place: URL or folder of the corpus.
+        digest: Of the corpus.
+        tell: Called before each wait.
+        name: Of the shard.
+
+    Raises:
+        TrainctlError: It is not there, or nothing answers (exit code 4).
+    """
+    url = f"{as_url(place)}/{folder_of(digest)}/{name}"
+    files, _ = listed(url, tell)
+    if not files:
+        raise TrainctlError(
+            f"{url} is not there",
+            hint="write the corpus again: trainctl data prepare ... --to URL",
+            exit_code=ExitCode.environment,
+        )
+    with files[0].open(tell=tell) as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            yield block
+
+
+def write_elsewhere(
+    place: str,
+    record: StreamRecord,
+    sides: dict[str, Side],
+    show: Callable[[str], None],
+    tell: Tell = say,
+) -> StreamRecord:
+    """Write a corpus to a URL or into a folder; what is there of it already is not written again.
+
+    Args:
+        place: Where; another corpus may not be there.
+        record: Without its shards.
+        sides: What is cut into them.
+        show: Called with how far it has come.
+        tell: Called before each wait.
+
+    Returns:
+        The record with its shards, which is there now.
+
+    Raises:
+        TrainctlError: Another corpus is there, or it cannot be written (exit code 4).
+    """
+    url = as_url(place)
+    _require_same(url, record, tell)
+    folder = f"{url}/{folder_of(record.digest)}"
+    there = {file.name: file.size for file in listed(f"{folder}/", tell)[0]}
+    work = [
+        (side, number, span)
+        for side in SIDES
+        for number, span in enumerate(spans(len(sides[side][0]), record.shard_tokens))
+    ]
+
+    def write(job: tuple[str, int, tuple[int, int]]) -> ShardFacts:
+        side, number, (start, stop) = job
+        ids, ends = sides[side]
+        raw = packed(ids, ends, start, stop)
+        documents = (len(raw) - len(ids[start : stop + 1]) * ids.itemsize) // END.itemsize
+        name = name_of(side, number)
+        if there.get(name) != len(raw):
+            _put(f"{folder}/{name}", raw, tell)
+        return ShardFacts(documents, len(raw), zlib.crc32(raw))
+
+    facts: dict[str, list[ShardFacts]] = {side: [] for side in SIDES}
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        # A few at a time: results that wait for their turn would be of all shards.
+        for first in range(0, len(work), _AT_ONCE):
+            jobs = work[first : first + _AT_ONCE]
+            for job, made in zip(jobs, threads.map(write, jobs), strict=True):
+                facts[job[0]].append(made)
+            show(f"writing to {place}: {first + len(jobs):,} of {len(work):,} shards")
+    whole = replace(record, shards={side: tuple(facts[side]) for side in SIDES})
+    _put(f"{url}/{RECORD}", whole.as_json(), tell)
+    return whole
+
+
+def _require_same(url: str, record: StreamRecord, tell: Tell) -> None:
+    text = _text_of(f"{url}/{RECORD}", tell)
+    if text is None:
+        return
+    other = StreamRecord.from_json(text, f"{url}/{RECORD}")
+    was, now = ((each.digest, each.tokenizer, each.shard_tokens) for each in (other, record))
+    if was != now:
+        raise TrainctlError(
+            f"another corpus lies at {url}: runs that read it would find this one",
+            hint="another place, or remove what is there",
+        )
+
+
+def _text_of(url: str, tell: Tell) -> bytes | None:
+    """A small file, or None where there is none."""
+    file_system, path = file_system_of(url)
+
+    def look() -> Any:
+        try:
+            file_system.invalidate_cache()
+            return file_system.cat_file(path)
+        except FileNotFoundError:
+            return None
+
+    found: bytes | None = patiently(look, url, tell=tell)
+    return found
+
+
+def _put(url: str, raw: bytes, tell: Tell) -> None:
+    """Write a file whole or not at all: as object stores do, and here by its name."""
+    file_system, path = file_system_of(url)
+    if url.startswith("file://"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        patiently(partial(write_bytes, Path(path), raw), url, tell=tell)
+    else:
+        patiently(partial(file_system.pipe_file, path, raw), url, tell=tell)

@@ -1,0 +1,73 @@
+"""Ids that somebody else has made of text: used where they are, without a copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from trainctl.config.registry import function_of
+from trainctl.config.schema import DataFromPaths
+from trainctl.config.schema.option import option
+from trainctl.config.special_tokens import TokenizerFacts
+from trainctl.config.text.check import UNFIT_IDS, FileProblem
+from trainctl.config.text.remote import File
+from trainctl.errors import TrainctlError
+from trainctl.options.data import DataSource
+
+INDEXES = (".idx", ".index", ".metadata", ".loss", ".ends", ".origin", ".json", ".gz")
+"""Endings of what lies beside the ids of one maker or another."""
+
+
+class IdType(Enum):
+    """Types of ids in a file that does not tell."""
+
+    uint16 = "uint16"
+    uint32 = "uint32"
+
+
+@dataclass
+class TokensConfig(DataFromPaths):
+    """Its own keys."""
+
+    id_type: IdType | None = option(
+        None, "Of ids in a file that does not tell; none needs an index or a header that does."
+    )
+    made_with: str | None = option(
+        None,
+        "Name that the files' maker has left of the tokenizer, where it is that of this run and "
+        "tokenizer.path does not show it.",
+    )
+
+
+def without_indexes(files: list[File]) -> list[File]:
+    """Of a folder's files, those that have ids."""
+    return [file for file in files if file.suffix not in INDEXES]
+
+
+def problem(
+    tokenizer: TokenizerFacts | None, file: File, section: TokensConfig
+) -> FileProblem | None:
+    """Whether its index fits, and its ids are those of the tokenizer, at places all over it."""
+    if not isinstance(file, Path):
+        message = f"{file} is not on this machine, and ids are used where they are"
+        return FileProblem(UNFIT_IDS, "remote", message, "copy it here")
+    try:
+        opened = function_of("data", section.kind)(section, file)
+    except TrainctlError as error:
+        return FileProblem(UNFIT_IDS, error.hint, error.message, error.hint)
+    found = opened.problems(tokenizer.vocab_size, tokenizer.end_of_document) if tokenizer else []
+    if not found:
+        return None
+    return FileProblem(UNFIT_IDS, "ids", found[0], "the tokenizer that made them, in tokenizer")
+
+
+SPEC = DataSource(
+    name="tokens",
+    keys=TokensConfig,
+    build="trainctl.data.tokenized:open_of",
+    endings=(".bin", ".ds", ".npy"),
+    choose=without_indexes,
+    problem=problem,
+    is_tokenized=True,
+)

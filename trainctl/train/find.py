@@ -1,0 +1,160 @@
+"""Where a text is in what a run is trained on, and which of its steps have seen it. No torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice, pairwise
+
+from trainctl.data.mixture import order_of
+from trainctl.data.order import Order
+from trainctl.plan.mixture import sources_of
+from trainctl.plan.types import RunPlan
+from trainctl.runs.records import Event, step_curve
+from trainctl.train.contents import training_text
+from trainctl.train.corpus import Corpus
+from trainctl.train.tokenizer import Tokenizer
+
+AROUND = 60
+"""Characters before and after it that are shown."""
+
+Progress = Callable[[int, int], None]
+"""Called with the tokens that have been looked through, and all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A sample in which a run has seen it.
+
+    Attributes:
+        step: Number of the optimizer step, from 1.
+        sample: Its counter, as in the records.
+        epoch: How often the source had been gone through before it.
+    """
+
+    step: int
+    sample: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A document that has the text.
+
+    Attributes:
+        source: Name of its source; that of a run with one source is `plan.mixture.SOLE`.
+        document: Its number in the training text of the source, from 0.
+        file: Where it is, if that can be told.
+        line: Or row of that file, from 1; None where the file is one document.
+        token: The first token of the text in the document, counted from the document's own first.
+        text: What stands there, with `AROUND` characters on each side.
+        times: How often the document has it.
+        seen: The steps that have seen the first of them, as the run stands.
+    """
+
+    source: str
+    document: int
+    file: str | None
+    line: int | None
+    token: int
+    text: str
+    times: int
+    seen: tuple[Sighting, ...]
+
+
+def matches(
+    plan: RunPlan,
+    corpora: Mapping[str, Corpus],
+    tokenizer: Tokenizer,
+    wanted: str,
+    events: Iterable[Event],
+    *,
+    ignore_case: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Iterator[Match]:
+    """The documents with a text, source after source, in the order of the training text.
+
+    The tokens are looked through, so it finds what the model is shown, also where the files have
+    gone. A text that the tokenizer changes (in case, or in white space) has to be asked for as it
+    is then.
+
+    Args:
+        plan: Of the run.
+        corpora: Of the run.
+        tokenizer: Of the run.
+        wanted: What to look for; not empty.
+        events: Records of the run: which samples each step has seen.
+        ignore_case: Letters of another case are the same.
+        progress: Called now and then.
+    """
+    names = sources_of(plan.config.data)
+    lengths = {name: corpora[name].train.tokens for name in names}
+    whole, before = sum(lengths.values()), 0
+    sought = wanted.lower() if ignore_case else wanted
+    history = _History(plan, lengths, events)
+    for name in names:
+        text = training_text(plan, corpora[name], name)
+        ends = [0, len(text.tokens)] if text.ends is None else [0, *map(int, text.ends)]
+        for number, (start, end) in enumerate(pairwise(ends)):
+            progress(before + end, whole)
+            ids = text.tokens[start:end].tolist()
+            found = tokenizer.decode(ids)
+            place = (found.lower() if ignore_case else found).find(sought)
+            if place < 0:
+                continue
+            token = _token_at(tokenizer, ids, place)
+            file, line = text.place_of(number)
+            yield Match(
+                source=name,
+                document=number,
+                file=file,
+                line=line,
+                token=token,
+                text=found[max(0, place - AROUND) : place + len(wanted) + AROUND],
+                times=(found.lower() if ignore_case else found).count(sought),
+                seen=tuple(history.sightings(name, start + token)),
+            )
+        before += lengths[name]
+
+
+def first_of(found: Iterable[Match], most: int) -> tuple[list[Match], bool]:
+    """So many of the matches, and whether there are more; 0 takes all."""
+    if not most:
+        return list(found), False
+    some = list(islice(found, most + 1))
+    return some[:most], len(some) > most
+
+
+def _token_at(tokenizer: Tokenizer, ids: list[int], place: int) -> int:
+    """The token that a character of their text is of: the first after which it is there."""
+    low, high = 0, len(ids) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if len(tokenizer.decode(ids[: middle + 1])) > place:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+class _History:
+    """Which step of a run has seen which token of which source, as the run stands."""
+
+    def __init__(self, plan: RunPlan, tokens: Mapping[str, int], events: Iterable[Event]) -> None:
+        steps = [event for event in step_curve(events).values() if event.get("samples")]
+        self._steps = [int(event["step"]) for event in steps]
+        self._firsts = [int(event["samples"][0]) for event in steps]
+        self._ends = [int(event["samples"][1]) for event in steps]
+        self._order: Order | None = None
+        if steps:
+            self._order = order_of(plan, tokens)
+
+    def sightings(self, source: str, token: int) -> Iterator[Sighting]:
+        """Of a token of a source's training text."""
+        if self._order is None:
+            return
+        for seen in self._order.when(source, token, max(self._ends)):
+            number = bisect_right(self._firsts, seen.counter) - 1
+            if number >= 0 and seen.counter < self._ends[number]:  # not left out after a spike
+                yield Sighting(self._steps[number], seen.counter, seen.epoch)
