@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from trainctl.config.catalog import options
-from trainctl.config.keys import Leaf, leaves, part_leaves
+from trainctl.config.keys import Leaf, leaves, option_leaves, part_leaves
 from trainctl.config.registry import names
 from trainctl.config.schema import GROUPS, RunConfig
 
@@ -60,6 +60,17 @@ def _section(name: str, cls: type) -> Iterator[str]:
             yield from _table(
                 [replace(found[each], key=f"{leaf.key}.NAME.{each}", kinds=()) for each in names]
             )
+        for name in option_names(leaf.metadata.get("each", "")):
+            yield ""
+            yield f"### {leaf.key}.{name}"
+            yield ""
+            own = option_leaves(leaf.metadata["each"], name)
+            yield from _table([replace(own[key], key=f"{leaf.key}.{name}.{key}") for key in own])
+
+
+def option_names(group: str) -> tuple[str, ...]:
+    """The options that a key has sections of; none of most keys."""
+    return names(group) if group else ()
 
 
 def _table(leaves: list[Leaf]) -> Iterator[str]:

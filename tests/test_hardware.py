@@ -222,7 +222,7 @@ def test_a_plan_for_more_gpus_than_are_visible_is_stopped(tool, monkeypatch):
     assert lacking(planned) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     (finding,) = lacking(planned)
-    assert "shows 2 (CUDA_VISIBLE_DEVICES=0,1)" in finding.message
+    assert "shows 2 devices (CUDA_VISIBLE_DEVICES=0,1)" in finding.message
     assert finding.hint.startswith("hardware.devices_per_node=2")
 
 

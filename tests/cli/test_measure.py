@@ -50,7 +50,7 @@ def test_two_steps_are_measured_and_what_they_tell_is_kept(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_run_ends_with_the_command(tmp_path: Path, number: signal.Signals) -> None:
-    words = ["estimate-memory", "recipe=tiny", "--measure"]
+    words = ["estimate-memory", "recipe=tiny", "hardware.devices_per_node=1", "--measure"]
     process = subprocess.Popen(
         [sys.executable, "-m", "trainctl", *words],
         env={**os.environ, "TMPDIR": str(tmp_path)},

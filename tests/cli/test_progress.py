@@ -90,6 +90,8 @@ def test_evaluation_has_the_entropy_beside_it() -> None:
     event = {"event": "evaluation", "step": 5, "loss": 1.5, "unigram_entropy": 3.25}
     (line,) = event_lines(event)
     assert line == ("evaluation at step 5: held-out loss 1.5000 (tokens' unigram entropy 3.2500)")
+    (line,) = event_lines({**event, "sources": {"code": 1.25, "prose": "NaN"}})
+    assert "held-out loss 1.5000, of code 1.2500, prose nan (tokens'" in line
 
 
 def test_bad_text_is_counted_when_a_run_starts() -> None:

@@ -10,7 +10,13 @@ from trainctl.errors import ExitCode
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
 
-WSD = (*TINY, "schedule=wsd", "schedule.warmup_steps=1", "schedule.decay_steps=2")
+WSD = (
+    *TINY,
+    "hardware.devices_per_node=1",  # on others: tests/train/test_settings_on_layouts.py
+    "schedule=wsd",
+    "schedule.warmup_steps=1",
+    "schedule.decay_steps=2",
+)
 
 
 @pytest.mark.slow

@@ -56,11 +56,20 @@ def test_a_detached_run_is_followed_and_stopped(tmp_path: Path) -> None:
     assert "trainctl runs attach" in out
     taken = holder(RunPaths(run))
     assert taken is not None and taken.pid in live_launchers(run)
-    assert "is in use by another launch" in trainctl("resume", "r", cwd=tmp_path, code=5)
     view = start("runs", "attach", "r", cwd=tmp_path)
     deadline = time.monotonic() + 120
     while not curve(run) and time.monotonic() < deadline:
         time.sleep(0.2)
+    # Two trainers in one directory: the second is refused, the first goes on.
+    before = len(curve(run))
+    for second in (("resume", "r"), ("launch", *endless, "--run-dir", "r", "--resume", "auto")):
+        refused = trainctl(*second, cwd=tmp_path, code=5)
+        assert f"is in use by another launch: process {taken.pid} on " in refused
+    while len(curve(run)) < before + 5 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    steps = list(curve(run))
+    assert len(steps) >= before + 5 and steps == list(range(1, len(steps) + 1))
+    assert {event["attempt"] for event in events(run, "step")} == {1}
     # Ctrl-C ends the view only.
     view.send_signal(signal.SIGINT)
     assert finish(view)[0] == 130 and holder(RunPaths(run)) is not None

@@ -10,12 +10,21 @@ import socket
 import time
 
 import pytest
-from commands import finish
 from struck import CONFIG, SAVES_EVERY
 
 from trainctl.runs.heartbeats import Phase, read_beat
 
 pytestmark = pytest.mark.slow
+
+
+def test_a_port_that_is_taken_stays_taken(struck):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        launcher = struck.launch(*CONFIG, f"launcher.port={port}", "launcher.max_restarts=3")
+        struck.finish(launcher, 4, f"launcher.port={port} on 127.0.0.1: Address already in use")
+    assert not struck.events("restart")
 
 
 def test_kill_9_of_a_rank_of_the_agent_and_of_the_launcher(struck, undisturbed):
@@ -97,50 +106,13 @@ def test_sigterm_with_grace_saves_and_is_requeued(struck, undisturbed):
     said = struck.finish(struck.launch("training.time_limit_minutes=0.02"), 75, "the time limit")
     assert struck.saved[-1] == struck.steps_done == done + 1, said
 
-    # A second SIGTERM does not wait for the save that the first one asked for.
-    launcher = struck.launch("training.time_limit_minutes=null")
-    struck.wait_for_step(done + 20)
-    os.kill(struck.rank(0), signal.SIGSTOP)  # it can follow no request
-    os.kill(launcher.pid, signal.SIGTERM)
-    time.sleep(1)
-    assert launcher.poll() is None
-    os.kill(launcher.pid, signal.SIGTERM)
-    struck.finish(launcher, 143, "stopped by SIGTERM")
-
-    # Nor does the launch wait longer than the grace.
-    launcher = struck.launch("launcher.stop_grace_seconds=2", "launcher.grace_seconds=0.5")
-    struck.wait_for_step(struck.steps_done + 1)
-    os.kill(struck.rank(0), signal.SIGSTOP)
-    os.kill(launcher.pid, signal.SIGTERM)
-    struck.finish(launcher, 143, "stopped by SIGTERM")
-    struck.complete(undisturbed)
+    # A second SIGTERM, and a grace that ends: tests/launch/test_supervise.py, with stand-ins.
+    struck.complete(undisturbed, "training.time_limit_minutes=null")
 
 
 def test_a_crash_loop_ends_after_three_restarts_without_progress(struck):
-    launcher = struck.launch(
-        *CONFIG, "launcher.max_restarts=100", TRAINCTL_FAULT="phase:manifest:0:20"
-    )
+    one = ("hardware.devices_per_node=1", "launcher.max_restarts=100")
+    launcher = struck.launch(*CONFIG, *one, TRAINCTL_FAULT="phase:manifest:0:20")
     struck.finish(launcher, 137, "gave up: 3 restarts brought no new checkpoint")
     assert struck.saved == [10]
     assert [event["step"] for event in struck.events("restart")] == [10, 10, 10]
-
-
-def test_a_taken_port_and_two_trainers_in_one_directory(struck, undisturbed):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        launcher = struck.launch(*CONFIG, f"launcher.port={port}", "launcher.max_restarts=3")
-        struck.finish(launcher, 4, f"launcher.port={port} on 127.0.0.1: Address already in use")
-    assert not struck.events("restart"), "a port that is taken stays taken"
-
-    launch = ("launch", *CONFIG, "--run-dir", "run", "--resume", "auto")
-    first = struck.trainctl(*launch)
-    struck.wait_for_step(20)
-    message = f"is in use by another launch: process {first.pid} on "
-    for second in (("resume", "run"), launch):
-        code, out, err = finish(struck.trainctl(*second))
-        assert code == 5 and message in out + err
-        assert first.poll() is None
-    struck.finish(first, 0)
-    assert struck.curve == undisturbed

@@ -68,7 +68,8 @@ def fill(path, *, leaving):
         stream.write(bytes(shutil.disk_usage(path.parent).free - leaving))
 
 
-def test_a_disk_with_room_for_some_checkpoints(struck, undisturbed, small_disk):
+def test_a_disk_that_is_full_and_a_file_that_cannot_grow(struck, undisturbed, small_disk):
+    """One after the other in the same run: room for some checkpoints, for no record, a quota."""
     filler = small_disk / "checkpoints" / "filler"
     filler.parent.mkdir()
     fill(filler, leaving=1_200_000)
@@ -77,30 +78,26 @@ def test_a_disk_with_room_for_some_checkpoints(struck, undisturbed, small_disk):
     assert struck.saved in ([10, 20], [10, 20, 30]), "those that found room stay"
     assert not list(struck.paths.checkpoints.glob(".*.tmp")), "the failed save is cleared away"
     filler.unlink()
-    struck.complete(undisturbed)
 
-
-def test_a_disk_without_room_for_a_record(struck, undisturbed, small_disk):
-    """Neither ranks nor agent can say what happened: their logs are on that disk too."""
-    launcher = struck.launch(*CONFIG)
-    struck.wait_for_step(12)
-    fill(small_disk / "checkpoints" / "filler", leaving=0)
+    # Neither ranks nor agent can say what happened: their logs are on that disk too.
+    done = struck.steps_done
+    launcher = struck.launch("checkpoint.keep=3")
+    struck.wait_for_step(done + 12)
+    fill(filler, leaving=0)
     assert struck.steps_done < STEPS, "the run ended before its disk was full"
     said = struck.finish(launcher, 4)
     assert "No space left on device" in said or "disk full" in said
-    (small_disk / "checkpoints" / "filler").unlink()
-    struck.complete(undisturbed)
+    filler.unlink()
 
-
-def test_a_file_that_cannot_grow(struck, undisturbed):
-    """A write that fails half way, where the space seemed to be there (a quota, ulimit -f)."""
-    launcher = struck.launch(*CONFIG)
-    struck.wait_for_step(30)
+    # A write that fails half way, where the space seemed to be there (a quota, ulimit -f).
+    done = struck.steps_done
+    launcher = struck.launch()
+    struck.wait_for_step(done + 3)
     limit = 20_000
     resource.prlimit(struck.rank(1), resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     kept = struck.saved
     struck.finish(launcher, 4, "rank 1", "File too large")
-    assert struck.saved[0] == kept[0]
+    assert struck.saved[0] == kept[0], "what was committed stays"
     assert not list(struck.paths.checkpoints.glob(".*.tmp")), "the failed save is cleared away"
     struck.complete(undisturbed)
 

@@ -1,6 +1,6 @@
 """Kills at seeded random times in one run, which ends as if nothing had happened.
 
-Twelve of them in CI; `TRAINCTL_SOAK_KILLS=30 python -m pytest tests/faults/test_soak.py` for more.
+Eight of them in CI; `TRAINCTL_SOAK_KILLS=30 python -m pytest tests/faults/test_soak.py` for more.
 """
 
 import os
@@ -19,8 +19,8 @@ from trainctl.runs.manifest import read_manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-KILLS = int(os.environ.get("TRAINCTL_SOAK_KILLS", "12"))
-KILLS_IN_SAVES = KILLS // 3
+KILLS = int(os.environ.get("TRAINCTL_SOAK_KILLS", "8"))
+KILLS_IN_SAVES = KILLS // 3 + 1
 LEAST_IN_SAVES = KILLS // 6
 STEPS = 17 * KILLS
 MOST_STEPS_BETWEEN = 14

@@ -145,9 +145,7 @@ FACTS: dict[str, Any] = {
     "packages": {"trainctl": "1", "torch": "2"},
     "code": "abc",
     "files": OWN,
-    "devices": [{"name": "H100", "memory_bytes": 80 << 30}] * 8,
-    "cores": 8,
-    "host_memory_bytes": 64 << 30,
+    "machine": {"devices": [["H100", 80 << 30]] * 8, "cores": 8, "memory_bytes": 64 << 30},
     "interface": "eth0",
     "address": "10.0.0.1",
     "listens": 4000,
@@ -169,6 +167,10 @@ def gpus(**hardware: Any) -> RunPlan:
     return replace(plan, hardware=replace(plan.hardware, **facts))
 
 
+def with_machine(**changes: Any) -> dict[str, Any]:
+    return {"facts": {"machine": FACTS["machine"] | changes}}
+
+
 def test_a_fit_host_has_no_problem() -> None:
     assert not found(two_nodes(), 10**8)
     assert not found(gpus(device_memory_bytes=80 << 30, host_memory_bytes=64 << 30))
@@ -181,7 +183,8 @@ def test_a_fit_host_has_no_problem() -> None:
         ("TC185", two_nodes(), {"facts": {"code": "x"}}, "another code of trainctl"),
         ("TC194", two_nodes(), {"facts": {"files": OWN | {"/code/3.py": "x"}}}, "of /code/3.py"),
         ("TC194", two_nodes(), {"facts": {"files": dict.fromkeys(OWN, "")}}, " and 2 more files"),
-        ("TC186", gpus(), {"facts": {"devices": FACTS["devices"][:7]}}, "shows 7 devices"),
+        ("TC186", gpus(), with_machine(devices=[["H100", 80 << 30]] * 7), "shows 7 devices"),
+        ("TC186", gpus(), with_machine(devices=[]), "n1 has no cuda device"),
         ("TC186", gpus(), {"host": Host("n1", devices=(0, 9))}, "shows 8 devices"),
         ("TC186", gpus(device_memory_bytes=141 << 30), {}, "H100 with 80.0 GiB"),
         ("TC186", gpus(host_memory_bytes=512 << 30), {}, "64.0 GiB of memory"),
@@ -206,7 +209,7 @@ def test_each_problem_has_its_message(
 
 
 def test_few_cores_are_a_warning() -> None:
-    (problem,) = found(two_nodes(), facts={"cores": 1})
+    (problem,) = found(two_nodes(), **with_machine(cores=1))
     assert (
         problem.severity is Severity.warning and "2 processes will share 1 cores" in problem.message
     )

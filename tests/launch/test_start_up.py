@@ -50,10 +50,8 @@ def check(launches: Launches, launch: Launch, strike: Callable[[Launch], None]) 
     ("strike", "seconds"),
     [
         (kill_launcher, 0.05),
-        (kill_launcher, 0.3),
         (kill_launcher, 1.5),
-        (interrupt, 0.05),
-        (interrupt, 0.8),
+        (interrupt, 0.3),
         (interrupt, 2.5),
     ],
 )
@@ -65,7 +63,7 @@ def test_the_launcher_is_struck_during_start_up(
     check(launches, launch, strike)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.8, 2.2])
+@pytest.mark.parametrize("seconds", [0.0, 2.2])
 def test_the_agent_is_killed_during_start_up(launches: Launches, seconds: float) -> None:
     launch = launches.start("forever,gloo,child")
     launch.wait_for(launch.agent)
@@ -73,7 +71,7 @@ def test_the_agent_is_killed_during_start_up(launches: Launches, seconds: float)
     check(launches, launch, kill_agent)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
 def test_a_rank_is_killed_during_start_up(launches: Launches, seconds: float) -> None:
     launch = launches.start("forever,gloo,child")
     launch.wait_for(lambda: launch.rank(1))
@@ -88,7 +86,7 @@ def test_random_kills_of_one_run_and_then_it_ends_well(launches: Launches) -> No
     draw = random.Random(20)
     run = launches.make_run()
     strikes = [kill_launcher, kill_agent, kill_rank, interrupt, terminate]
-    for _ in range(10):
+    for _ in range(6):
         launch = launches.start("forever,gloo,child", run=run)
         time.sleep(draw.uniform(0.0, 3.0))
         check(launches, launch, draw.choice(strikes))

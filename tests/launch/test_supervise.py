@@ -109,7 +109,7 @@ def test_ranks_that_ignore_sigterm_share_one_grace(launches: Launches) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_launcher_stops_every_rank(launches: Launches, number: int) -> None:
-    launch = launches.start("forever,torch,child")
+    launch = launches.start("forever,child")
     launch.wait_for_step()
     # As a terminal does it: the whole foreground process group gets the signal.
     os.killpg(launch.process.pid, number)
@@ -139,23 +139,30 @@ def test_the_first_signal_saves_and_keeps_its_exit_code(launches: Launches, numb
     assert asked["within_seconds"] == 30 and not list(launch.run.requests.iterdir())
 
 
-def test_a_save_that_hangs_is_not_waited_for_longer_than_its_grace(launches: Launches) -> None:
-    launch = launches.start("forever", interrupt_grace_seconds=1.5)  # it follows no request
+@pytest.mark.parametrize(
+    ("grace", "number"),
+    [("interrupt_grace_seconds", signal.SIGINT), ("stop_grace_seconds", signal.SIGTERM)],
+)
+def test_a_save_that_hangs_is_not_waited_for_longer_than_its_grace(
+    launches: Launches, grace: str, number: signal.Signals
+) -> None:
+    launch = launches.start("forever", **{grace: 1.5})  # it follows no request
     launch.wait_for_step(SEEN)
     begun = launch.run.checkpoints / ".step-00000009.tmp"
     begun.mkdir()
-    os.kill(launch.process.pid, signal.SIGINT)
+    os.kill(launch.process.pid, number)
     signalled = time.monotonic()
     time.sleep(1.0)
     os.kill(launch.process.pid, signal.SIGHUP)  # a terminal that closes hurries no save
     assert launch.seconds_to_clean(signalled) >= 1.4
     code, talk = launch.end()
-    assert code == 130 and "stopped by SIGINT" in talk
+    assert code == 128 + number and f"stopped by {number.name}" in talk
     assert not begun.exists(), "half a checkpoint is left"
 
 
-def test_a_second_signal_does_not_wait_for_the_save(launches: Launches) -> None:
-    launch = launches.start("forever,worker,child", interrupt_grace_seconds=60.0)
+@pytest.mark.parametrize("grace", ["interrupt_grace_seconds", "stop_grace_seconds"])
+def test_a_second_signal_does_not_wait_for_the_save(launches: Launches, grace: str) -> None:
+    launch = launches.start("forever,worker,child", **{grace: 60.0})
     launch.wait_for_step(SEEN)
     os.kill(launch.process.pid, signal.SIGTERM)
     time.sleep(0.5)
@@ -224,7 +231,7 @@ def test_a_killed_agent_takes_its_ranks_along(launches: Launches) -> None:
 
 
 def test_a_killed_launcher_is_reported_by_its_agent_and_frees_the_run(launches: Launches) -> None:
-    launch = launches.start("forever,torch,child")
+    launch = launches.start("forever,child")
     launch.wait_for_step()
     os.kill(launch.process.pid, signal.SIGKILL)
     launch.seconds_to_clean(time.monotonic())

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,19 @@ import pytest
 pytestmark = pytest.mark.slow
 
 PACKAGE = Path(__file__).parent / "package"
-TINY = (
+MODES = ("activation_checkpointing=marked", "precision=rounded")
+OWN = (
     "recipe=tiny",
     "optimizer=signum",
     "schedule=root",
     "logging.to=[board]",
     "logging.board.digits=5",
+    "data=fortunes",
+    "data.paths=[texts]",
+    "launcher=fleet",
+    "launcher.fleet_size=3",
+    "model=granite",
+    *MODES,
     "training.steps=4",
     "training.sequence_length=64",
     "training.global_batch_size=8",
@@ -31,6 +39,7 @@ TINY = (
     "model.head_dim=8",
     "model.intermediate_size=64",
 )
+"""A run with an option of each group from the package, that takes seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +51,73 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def trainctl(installed: Path, tmp_path: Path):
-    """Run the command where the package is installed; its result."""
+@dataclass(frozen=True)
+class Command:
+    """The command, in a folder, where the package is installed."""
 
-    def run(*arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    installed: Path
+    folder: Path
+
+    def __call__(self, *arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+        """Run it and expect the exit code; its result."""
         done = subprocess.run(
             [sys.executable, "-m", "trainctl", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(installed), "COLUMNS": "200"},
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(self.installed), "COLUMNS": "200"},
             capture_output=True,
             text=True,
         )
         assert done.returncode == expect, done.stdout + done.stderr
         return done
 
-    return run
+
+@pytest.fixture
+def trainctl(installed: Path, tmp_path: Path) -> Command:
+    return Command(installed, tmp_path)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Runs with every option of the package at once: each start is five seconds of two processes.
+
+    Attributes:
+        trainctl: The command, in the folder of the runs.
+        run: Stopped after two steps and resumed.
+        whole: Its four steps without a stop.
+        fleets: What the launcher wrote into `run` at its launch and at its resume.
+    """
+
+    trainctl: Command
+    run: Path
+    whole: Path
+    fleets: tuple[str, str]
+
+
+@pytest.fixture(scope="module")
+def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    trainctl = Command(installed, tmp_path_factory.mktemp("trained"))
+    write_texts(trainctl.folder)
+    run, whole = trainctl.folder / "run", trainctl.folder / "whole"
+    fleets = []
+    for words in (
+        ("launch", *OWN, "training.stop_after_steps=2", "--run-dir", "run"),
+        ("resume", "run", "training.stop_after_steps=null", "launcher.fleet_size=4"),
+    ):
+        trainctl(*words)
+        fleets.append((run / "fleet.txt").read_text())
+    trainctl("launch", *OWN, "--run-dir", "whole")
+    return Trained(trainctl, run, whole, (fleets[0], fleets[1]))
+
+
+def steps(run: Path) -> dict[int, float]:
+    """The loss of each step."""
+    records = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return {each["step"]: each["loss"] for each in records if each["event"] == "step"}
+
+
+def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(trained: Trained) -> None:
+    assert list(steps(trained.run)) == [1, 2, 3, 4]
+    assert steps(trained.run) == steps(trained.whole)
 
 
 def test_it_is_listed_completed_and_documented(trainctl) -> None:
@@ -119,32 +179,31 @@ def test_its_state_is_in_the_budget(trainctl) -> None:
     assert 2 * sizes["signum"] == sizes["adamw"] > 0
 
 
-def test_it_trains_and_goes_on_from_its_checkpoint(trainctl, tmp_path: Path) -> None:
-    trainctl("launch", *TINY, "training.stop_after_steps=2", "--run-dir", "run")
-    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    assert {"momentum_buffer", "step"} >= set(manifest["states"]) - {"master"}
-    trainctl("resume", "run", "training.stop_after_steps=null")
-    trainctl("launch", *TINY, "--run-dir", "whole")
-    assert steps(tmp_path / "run") == steps(tmp_path / "whole")
-    board = (tmp_path / "run" / "board" / "board.txt").read_text().splitlines()
-    assert board == [f"{step} {loss:.5f}" for step, loss in steps(tmp_path / "run").items()]
-    refused = trainctl("resume", "run", "optimizer=adamw", "training.steps=6", expect=5)
+def test_its_state_is_saved_and_is_its_own(trained: Trained) -> None:
+    for checkpoint in (trained.run / "checkpoints").glob("step-*"):
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        assert {"momentum_buffer", "step"} >= set(manifest["states"]) - {"master"}
+    refused = trained.trainctl("resume", "run", "optimizer=adamw", "training.steps=6", expect=5)
     assert "optimizer" in refused.stderr
 
 
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
+def test_a_logger_is_sent_every_step(trained: Trained) -> None:
+    board = (trained.run / "board" / "board.txt").read_text().splitlines()
+    assert board == [f"{step} {loss:.5f}" for step, loss in steps(trained.run).items()]
+
+
+def write_texts(folder: Path) -> Path:
     """A folder of fortunes, 20 in each of four files."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
+    texts = folder / "texts"
+    texts.mkdir()
     for file in "abcd":
         each = [f"{file} {number}:\n" + f"{file}{number} " * 100 for number in range(20)]
-        (folder / f"{file}.fortunes").write_text("\n%\n".join(each))
-    return folder
+        (texts / f"{file}.fortunes").write_text("\n%\n".join(each))
+    return texts
 
 
-def test_a_data_source_has_keys_and_checks_of_its_own(trainctl, texts: Path) -> None:
+def test_a_data_source_has_keys_and_checks_of_its_own(trainctl, tmp_path: Path) -> None:
+    texts = write_texts(tmp_path)
     wrong = trainctl("validate", "recipe=tiny", "data=fortune", expect=2)
     assert "did you mean data=fortunes?" in wrong.stderr
     schema = json.loads(trainctl("config", "schema", "data").stdout)
@@ -166,21 +225,17 @@ def test_a_data_source_has_keys_and_checks_of_its_own(trainctl, texts: Path) -> 
     )
 
 
-def test_a_data_source_is_trained_on_and_found_again(trainctl, texts: Path, tmp_path: Path) -> None:
-    own = (*TINY, "data=fortunes", "data.paths=[texts]")
-    budget = json.loads(trainctl("estimate-memory", *own, "--json").stdout)
+def test_a_data_source_is_trained_on_and_found_again(trained: Trained) -> None:
+    budget = json.loads(trained.trainctl("estimate-memory", *OWN, "--json").stdout)
     assert budget["components"]["optimizer_states"] > 0
-    trainctl("launch", *own, "training.stop_after_steps=2", "--run-dir", "run")
-    corpus = json.loads((tmp_path / "run" / "corpus.json").read_text())
+    corpus = json.loads((trained.run / "corpus.json").read_text())
     assert (corpus["train"]["documents"], corpus["held_out"]["documents"]) == (60, 20)
-    trainctl("resume", "run", "training.stop_after_steps=null")
-    trainctl("launch", *own, "--run-dir", "whole")
-    assert steps(tmp_path / "run") == steps(tmp_path / "whole")
-    shown = json.loads(trainctl("data", "show", "run", "--samples", "0", "--json").stdout)
-    (passage, *_) = shown["samples"][0]["passages"]
+    shown = trained.trainctl("data", "show", "run", "--samples", "0", "--json").stdout
+    (passage, *_) = json.loads(shown)["samples"][0]["passages"]
     text = Path(passage["file"]).read_text().split("\n")[passage["line"] - 1]
-    assert text.endswith(":") and Path(passage["file"]).parent == texts
-    changed = trainctl("resume", "run", "data.separator=--", "training.steps=6", expect=5)
+    assert text.endswith(":") and Path(passage["file"]).parent == trained.run.parent / "texts"
+    separated = ("data.separator=--", "training.steps=6")
+    changed = trained.trainctl("resume", "run", *separated, expect=5)
     assert "the corpus is not the one that this run started with" in changed.stderr
 
 
@@ -195,17 +250,12 @@ def test_a_launcher_has_keys_and_checks_of_its_own(trainctl) -> None:
     assert "name is taken" in trainctl(*chosen, "launcher.fleet_name=taken", expect=2).stderr
 
 
-def test_a_launcher_starts_a_run_and_resumes_it(trainctl, tmp_path: Path) -> None:
-    own = (*TINY, "launcher=fleet", "launcher.fleet_size=3", "--run-dir", "run")
-    shown = json.loads(trainctl("launch", *own, "--dry-run", "--json").stdout)
+def test_a_launcher_starts_a_run_and_resumes_it(trained: Trained) -> None:
+    shown = json.loads(trained.trainctl("launch", *OWN, "--dry-run", "--json").stdout)
     assert "trainctl.agent" in shown["commands"][0]
-    trainctl("launch", *own, "training.stop_after_steps=2")
-    assert (tmp_path / "run" / "fleet.txt").read_text() == "3"
-    trainctl("resume", "run", "launcher.fleet_size=4", "training.stop_after_steps=null")
-    assert (tmp_path / "run" / "fleet.txt").read_text() == "4"
-    assert set(steps(tmp_path / "run")) == {1, 2, 3, 4}
-    (row,) = json.loads(trainctl("runs", "ls", ".", "--json").stdout)["runs"]
-    assert row["launcher"] == "fleet"
+    assert trained.fleets == ("3", "4")
+    rows = json.loads(trained.trainctl("runs", "ls", ".", "--json").stdout)["runs"]
+    assert len(rows) >= 2 and {row["launcher"] for row in rows} == {"fleet"}
 
 
 def test_a_family_has_keys_and_checks_of_its_own(trainctl) -> None:
@@ -246,28 +296,16 @@ def test_a_familys_budget_is_what_a_trace_of_its_code_finds(trainctl) -> None:
     assert closed["checkpoint_bytes"] == traced["checkpoint_bytes"]
 
 
-def test_a_family_is_trained_and_resumed(trainctl, tmp_path: Path) -> None:
-    own = (*TINY, "model=granite")
-    trainctl("launch", *own, "training.stop_after_steps=2", "--run-dir", "run")
-    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    assert manifest["model"]["configuration"]["residual_multiplier"] == 0.22
-    trainctl("resume", "run", "training.stop_after_steps=null")
-    trainctl("launch", *own, "--run-dir", "whole")
-    assert steps(tmp_path / "run") == steps(tmp_path / "whole")
-    changed = trainctl("resume", "run", "model.residual_multiplier=1", expect=5)
+def test_a_family_is_saved_and_exported(trained: Trained) -> None:
+    for checkpoint in (trained.run / "checkpoints").glob("step-*"):
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        assert manifest["model"]["configuration"]["residual_multiplier"] == 0.22
+    factor = "model.residual_multiplier=1"
+    changed = trained.trainctl("resume", "run", factor, "training.steps=6", expect=5)
     assert "model.residual_multiplier was 0.22, and is 1.0" in changed.stderr
-    trainctl("export", "run", "exported")
-    assert json.loads((tmp_path / "exported" / "config.json").read_text())["logits_scaling"] == 4.0
-
-
-def steps(run: Path) -> dict[int, float]:
-    """The loss of each step."""
-    records = map(json.loads, (run / "events.jsonl").read_text().splitlines())
-    return {each["step"]: each["loss"] for each in records if each["event"] == "step"}
-
-
-MODES = ("activation_checkpointing=marked", "precision=rounded")
+    trained.trainctl("export", "run", "exported")
+    exported = json.loads((trained.run.parent / "exported" / "config.json").read_text())
+    assert exported["logits_scaling"] == 4.0
 
 
 def test_a_mode_and_a_number_format_have_checks_of_their_own(trainctl) -> None:
@@ -290,11 +328,8 @@ def test_a_mode_and_a_number_format_are_in_the_budget(trainctl) -> None:
     assert len({json.dumps(each) for each in peaks.values()}) == 1
 
 
-def test_a_mode_and_a_number_format_are_trained_with_and_resumed(trainctl, tmp_path: Path) -> None:
-    chosen = [each for each in TINY if not each.startswith(("optimizer=", "schedule="))]
-    trainctl("launch", *chosen, *MODES, "training.stop_after_steps=2", "--run-dir", "run")
-    trainctl("resume", "run", "training.stop_after_steps=null")
-    trainctl("launch", *chosen, *MODES, "--run-dir", "whole")
-    assert steps(tmp_path / "run") == steps(tmp_path / "whole")
-    trainctl("launch", *chosen, "precision=bf16", "--run-dir", "plain")
-    assert steps(tmp_path / "plain") != steps(tmp_path / "whole")
+def test_a_number_format_is_trained_with(trained: Trained) -> None:
+    """It is bf16 and something more, which the curve shows."""
+    trained.trainctl("launch", *OWN, "precision=bf16", "--run-dir", "plain")
+    plain = steps(trained.run.parent / "plain")
+    assert list(plain) == [1, 2, 3, 4] and plain != steps(trained.whole)

@@ -38,6 +38,17 @@ def test_the_table_names_keys_of_the_schema_once():
             {"precision__loss_scale": 0.0},
         ),
         ({"offload__nvme_path": "/n"}, {"offload__parameters": "nvme", "zero_stage__stage": 3}),
+        ({"offload__pin_memory": False}, {"offload__optimizer": "cpu"}),
+        ({"offload__buffer_count": 9}, {"offload__parameters": "nvme", "offload__nvme_path": "/n"}),
+        (
+            {"offload__zenflow_topk_ratio": 0.2, "offload__optimizer": "cpu"},
+            {"offload__zenflow": True},
+        ),
+        (
+            {"zero_stage__allgather_bucket_size": 1000, "zero_stage__stage": 3},
+            {"zero_stage__stage": 2},
+        ),
+        ({"zero_stage__reduce_scatter": False, "zero_stage__stage": 0}, {"zero_stage__stage": 1}),
         (
             {
                 "checkpoint__asynchronous": True,

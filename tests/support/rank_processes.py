@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.hardware import Hardware
+from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
+from trainctl.train.corpus import Corpus, cache_folder
 from trainctl.train.prepare import prepare
 
 PRELOAD = (
@@ -49,6 +51,8 @@ SECONDS = 300.0
 
 
 _servers: list[ForkServer] = []
+_corpora: dict[str, Corpus] = {}
+"""By what they depend on."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def train_cases(world_size: int, cases: list[Case], *, probe: str = "") -> list[
         attempt = case.run.attempt(case.attempt)
         attempt.root.mkdir(parents=True, exist_ok=True)
         write_json(attempt.plan, to_plain(case.plan))
-        prepare(case.plan, case.run)
+        _prepare(case.plan, case.run)
     for operator in sorted(set().union(*(_operators(case.plan) for case in cases))):
         # Once for all ranks, and with no limit to it: a compiler that is killed leaves a lock.
         server().prepare("ranks:load_operator", operator)
@@ -130,6 +134,23 @@ def train_cases(world_size: int, cases: list[Case], *, probe: str = "") -> list[
     for case in cases:
         server().run("ranks:train", case, world_size, SECONDS)
     return []
+
+
+def _prepare(plan: RunPlan, run: RunPaths) -> None:
+    """As before a launch, but the standard library's folders are walked once: it takes as long as
+    ten steps of the tiny model."""
+    config = plan.config
+    if config.data.kind != "stdlib" or config.data.sources or is_counted_in_epochs(config.training):
+        prepare(plan, run)
+        return
+    parts = (config.data, config.tokenizer, config.training.sequence_length)
+    key = repr((parts, config.model.vocab_size, cache_folder()))
+    known = _corpora.get(key)
+    if known is None or run.corpus.exists() or not Path(known.folder).is_dir():
+        prepare(plan, run)
+        _corpora[key] = Corpus.load(run.corpus)
+    else:
+        write_json(run.corpus, asdict(known))
 
 
 def trained(folder: Path, config: RunConfig, processes: int = 1) -> RunPaths:

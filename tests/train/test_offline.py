@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from fabricated import fabricate
-from rank_processes import tiny_config, tiny_plan
+from rank_processes import SECONDS, server, tiny_config, tiny_plan
 
 from trainctl.errors import ExitCode
 from trainctl.runs.atomic import write_json
@@ -21,15 +21,10 @@ from trainctl.train.prepare import prepare
 
 
 def offline(task, *arguments):
-    """Exit code and last answer."""
-    done = subprocess.run(
-        [sys.executable, "-m", "trainctl.train.offline", task, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+    """Exit code and last answer, of a process that is forked with everything imported."""
+    words = [task, *map(str, arguments)]
+    ((code, answer),) = server().run("offline_probe:answer", words, 1, SECONDS)
+    return code, json.loads(answer)
 
 
 @pytest.fixture
@@ -48,8 +43,15 @@ def test_a_checkpoint_that_goes_meanwhile_is_an_answer(run):
     """Rotation may take it between the choice and the reading."""
     missing = run.checkpoints / "step-00000001"
     drawn = ("--prompt=x", "--tokens=1", "--temperature=1")
-    code, answer = offline("sample", run.root, missing, *drawn)
-    assert code == ExitCode.run_state == answer["error"]["exit_code"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trainctl.train.offline", "sample", run.root, missing, *drawn],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.stdout, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == ExitCode.run_state == answer["error"]["exit_code"]
     assert answer["error"]["message"] == "step-00000001 was removed while it was read"
 
 

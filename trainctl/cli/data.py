@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainctl.cli import data_find, data_plan, data_prepare
-from trainctl.cli.arguments import Json, NamedRun
+from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
 from trainctl.cli.console import print_json, printable, put
+from trainctl.cli.data_dropped import show_dropped
+from trainctl.cli.planning import compose_target
 from trainctl.errors import TrainctlError
 from trainctl.plan.mixture import SOLE
 from trainctl.runs.attempts import standing_attempt
@@ -29,7 +32,7 @@ app.command()(data_find.find)
 
 @app.command()
 def show(
-    run: NamedRun,
+    target: TargetAndOverrides = None,
     samples: Annotated[
         str | None,
         typer.Option(
@@ -44,23 +47,37 @@ def show(
             metavar="N", min=1, help="Those of an optimizer step instead.", show_default=False
         ),
     ] = None,
+    dropped: Annotated[
+        bool, typer.Option("--dropped", help="Documents that are not trained on, and why.")
+    ] = False,
     characters: Annotated[
         int, typer.Option(min=0, help="Of each text, at most; 0 shows all of it.")
     ] = 400,
+    config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
-    """Print the text of samples, and the files and documents that it was cut from.
+    """Print the text of samples of a run, and the files and documents that it was cut from.
 
-    Examples: trainctl data show runs/NAME --samples 96-103; trainctl data show runs/NAME --step 40
+    Or what was left out of a corpus that is prepared, and what stays in its place.
+
+    Examples: trainctl data show runs/NAME --samples 96-103; trainctl data show runs/NAME --step 40;
+    trainctl data show my-recipe --dropped
     """
     from trainctl.train.contents import counters_of_step, parse_counters, samples_of
     from trainctl.train.prepare import corpora_of
     from trainctl.train.tokenizer import load_tokenizer
 
-    if (samples is None) == (step is None):
-        raise TrainctlError("which samples?", hint="--samples 12,40-44, or --step 40")
+    name, overrides = split_target(target)
+    if dropped:
+        show_dropped(compose_target(name, overrides, config_dir).config, as_json=as_json)
+        return
+    if name is None or overrides or (samples is None) == (step is None):
+        raise TrainctlError(
+            "which samples of which run?",
+            hint="trainctl data show runs/NAME --samples 12,40-44, or --step 40",
+        )
     counters = parse_counters(samples) if samples is not None else []
-    paths = open_run(run)
+    paths = open_run(Path(name))
     if step is not None:
         counters = counters_of_step(iter_events(paths.events, "step"), step)
     plan = read_plan(paths.attempt(standing_attempt(paths).number).plan)

@@ -9,9 +9,11 @@ import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
 from trainctl.cli.console import print_json, put
+from trainctl.cli.data_dropped import dropped_of, put_dropped, told
 from trainctl.cli.findings import show_findings
 from trainctl.cli.planning import compose_target
 from trainctl.config.files import missing_files
+from trainctl.config.quality import asks
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 
@@ -63,7 +65,7 @@ def prepare(
 
     def show(standing: Standing) -> None:
         nonlocal last
-        last = standing
+        last = standing if standing.is_tokenizing else last
         tell_of(standing)
 
     if share is not None:
@@ -79,8 +81,11 @@ def prepare(
             )
         return
     corpora = build_corpora(config, tokenizer, show, say, workers=workers)
+    left_out = list(dropped_of(config)) if asks(config.data) else []
     if as_json:
-        print_json(_as_json(corpora, last, is_mixture=bool(config.data.sources)))
+        dropped = {"dropped": [told(each) for each in left_out]} if left_out else {}
+        made = _as_json(corpora, last, is_mixture=bool(config.data.sources))
+        print_json({**made, **dropped})
         return
     for name, corpus in corpora.items():
         of = f"{name}: " if config.data.sources else ""
@@ -88,6 +93,8 @@ def prepare(
             put(f"{of}{split.tokens:,} tokens {side}, of {split.documents:,} documents")
     just_now = f", {last.documents:,} documents tokenized just now" if last.documents else ""
     put(f"in {', '.join(corpus.folder for corpus in corpora.values())}{just_now}")
+    for each in left_out:
+        put_dropped(each)
 
 
 def _as_json(corpora: Corpora, last: Standing, *, is_mixture: bool) -> dict[str, object]:

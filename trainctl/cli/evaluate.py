@@ -62,3 +62,5 @@ def evaluate(
         f"{checkpoint.name}{average}: held-out loss {loss:.4f} over {result['samples']:,} samples "
         f"(perplexity {math.exp(loss):,.2f}; unigram entropy {result['unigram_entropy']:.4f})"
     )
+    for name, of_source in result.get("sources", {}).items():
+        put(f"  {name}: {of_source:.4f}")

@@ -174,6 +174,9 @@ def event_lines(event: Event) -> list[str]:
             line = f"evaluation at step {event['step']}: held-out loss {number(event['loss']):.4f}"
             if "ema_loss" in event:
                 line += f", of the average {number(event['ema_loss']):.4f}"
+            if "sources" in event:
+                each = (f"{name} {number(loss):.4f}" for name, loss in event["sources"].items())
+                line += f", of {printable(', '.join(each))}"
             entropy = event.get("unigram_entropy")
             if entropy is not None:
                 line += f" (tokens' unigram entropy {entropy:.4f})"

@@ -41,7 +41,7 @@ def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
     problems: list[Finding] = []
     for name, section in sources_of(config.data).items():
         try:
-            corpus = cached_corpus(section, tokenizer)
+            corpus = cached_corpus(section, tokenizer, config.data, name)
             if corpus is not None:
                 counts[name] = Count(tokens=corpus.train.tokens)
             else:

@@ -55,7 +55,8 @@ def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
     leaf = leaf_of(setting.path)
     if leaf is None:
         return [], [unknown_key(setting)]
-    if leaf.part is not None and isinstance(setting.value, dict) and setting.value:
+    has_sections = leaf.part is not None or leaf.metadata.get("each")
+    if has_sections and isinstance(setting.value, dict) and setting.value:
         return _each(setting)
     if has_reference(setting.value):
         if leaf.is_text_mapping and isinstance(setting.value, dict):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainctl.config.schema import RunConfig, TokenizerFromPath
 from trainctl.config.text.check import MISSING, check_text
+from trainctl.config.text.choice import check_choice
 from trainctl.config.user_code import check_user_code
 from trainctl.errors import Finding
 
@@ -22,7 +23,7 @@ def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding
     findings = check_user_code(config, folder)
     if not config.trains_itself:
         return findings  # the corpus and the tokenizer are for trainctl's trainer
-    findings += check_text(config)
+    findings += [*check_text(config), *check_choice(config)]
     findings += [
         Finding(rule=MISSING, key=key, message=f"{path} does not exist")
         for key, path in _paths(config)

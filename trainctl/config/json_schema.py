@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trainctl.config.catalog import options, recipes
-from trainctl.config.keys import COUNT, Leaf, leaves, part_leaves
+from trainctl.config.keys import COUNT, Leaf, leaves, option_leaves, part_leaves
 from trainctl.config.registry import chooser, names
 from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.config.suggest import did_you_mean, nearest
@@ -120,7 +120,17 @@ def types_of(leaf: Leaf) -> list[dict[str, Any]]:
         choice = {"enum": list(leaf.choices)}
         is_list = get_origin(leaf.hint) is list
         return [{"type": "array", "items": choice} if is_list else choice]
+    if leaf.metadata.get("each"):
+        group = leaf.metadata["each"]
+        sections = {name: _section_of(group, name) for name in names(group)}
+        return [{"type": "object", "properties": sections, "additionalProperties": False}]
     return _types(leaf.hint, leaf.metadata)
+
+
+def _section_of(group: str, name: str) -> dict[str, Any]:
+    """The keys of an option's section; null takes it out."""
+    keys = {key: value_schema(leaf) for key, leaf in option_leaves(group, name).items()}
+    return {"type": ["object", "null"], "properties": keys, "additionalProperties": False}
 
 
 def _types(hint: Any, limits: Any) -> list[dict[str, Any]]:

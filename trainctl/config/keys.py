@@ -20,6 +20,7 @@ from trainctl.config.registry import (
     new_section,
     own_fields,
     part_class,
+    section_class,
     unit_groups,
 )
 from trainctl.config.schema import RunConfig
@@ -173,6 +174,19 @@ def part_leaves_of(part: type, kind: str) -> dict[str, Leaf]:
     }
 
 
+@cache
+def option_leaves(group: str, name: str) -> dict[str, Leaf]:
+    """The keys of the section that an option has by its name, such as `data.filters.c4`."""
+    cls = section_class(group, name)
+    hints, section = hints_of(cls), cls()
+    return {
+        item.name: Leaf(
+            item.name, hints[item.name], to_plain(getattr(section, item.name)), item.metadata
+        )
+        for item in fields(cls)
+    }
+
+
 def _leaf_of_part(part: type, path: tuple[str, ...], length: int) -> Leaf | None:
     """The key that a path is, of which the first `length` names are one in such a section."""
     leaf = part_leaves(part).get(path[length - 1])
@@ -194,6 +208,8 @@ def accept(leaf: Leaf, value: Any, text: str | None = None) -> Any:
     """
     if leaf.metadata.get("units"):
         return _accept_names(leaf, value, text)
+    if leaf.metadata.get("each"):
+        return _accept_each(leaf, value)
     if leaf.metadata.get("unit") == "tokens" and isinstance(value, str):
         value = _with_suffix(value)
     try:
@@ -414,6 +430,37 @@ def _accept_names(leaf: Leaf, value: Any, text: str | None) -> Any:
         return _accept_name(leaf.choices, value, text)
     written = _accept(leaf.hint, value, text, leaf.default)
     return list(dict.fromkeys(_accept_name(leaf.choices, name, None) for name in written))
+
+
+def _accept_each(leaf: Leaf, value: Any) -> dict[str, Any]:
+    """Sections of a group's options, by their names."""
+    if not isinstance(value, dict):
+        shown = as_written(value) or "nothing"
+        raise ValueProblem(f"expected a mapping, got {shown}", _as_typed(leaf, value))
+    group = leaf.metadata["each"]
+    return {str(name): _accept_section(group, str(name), own) for name, own in value.items()}
+
+
+def _accept_section(group: str, name: str, value: Any) -> dict[str, Any] | None:
+    """What is set in the section of one option; None takes the section out."""
+    if name not in names(group):
+        close, legal = nearest(name, names(group)), f"there are {', '.join(names(group))}"
+        hint = f"did you mean {close[0]}? {legal.capitalize()}" if close else legal
+        raise ValueProblem(f"there is no {group} {name}", hint)
+    if value is None:
+        return None
+    own = option_leaves(group, name)
+    if not isinstance(value, dict):
+        shown = as_written(value) or "nothing"
+        raise ValueProblem(f"expected a section, got {shown}", f"its keys: {', '.join(own)}")
+    for key in value:
+        if key not in own:
+            close = nearest(str(key), own)
+            having = [each for each in names(group) if key in option_leaves(group, each)]
+            hint = f"did you mean {close[0]}? " if close else f"its keys: {', '.join(own)}. "
+            hint += f"{' or '.join(having)} has it" if having else ""
+            raise ValueProblem(f"the {group} {name} has no key {key}", hint.strip())
+    return {key: accept(own[key], item) for key, item in value.items()}
 
 
 def _accept_bool(value: Any, text: str | None) -> bool:

@@ -66,7 +66,9 @@ class Stack:
         """Give every key of a section that was set its default again."""
         for key in [key for key in self.layers if key.startswith(f"{section}.")]:
             leaf, mapping = leaves().get(key), leaf_of(tuple(key.split(".")))
-            if leaf is None and mapping is not None and mapping.kinds:  # of one of several sections
+            # Of one of several sections.
+            is_inside = mapping is not None and (mapping.kinds or mapping.metadata.get("each"))
+            if leaf is None and is_inside:
                 del self.layers[key]
                 self._remove(key)
             if leaf is not None:

@@ -46,7 +46,7 @@ def _complete(stack: Stack, leaf: Leaf, key: str, section: dict[str, Any]) -> It
     assert part is not None
     group = part.units  # type: ignore[attr-defined]
     choice = chooser(group)
-    kind = section.setdefault(choice, _kind_of_paths(group, section) or kind_of(part))
+    kind = section.setdefault(choice, kind_of_paths(group, section) or kind_of(part))
     own = part_leaves_of(part, kind)
     for name in [name for name in section if name not in own]:
         value, inside = section.pop(name), f"{key}.{name}"
@@ -70,7 +70,7 @@ def _complete(stack: Stack, leaf: Leaf, key: str, section: dict[str, Any]) -> It
         )
 
 
-def _kind_of_paths(group: str, section: Mapping[str, Any]) -> str | None:
+def kind_of_paths(group: str, section: Mapping[str, Any]) -> str | None:
     """The kind that reads files of the first path's ending, the longest such ending first."""
     paths = [path for path in section.get("paths") or () if isinstance(path, str)]
     endings = {

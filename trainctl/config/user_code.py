@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainctl.config.layers import Layer
 from trainctl.config.literals import literal_secrets
@@ -104,8 +104,13 @@ def functions(config: RunConfig) -> Iterator[tuple[str, str]]:
         "model.factory": config.model.factory,
         "data.factory": config.data.factory,
     }
+    sources: dict[str, Any] = {"data": config.data}
+    sources |= {f"data.sources.{name}": each for name, each in config.data.sources.items()}
+    for key, section in sources.items():
+        keys = section.filters.get("function") or {}
+        named[f"{key}.filters.function.call"] = keys.get("call")
     for key, reference in named.items():
-        if reference is not None:
+        if reference:
             yield key, reference
 
 

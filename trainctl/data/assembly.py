@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +39,11 @@ class Chunk:
 
 
 def chunks(
-    store: Store, tasks: Sequence[Task], files: TextFiles, fraction: float
+    store: Store,
+    tasks: Sequence[Task],
+    files: TextFiles,
+    fraction: float,
+    keep: Mapping[str, npt.NDArray[np.bool_]] | None = None,
 ) -> Iterator[Chunk]:
     """All documents of the tasks, each side in their order.
 
@@ -48,33 +52,54 @@ def chunks(
         tasks: In order.
         files: Which file is on which side; or that documents are divided.
         fraction: Of these, held out.
+        keep: Which documents of a task are taken, by its key, [documents]; None takes all.
 
     Raises:
         DamagedPart: A part is not what was written.
     """
-    held_out_files = set(files.held_out)
     numbers = {file: n for n, file in enumerate(files_in_order(files.train, files.held_out))}
-    limit = _limit(store, tasks, fraction) if files.by_document else None
     before: dict[File, int] = {}
-    for task in tasks:
+    sides = held_out_of(store, tasks, files, fraction)
+    for task, held_out in zip(tasks, sides, strict=True):
         part = store.part(task)
         origin = part.origin()
         pieces = origin["piece"]
-        if limit is not None:
-            held_out = _places(part) <= np.uint64(limit)
-        else:
-            of_piece = np.array([piece.file in held_out_files for piece in task.pieces])
-            held_out = of_piece[pieces]
+        kept = keep[task.key] if keep is not None else np.ones(len(pieces), dtype=np.bool_)
         file_of = np.array([numbers[piece.file] for piece in task.pieces])[pieces]
         skipped = np.array([before.get(piece.file, 0) for piece in task.pieces])[pieces]
         line_of = origin["line"] + np.where(origin["line"], skipped, 0)
         ids, ends = part.ids(), part.ends().astype(np.int64)
-        for side, chosen in (("held_out", held_out), ("train", ~held_out)):
+        for side, chosen in (("held_out", held_out & kept), ("train", ~held_out & kept)):
             if chosen.any():
                 found = _chosen(ids, ends, chosen)
                 yield Chunk(side, *found, file_of[chosen], line_of[chosen])
         for piece, facts in zip(task.pieces, part.pieces, strict=True):
             before[piece.file] = before.get(piece.file, 0) + facts.lines
+
+
+def held_out_of(
+    store: Store, tasks: Sequence[Task], files: TextFiles, fraction: float
+) -> Iterator[npt.NDArray[np.bool_]]:
+    """Of each task, which documents are held out, [documents].
+
+    Args:
+        store: As for `chunks`; so are the others.
+        tasks: Likewise.
+        files: Likewise.
+        fraction: Likewise.
+
+    Raises:
+        DamagedPart: Likewise.
+    """
+    held_out_files = set(files.held_out)
+    limit = _limit(store, tasks, fraction) if files.by_document else None
+    for task in tasks:
+        part = store.part(task)
+        if limit is not None:
+            yield _places(part) <= np.uint64(limit)
+        else:
+            of_piece = np.array([piece.file in held_out_files for piece in task.pieces])
+            yield of_piece[part.origin()["piece"]]
 
 
 def bad_text(store: Store, tasks: Sequence[Task], files: TextFiles) -> BadText:

@@ -52,7 +52,7 @@ def do_tasks(
     open_tasks = [task for task in tasks if not store.is_done(task)]
     if open_tasks:
         require_space(store, tasks, open_tasks)
-        count = _processes(open_tasks, workers) if section is not None else 1
+        count = processes_for(open_tasks, workers) if section is not None else 1
         if count > 1 and section is not None:
             _in_processes(store, open_tasks, section, count, show)
         else:
@@ -87,11 +87,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _processes(tasks: Sequence[Task], workers: int | None) -> int:
+def processes_for(tasks: Sequence[Task], workers: int | None) -> int:
+    """Processes that are worth their start; 1 at least.
+
+    Args:
+        tasks: That they do.
+        workers: As many as are wanted; None is one for each core.
+    """
     if workers is not None:
-        return min(workers, len(tasks))
+        return max(1, min(workers, len(tasks)))
     size = sum(task.size for task in tasks)
-    return min(cores(), len(tasks), size // _WORTH_A_PROCESS)
+    return max(1, min(cores(), len(tasks), size // _WORTH_A_PROCESS))
 
 
 def _in_processes(

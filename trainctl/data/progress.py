@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+TOKENIZING = "tokenizing"
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
@@ -16,12 +18,19 @@ class Standing:
         size: Bytes of files that they were read from, about.
         whole: Bytes of all files that were left to read when it began; 0 where nobody knows.
         seconds: Since then.
+        doing: What is done, in words.
     """
 
     documents: int
     size: int = 0
     whole: int = 0
     seconds: float = 0.0
+    doing: str = TOKENIZING
+
+    @property
+    def is_tokenizing(self) -> bool:
+        """Whether its documents are tokenized, and not looked at later."""
+        return self.doing == TOKENIZING
 
     @property
     def seconds_left(self) -> float | None:
@@ -31,7 +40,7 @@ class Standing:
         return self.seconds * max(0, self.whole - self.size) / self.size
 
     def __str__(self) -> str:
-        text = f"tokenizing: {self.documents:,} documents"
+        text = self.doing + (f": {self.documents:,} documents" if self.is_tokenizing else "")
         left = self.seconds_left
         if left is None:
             return text
@@ -56,12 +65,14 @@ class Meter:
         show: Called after each document.
         documents: Done.
         size: Bytes of the tasks that are finished.
+        doing: What is done, in words.
     """
 
     whole: int
     show: Progress
     documents: int = 0
     size: int = 0
+    doing: str = TOKENIZING
     _of_task: int = 0
     _began: float = field(default_factory=time.monotonic)
 
@@ -76,13 +87,13 @@ class Meter:
         self.documents += documents
         self.size += size
         self._of_task = 0
-        if documents:
+        if documents or self.doing != TOKENIZING:
             self._tell()
 
     def _tell(self) -> None:
         done = min(self.size + self._of_task, self.whole)
         seconds = time.monotonic() - self._began
-        self.show(Standing(self.documents, done, self.whole, seconds))
+        self.show(Standing(self.documents, done, self.whole, seconds, self.doing))
 
 
 def in_words(seconds: float) -> str:

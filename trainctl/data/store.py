@@ -229,6 +229,21 @@ def in_file(text: str, piece: Piece, before: int) -> str:
     return f"{match[1]}{int(match[2]) + before}{text[match.end() :]}" if match else text
 
 
+def read_documents(task: Task, config: DataConfig) -> Iterator[tuple[Origin, str]]:
+    """The documents of a task once more, as they are in its part.
+
+    Args:
+        task: Which.
+        config: Of its source.
+
+    Raises:
+        TrainctlError: A file cannot be read, or has changed since.
+    """
+    readers = [Reader(config) for _ in task.pieces]
+    yield from _documents(task, readers, spec_of(config).counts_lines)
+    _require_unchanged(task)
+
+
 def _documents(
     task: Task, readers: Sequence[Reader], counts_lines: bool
 ) -> Iterator[tuple[Origin, str]]:

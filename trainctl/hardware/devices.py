@@ -3,68 +3,114 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 
 from trainctl.config.quantities import memory_text
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding
-from trainctl.hardware.detect import Device, all_devices, visible_devices
+from trainctl.hardware.detect import Device, all_devices, host_memory_limit, visible_devices
 from trainctl.hardware.facts import Hardware
 from trainctl.hardware.finding import doubt, problem
 from trainctl.hardware.resolve import falls_short
 from trainctl.options.precision import precision_of
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a machine has of what plans count on: this one, or another that was asked.
+
+    Attributes:
+        name: As messages call it.
+        devices: Name and bytes of memory of each device that its processes see.
+        cores: That they may run on.
+        memory_bytes: That they may use: the machine's, or their control group's.
+        otherwise: What to do about it that is no number of the plan's.
+        hides: What may hide devices, in brackets.
+    """
+
+    name: str = "this machine"
+    devices: Sequence[tuple[str, int]]
+    cores: int
+    memory_bytes: int
+    otherwise: str = "hardware=auto"
+    hides: str = ""
+
+
+def this_machine(devices: Sequence[Device] = ()) -> Machine:
+    """This one, with those of its devices that are asked about."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return Machine(
+        devices=[(each.name, each.memory_bytes) for each in devices],
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=host_memory_limit(),
+        hides="" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})",
+    )
+
+
 def are_here(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """As many devices as planned, each with the memory that was planned for."""
+    machine = this_machine(_of_the_plan(hardware))
+    found = list(lacking_devices(hardware, machine, range(hardware.devices_per_node)))
+    yield from found
+    if not found and hardware.accelerator is Accelerator.cpu:
+        yield f"{hardware.devices_per_node} processes on {machine.cores} cores"
+    elif not found:
+        name, memory = min(machine.devices, key=itemgetter(1))
+        yield f"{len(machine.devices)} x {name}, {memory_text(memory)} each"
+
+
+def lacking_devices(
+    hardware: Hardware, machine: Machine, wanted: Sequence[int]
+) -> Iterator[Finding]:
+    """What a machine lacks of a plan's devices, or of cores for as many processes.
+
+    Args:
+        hardware: The plan's.
+        machine: Of the devices, those of the plan's kind.
+        wanted: Numbers of those that the plan uses.
+    """
+    key, shown = "hardware.devices_per_node", len(machine.devices)
+    kind, planned = hardware.accelerator.value, hardware.device_memory_bytes or 0
     if hardware.accelerator is Accelerator.cpu:
-        yield _cores(hardware)
-        return
-    kind = hardware.accelerator.value
-    here = _of_the_plan(hardware)
-    if not here:
+        if len(wanted) > machine.cores:
+            yield doubt(
+                "TC123",
+                key,
+                f"{len(wanted)} processes will share {machine.cores} cores of {machine.name}: this "
+                "will be slow",
+                f"hardware={machine.cores}xcpu",
+            )
+    elif not shown:
         yield problem(
             "TC120",
             "hardware.accelerator",
-            f"the plan is for {hardware.name}, and this machine has no {kind} device that "
-            "this process can see",
-            "hardware=auto, or hardware=2xcpu with a small model",
+            f"the plan is for {hardware.name}, and {machine.name} has no {kind} device that "
+            "its processes can see",
+            f"{machine.otherwise}, or hardware=2xcpu with a small model",
         )
-        return
-    if len(here) < hardware.devices_per_node:
+    elif max(wanted) >= shown:
+        uses = f"{len(wanted)} {kind} devices"
+        if len(wanted) <= max(wanted):
+            uses = f"the {kind} devices {', '.join(map(str, wanted))}"
         yield problem(
             "TC121",
-            "hardware.devices_per_node",
-            f"the plan is for {hardware.devices_per_node} {kind} devices, and this machine "
-            f"shows {len(here)}{_visibility()}",
-            f"hardware.devices_per_node={len(here)}, or hardware=auto",
+            key,
+            f"the plan is for {uses}, and {machine.name} shows {shown} devices{machine.hides}",
+            f"{key}={shown}, or {machine.otherwise}",
         )
-        return
-    smallest = min(here, key=lambda device: device.memory_bytes)
-    planned = hardware.device_memory_bytes or 0
-    if falls_short(smallest.memory_bytes, planned):
-        yield problem(
-            "TC122",
-            "hardware.device_memory_bytes",
-            f"the plan is for devices of {memory_text(planned)}, and this machine has "
-            f"{smallest.name} with {memory_text(smallest.memory_bytes)}",
-            "hardware=auto",
-        )
-        return
-    yield f"{len(here)} x {smallest.name}, {memory_text(smallest.memory_bytes)} each"
-
-
-def _cores(hardware: Hardware) -> str | Finding:
-    cores = len(os.sched_getaffinity(0))
-    if hardware.devices_per_node <= cores:
-        return f"{hardware.devices_per_node} processes on {cores} cores"
-    return doubt(
-        "TC123",
-        "hardware.devices_per_node",
-        f"{hardware.devices_per_node} processes will share {cores} cores: this will be slow",
-        f"hardware={cores}xcpu",
-    )
+    else:
+        name, memory = min((machine.devices[each] for each in wanted), key=itemgetter(1))
+        if falls_short(memory, planned):
+            yield problem(
+                "TC122",
+                "hardware.device_memory_bytes",
+                f"the plan is for devices of {memory_text(planned)}, and {machine.name} has {name} "
+                f"with {memory_text(memory)}",
+                f"hardware.device_memory_bytes={memory}, or {machine.otherwise}",
+            )
 
 
 def visible_ones_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
@@ -131,8 +177,3 @@ def _names_one(entry: str, devices: tuple[Device, ...]) -> bool:
         entry == str(device.index) or (len(entry) > 3 and device.uuid.startswith(entry))
         for device in devices
     )
-
-
-def _visibility() -> str:
-    value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return "" if value is None else f" (CUDA_VISIBLE_DEVICES={value})"

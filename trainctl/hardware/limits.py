@@ -10,7 +10,7 @@ from pathlib import Path
 from trainctl.config.quantities import memory_text
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.errors import Finding
-from trainctl.hardware.detect import host_memory_limit
+from trainctl.hardware.devices import Machine, this_machine
 from trainctl.hardware.facts import Hardware
 from trainctl.hardware.finding import doubt, problem
 from trainctl.hardware.resolve import falls_short
@@ -73,15 +73,19 @@ def memory_can_be_locked(config: RunConfig, hardware: Hardware) -> Iterator[str 
 
 def memory_is_there(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """The memory that the plan is budgeted against may be used by this process."""
-    limit = host_memory_limit()
-    planned = hardware.host_memory_bytes
-    if planned is None or not falls_short(limit, planned):
-        yield f"{memory_text(limit)} may be used"
-        return
-    yield problem(
-        "TC131",
-        "hardware.host_memory_bytes",
-        f"the plan is for {memory_text(planned)} of host memory, and {memory_text(limit)} "
-        "may be used here (of the machine, or its control group)",
-        "more memory for the job or container, or hardware.host_memory_bytes=null",
-    )
+    machine = this_machine()
+    found = list(lacking_memory(hardware, machine))
+    yield from found or (f"{memory_text(machine.memory_bytes)} may be used",)
+
+
+def lacking_memory(hardware: Hardware, machine: Machine) -> Iterator[Finding]:
+    """What a machine lacks of the memory that a plan is budgeted against."""
+    planned, there = hardware.host_memory_bytes, machine.memory_bytes
+    if planned is not None and falls_short(there, planned):
+        yield problem(
+            "TC131",
+            "hardware.host_memory_bytes",
+            f"the plan is for {memory_text(planned)} of host memory, and {machine.name} has "
+            f"{memory_text(there)} of memory for it (its own, or the control group's)",
+            f"more memory for the job or container, or hardware.host_memory_bytes={there}",
+        )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from trainctl.config.quantities import disk_text
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware.facts import Hardware
@@ -51,6 +52,18 @@ def nvme_keeps_what_is_written(config: RunConfig, hardware: Hardware) -> Iterato
         yield f"{folder} ({kind}) was written and read back"
         return
     yield doubt("TC132", key, f"{folder} {what}", "name a folder of a local NVMe drive")
+
+
+def lacking_space(free_bytes: int, needed_bytes: int | None, where: str) -> Iterator[Finding]:
+    """What a disk lacks for a checkpoint, if it is known how much that takes."""
+    if needed_bytes is not None and free_bytes < needed_bytes:
+        yield problem(
+            "TC196",
+            "",
+            f"a checkpoint takes {disk_text(needed_bytes)}, and {where} has "
+            f"{disk_text(free_bytes)} free",
+            "free space, or name a directory on another disk with --run-dir",
+        )
 
 
 def write_and_read_back(folder: Path) -> bool:

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainctl.config.quantities import disk_text
 from trainctl.config.schema import Accelerator
 from trainctl.engines import declared
-from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware.health import preflight
+from trainctl.hardware.storage import lacking_space
 from trainctl.launch import program
 from trainctl.launch.attempts import run_attempts, start_one_agent
 from trainctl.launch.order import Launch, Start
@@ -66,16 +66,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
 def _no_space(folder: Path, checkpoint_bytes: int | None) -> Iterator[Finding]:
     """Of the disk that the folder is on, or will be: `run_launch` looks again."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    try:
-        require_space(there, checkpoint_bytes or 0)
-    except TrainctlError as error:
-        yield Finding(
-            rule="TC196",
-            key="",
-            message=error.message,
-            hint=error.hint,
-            exit_code=error.exit_code,
-        )
+    yield from lacking_space(shutil.disk_usage(there).free, checkpoint_bytes, str(there))
 
 
 def run_launch(launch: Launch) -> Outcome:
@@ -103,11 +94,5 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     Raises:
         TrainctlError: Exit code 4.
     """
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < needed_bytes:
-        raise TrainctlError(
-            f"a checkpoint takes {disk_text(needed_bytes)}, and {folder} has "
-            f"{disk_text(free_bytes)} free",
-            hint="free space, or name a directory on another disk with --run-dir",
-            exit_code=ExitCode.environment,
-        )
+    for lacking in lacking_space(shutil.disk_usage(folder).free, needed_bytes, str(folder)):
+        raise TrainctlError(lacking.message, hint=lacking.hint, exit_code=lacking.exit_code)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from trainctl.config.quantities import disk_text, memory_text
-from trainctl.config.schema import Accelerator
-from trainctl.errors import ExitCode, Finding, Severity
-from trainctl.hardware.resolve import falls_short
+from trainctl.errors import Finding
+from trainctl.hardware.devices import Machine, lacking_devices
+from trainctl.hardware.finding import problem
+from trainctl.hardware.limits import lacking_memory
+from trainctl.hardware.storage import lacking_space
 from trainctl.launch.survey import Report
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
@@ -69,7 +71,7 @@ def problems(
         *(_no_answer(report, plan) for report in reports if report.facts is None),
         *(finding for report in answered for finding in _versions(report, here, code)),
         *(finding for report in answered for finding in _own_code(report, own)),
-        *(finding for report in answered for finding in _devices(report, plan)),
+        *(finding for report in answered for finding in _machine(report, plan)),
         *(finding for report in answered for finding in _builds(report)),
         *(finding for report in answered for finding in _network(report, plan)),
         *(finding for report in answered for finding in _storage(report, checkpoint_bytes)),
@@ -83,7 +85,7 @@ def _no_answer(report: Report, plan: RunPlan) -> Finding:
     said = lines[-1].strip() if lines else ""
     if report.return_code is None:
         seconds = section_of(plan.config, SshConfig).preflight_seconds
-        return _problem(
+        return problem(
             "TC180",
             _HOSTS,
             f"{host} did not answer within {seconds:.0f} s",
@@ -91,8 +93,8 @@ def _no_answer(report: Report, plan: RunPlan) -> Finding:
         )
     for rule, pattern, what, hint in _SILENCE:
         if re.search(pattern, report.said) and "Could not resolve" not in report.said:
-            return _problem(rule, _HOSTS, f"{host}: {what} ({said})", hint.format(host=host))
-    return _problem(
+            return problem(rule, _HOSTS, f"{host}: {what} ({said})", hint.format(host=host))
+    return problem(
         "TC180",
         _HOSTS,
         f"{host} cannot be reached ({said or f'ssh ended with {report.return_code}'})",
@@ -106,14 +108,14 @@ def _versions(report: Report, here: Mapping[str, str], code: str) -> Iterator[Fi
     for package, version in here.items():
         if there.get(package) != version:
             found = there.get(package) or "none"
-            yield _problem(
+            yield problem(
                 "TC184",
                 _HOSTS,
                 f"{host} has {package} {found}, and this machine {version}",
                 "install the same versions everywhere, or share one environment",
             )
     if there == dict(here) and report.facts["code"] != code:
-        yield _problem(
+        yield problem(
             "TC185",
             _HOSTS,
             f"{host} has another code of trainctl ({report.facts['code']}) than this machine "
@@ -130,7 +132,7 @@ def _own_code(report: Report, own: Mapping[str, str]) -> Iterator[Finding]:
     for files, what in ((lacking, "does not have"), (other, "has another version of")):
         if files:
             more = f" and {len(files) - _FILES} more files" if len(files) > _FILES else ""
-            yield _problem(
+            yield problem(
                 "TC194",
                 _HOSTS,
                 f"{host} {what} {', '.join(files[:_FILES])}{more}",
@@ -138,54 +140,23 @@ def _own_code(report: Report, own: Mapping[str, str]) -> Iterator[Finding]:
             )
 
 
-def _devices(report: Report, plan: RunPlan) -> Iterator[Finding]:
+def _machine(report: Report, plan: RunPlan) -> Iterator[Finding]:
+    """What a local launch would miss of the plan's devices, cores and memory."""
     assert report.facts is not None
-    host, hardware = report.host.name, plan.hardware
-    planned = hardware.devices_per_node
-    if hardware.accelerator is Accelerator.cpu:
-        if report.facts["cores"] < planned:
-            yield _problem(
-                "TC186",
-                "hardware.devices_per_node",
-                f"{host}: {planned} processes will share {report.facts['cores']} cores",
-                severity=Severity.warning,
-            )
-    else:
-        yield from _accelerators(report, plan)
-    memory = hardware.host_memory_bytes
-    found = report.facts["host_memory_bytes"]
-    if memory is not None and falls_short(found, memory):
-        yield _problem(
-            "TC186",
-            "hardware.host_memory_bytes",
-            f"{host} has {memory_text(found)} of memory, and the plan is for {memory_text(memory)}",
-            f"hardware.host_memory_bytes={found}",
-        )
-
-
-def _accelerators(report: Report, plan: RunPlan) -> Iterator[Finding]:
-    assert report.facts is not None
-    host, hardware, devices = report.host, plan.hardware, report.facts["devices"]
-    wanted = host.devices or tuple(range(hardware.devices_per_node))
-    if len(devices) <= max(wanted):
-        yield _problem(
-            "TC186",
-            "hardware.devices_per_node",
-            f"{host.name} shows {len(devices)} devices, and the plan uses "
-            f"{', '.join(str(number) for number in wanted)}",
-            "look at nvidia-smi there; or plan for fewer devices, or leave the host out",
-        )
-        return
-    smallest = min((devices[number] for number in wanted), key=lambda d: int(d["memory_bytes"]))
-    planned = hardware.device_memory_bytes or 0
-    if falls_short(smallest["memory_bytes"], planned):
-        yield _problem(
-            "TC186",
-            "hardware.device_memory_bytes",
-            f"{host.name} has {smallest['name']} with {memory_text(smallest['memory_bytes'])}, "
-            f"and the plan is for {memory_text(planned)}",
-            f"hardware.device_memory_bytes={smallest['memory_bytes']}",
-        )
+    host, there = report.host, report.facts["machine"]
+    machine = Machine(
+        name=host.name,
+        devices=there["devices"],
+        cores=there["cores"],
+        memory_bytes=there["memory_bytes"],
+        otherwise=f"look at nvidia-smi there, or launcher.exclude={host.name}",
+        hides=there.get("hides", ""),
+    )
+    wanted = host.devices or range(plan.hardware.devices_per_node)
+    for found in lacking_devices(plan.hardware, machine, wanted):
+        yield replace(found, rule="TC186")
+    for found in lacking_memory(plan.hardware, machine):
+        yield replace(found, rule="TC186")
 
 
 def _builds(report: Report) -> Iterator[Finding]:
@@ -193,7 +164,7 @@ def _builds(report: Report) -> Iterator[Finding]:
     assert report.facts is not None
     for found in report.facts["builds"]:
         message = f"{report.host.name}: {found['message']}"
-        yield _problem(found["rule"], found["key"], message, found["hint"])
+        yield problem(found["rule"], found["key"], message, found["hint"])
 
 
 def _network(report: Report, plan: RunPlan) -> Iterator[Finding]:
@@ -203,20 +174,20 @@ def _network(report: Report, plan: RunPlan) -> Iterator[Finding]:
     if facts["address"] is None:
         named = launcher.interfaces.get(host, launcher.interface)
         what = f"has no interface {named} with an address" if named else "has no outer interface"
-        yield _problem(
+        yield problem(
             "TC191",
             "launcher.interfaces" if host in launcher.interfaces else "launcher.interface",
             f"{host} {what}",
             f"`ssh {host} ip -brief address` lists them",
         )
     elif facts["listens"] is None:
-        yield _problem(
+        yield problem(
             "TC191",
             "launcher.interface",
             f"{host} cannot listen on {facts['address']} ({facts['interface']})",
         )
     if facts["port"] and facts["port"]["problem"]:
-        yield _problem(
+        yield problem(
             "TC189",
             "launcher.port",
             f"port {facts['port']['number']} on {host} cannot be used: {facts['port']['problem']}",
@@ -227,34 +198,24 @@ def _network(report: Report, plan: RunPlan) -> Iterator[Finding]:
 def _storage(report: Report, checkpoint_bytes: int | None) -> Iterator[Finding]:
     assert report.facts is not None
     host, storage = report.host.name, report.facts["storage"]
+    what = ""
     if storage["problem"]:
-        yield _problem(
-            "TC187",
-            "",
-            f"{host} cannot write where the run is kept: {storage['problem']}",
-            "--run-dir must be on storage that all hosts share, at the same path",
-        )
+        what = f"cannot write where the run is kept: {storage['problem']}"
     elif report.unseen:
-        yield _problem(
-            "TC187",
-            "",
-            f"{host} does not see what {', '.join(report.unseen)} wrote where the run is kept",
-            "--run-dir must be on storage that all hosts share, at the same path",
-        )
-    elif checkpoint_bytes is not None and storage["free_bytes"] < checkpoint_bytes:
-        yield _problem(
-            "TC188",
-            "",
-            f"a checkpoint takes {disk_text(checkpoint_bytes)}, and {host} sees "
-            f"{disk_text(storage['free_bytes'])} free where the run is kept",
-            "free space, or name a directory on another disk with --run-dir",
-        )
+        what = f"does not see what {', '.join(report.unseen)} wrote where the run is kept"
+    if what:
+        hint = "--run-dir must be on storage that all hosts share, at the same path"
+        yield problem("TC187", "", f"{host} {what}", hint)
+        return
+    where = f"the folder of the run, as {host} sees it,"
+    for found in lacking_space(storage["free_bytes"], checkpoint_bytes, where):
+        yield replace(found, rule="TC188")
 
 
 def _clock(report: Report) -> Iterator[Finding]:
     if abs(report.clock_seconds) > CLOCK_SECONDS:
         ahead = "ahead of" if report.clock_seconds > 0 else "behind"
-        yield _problem(
+        yield problem(
             "TC190",
             _HOSTS,
             f"the clock of {report.host.name} is {abs(report.clock_seconds):.0f} s {ahead} that "
@@ -266,7 +227,7 @@ def _clock(report: Report) -> Iterator[Finding]:
 def _reach(report: Report) -> Iterator[Finding]:
     if report.unreached:
         assert report.facts is not None
-        yield _problem(
+        yield problem(
             "TC192",
             "launcher.interface",
             f"{report.host.name} by {report.facts['interface']} ({report.facts['address']}) does "
@@ -274,16 +235,3 @@ def _reach(report: Report) -> Iterator[Finding]:
             "name interfaces of one network with launcher.interface or launcher.interfaces, "
             "or open the firewall between the hosts",
         )
-
-
-def _problem(
-    rule: str, key: str, message: str, hint: str = "", *, severity: Severity = Severity.error
-) -> Finding:
-    return Finding(
-        rule=rule,
-        key=key,
-        message=message,
-        hint=hint,
-        severity=severity,
-        exit_code=ExitCode.environment,
-    )

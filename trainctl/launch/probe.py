@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from trainctl.config.codec import from_plain
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, builds
-from trainctl.hardware.detect import host_memory_limit, visible_devices
+from trainctl.hardware.detect import visible_devices
+from trainctl.hardware.devices import this_machine
 from trainctl.hardware.packages import version
 from trainctl.runs.network import addresses_of, interface_of, interface_towards, source_towards
 from trainctl.runs.provenance import file_digest
@@ -102,12 +104,7 @@ class Probe:
             "packages": {package: version(package) or "" for package in PACKAGES},
             "code": code_digest(),
             "files": {file: file_digest(Path(file)) for file in files},
-            "devices": [
-                {"name": device.name, "memory_bytes": device.memory_bytes}
-                for device in visible_devices()
-            ],
-            "cores": len(os.sched_getaffinity(0)),
-            "host_memory_bytes": host_memory_limit(),
+            "machine": asdict(this_machine(visible_devices())),
             "time": time.time(),
             "interface": name,
             "address": self._address,

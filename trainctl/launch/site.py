@@ -114,7 +114,7 @@ def _site(reports: Sequence[Report]) -> Site:
     return Site(
         hosts=tuple(report.host for report in reports),
         interfaces=tuple(str(of_host["interface"]) for of_host in facts),
-        cores=tuple(int(of_host["cores"]) for of_host in facts),
+        cores=tuple(int(of_host["machine"]["cores"]) for of_host in facts),
         address=str(facts[0]["address"]),
         port=int(facts[0]["port"]["number"]),
     )

@@ -18,12 +18,17 @@ TRAIN = {
     "z_loss": "train/z_loss",
     "loss_scale": "train/loss_scale",
     "tokens": "train/tokens",
+    "sources": "train/samples",
     "tokens_per_second": "throughput/tokens_per_second",
     "mfu": "throughput/mfu",
     "seconds": "seconds",
     "peak_bytes": "memory/peak_bytes",
 }
-EVALUATION = {"loss": "evaluation/loss", "ema_loss": "evaluation/ema_loss"}
+EVALUATION = {
+    "loss": "evaluation/loss",
+    "ema_loss": "evaluation/ema_loss",
+    "sources": "evaluation/loss",
+}
 KINDS = {"step": ("train", TRAIN), "evaluation": ("evaluation", EVALUATION)}
 """Kinds of records that have metrics: the kind of the points that they become, and their fields
 with the names of the metrics; a field that is a mapping or a list gives one for each of its

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import isqrt
 
 
@@ -24,3 +25,9 @@ def nearest_multiples(number: int, step: int) -> list[int]:
     """The positive multiples of `step` around `number`, without `number` itself."""
     below = (number - 1) // step * step
     return [value for value in (below, below + step) if value > 0 and value != number] or [step]
+
+
+def choices(values: Iterable[int], key: str = "") -> str:
+    """`key=4 or 8`, for hints."""
+    text = " or ".join(str(value) for value in values)
+    return f"{key}={text}" if key else text

@@ -48,6 +48,9 @@ class _Together:
         return self
 
     def __call__(self, standing: Standing) -> None:
+        if not standing.is_tokenizing:
+            self._progress(standing)
+            return
         self._last = standing.documents
         self._progress(replace(standing, documents=self._before + self._last))
 
@@ -85,7 +88,14 @@ def build_corpora(
     for name, section in sources_of(config.data).items():
         try:
             found[name] = build_corpus(
-                section, tokenizer, show.next(), tell, section=config.tokenizer, workers=workers
+                section,
+                tokenizer,
+                show.next(),
+                tell,
+                section=config.tokenizer,
+                workers=workers,
+                whole=config.data,
+                name=name,
             )
         except TrainctlError as error:
             raise of_source(config.data, name, error) from error
@@ -101,7 +111,7 @@ def cached_corpora(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Corpus 
     found = {}
     for name, section in sources_of(config.data).items():
         try:
-            found[name] = cached_corpus(section, tokenizer)
+            found[name] = cached_corpus(section, tokenizer, config.data, name)
         except TrainctlError as error:
             raise of_source(config.data, name, error) from error
     return found
@@ -147,8 +157,9 @@ def help_with(config: RunConfig, tokenizer: Tokenizer) -> None:
     Raises:
         TrainctlError: As `build_corpora`.
     """
-    for section in sources_of(config.data).values():
-        if cached_corpus(section, tokenizer) is None and in_parts(section):
+    for name, section in sources_of(config.data).items():
+        cached = cached_corpus(section, tokenizer, config.data, name)
+        if cached is None and in_parts(section):
             do_share(section, tokenizer, (1, 1), section=config.tokenizer)
 
 

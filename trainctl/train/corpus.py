@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from trainctl.config.quality import asks
 from trainctl.config.schema import DataConfig, TokenizerConfig
 from trainctl.config.text.documents import BadText, Reader, is_one_document, sides
 from trainctl.config.text.files import TextFiles, digest_of, split_files
@@ -20,10 +21,19 @@ from trainctl.data.assembly import bad_text, chunks
 from trainctl.data.part import DamagedPart
 from trainctl.data.preparation import do_tasks
 from trainctl.data.progress import Progress, unseen
+from trainctl.data.selecting import (
+    DROPPED,
+    Chosen,
+    Prepared,
+    choose,
+    folder_of_columns,
+    identity_of_choice,
+)
 from trainctl.data.store import Store, files_in_order
 from trainctl.data.tasks import Task
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import identity_of, spec_of
+from trainctl.plan.mixture import SOLE, sources_of
 from trainctl.train.corpus_file import FORMAT, Corpus, Split, read_corpus
 from trainctl.train.corpus_folder import chunks_of, locked, migrate, write_corpus
 from trainctl.train.corpus_in_place import chunks_in_place
@@ -59,6 +69,8 @@ def build_corpus(
     *,
     section: TokenizerConfig | None = None,
     workers: int | None = None,
+    whole: DataConfig | None = None,
+    name: str = SOLE,
 ) -> Corpus:
     """The corpus of a config, from the cache if the same files were tokenized before.
 
@@ -73,12 +85,15 @@ def build_corpus(
         tell: Called with a sentence, where the cache is not as it should be.
         section: Of the tokenizer, for other processes to load; None does everything in this one.
         workers: Processes; None is one for each core.
+        whole: The `data` of the run, where the config is one of its sources.
+        name: That source's.
 
     Raises:
-        TrainctlError: No file matches, one cannot be read or has bad text; or the cache cannot be
-            written (exit code 4).
+        TrainctlError: No file matches, one cannot be read or has bad text; nothing is left to train
+            on; or the cache cannot be written (exit code 4).
     """
-    folder, earlier, files = _cached_at(config, tokenizer)
+    whole = whole or config
+    folder, earlier, files = _cached_at(config, tokenizer, whole, name)
     if spec_of(config).is_tokenized:
         return _in_place(config, tokenizer, folder, files, tell)
 
@@ -111,18 +126,34 @@ def build_corpus(
     if not problem:
         do(store, tasks)  # before the lock, so that others help
 
+    def choose_of_run() -> Chosen:
+        sources = []
+        for source, its in sources_of(whole).items():
+            if in_parts(its):
+                its_store, its_tasks = _store_of(its, tokenizer, split_files(its))
+                do(its_store, its_tasks)
+                sources.append(Prepared(source, its, its_store, its_tasks, split_files(its)))
+        columns = folder_of_columns(cache_folder(), whole, sources)
+        with locked(columns, tell):
+            return choose(
+                whole, sources, columns, workers=1 if section is None else workers, show=progress
+            )
+
     def put_together() -> None:
         tell_of_format_1()
         for _ in range(_MOST_REPAIRS):
             do(store, tasks)
             try:
-                found = chunks(store, tasks, files, config.held_out_fraction)
+                chosen = choose_of_run() if asks(whole) else None
+                keep = chosen.keep[name] if chosen is not None else None
+                found = chunks(store, tasks, files, config.held_out_fraction, keep)
                 return write_corpus(
                     folder,
                     tokenizer,
                     found,
                     lambda: bad_text(store, tasks, files),
                     files_in_order(files.train, files.held_out),
+                    {DROPPED: chosen.dropped[name]} if chosen is not None else None,
                 )
             except DamagedPart as damage:
                 tell(f"{damage.folder} is damaged ({damage.why}): tokenizing its text again")
@@ -208,27 +239,41 @@ def _store_of(
     return store, store.tasks(files_in_order(files.train, files.held_out))
 
 
-def cached_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus | None:
+def cached_corpus(
+    config: DataConfig, tokenizer: Tokenizer, whole: DataConfig | None = None, name: str = SOLE
+) -> Corpus | None:
     """The corpus of a config, if the same files were tokenized before; no text is read.
 
     Ids that others made are there as soon as they are looked at.
 
+    Args:
+        config: As for `build_corpus`; so are the others.
+        tokenizer: Of the run.
+        whole: As for `build_corpus`.
+        name: Likewise.
+
     Raises:
         TrainctlError: No file matches; or as `build_corpus`, of ids that others made.
     """
-    folder, _, files = _cached_at(config, tokenizer)
+    folder, _, files = _cached_at(config, tokenizer, whole or config, name)
     if spec_of(config).is_tokenized:
         return _in_place(config, tokenizer, folder, files, _unheard)
     file = folder / "corpus.json"
     return Corpus.load(file) if file.is_file() else None
 
 
-def _cached_at(config: DataConfig, tokenizer: Tokenizer) -> tuple[Path, Path, TextFiles]:
+def _cached_at(
+    config: DataConfig, tokenizer: Tokenizer, whole: DataConfig, name: str
+) -> tuple[Path, Path, TextFiles]:
     """Where the cache has the corpus of a config, where it had it in format 1, and its files."""
     files = split_files(config)
     parts = _parts(config, tokenizer, files)
     cache = cache_folder()
-    folder = cache / f"corpus-{_key([str(FORMAT), *parts])}"
+    choice = []
+    if asks(whole):
+        every = {each: (its, split_files(its)) for each, its in sources_of(whole).items()}
+        choice = [name, identity_of_choice(whole, every)]
+    folder = cache / f"corpus-{_key([str(FORMAT), *parts, *choice])}"
     return folder, cache / f"corpus-{_key(_of_format_1(parts))}", files
 
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -74,6 +74,7 @@ def write_corpus(
     chunks: Iterable[Chunk],
     bad: Callable[[], BadText],
     files: Sequence[File] = (),
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Write tokens into a folder, which takes the place of one that is there.
 
@@ -85,6 +86,7 @@ def write_corpus(
         chunks: The documents; the sides may be mixed.
         bad: The account of bad text, asked when the chunks have ended.
         files: That chunks number; empty where they do not tell their files.
+        facts: Other files of the folder, by name, as plain JSON.
 
     Raises:
         TrainctlError: Whatever making the chunks raises, or the folder cannot be written (exit
@@ -100,6 +102,8 @@ def write_corpus(
         with writing(folder):
             if files:
                 write_json(temporary / FILES, [str(file) for file in files])
+            for name, plain in (facts or {}).items():
+                write_json(temporary / name, plain)
             write_json(
                 temporary / "corpus.json",
                 asdict(replace(corpus, bad_text=asdict(account) if account else {})),

@@ -84,11 +84,12 @@ def test_what_went_is_shown(tmp_path: Path) -> None:
     every = parts()
     selection = judge(every, tmp_path, RULES, precedence=["prose"], held_out=held_out())
 
-    def text(source: str, part: str, number: int) -> str:
+    def text(source: str, part: str, number: int) -> tuple[str, str]:
         (found,) = (each for each in every if (each.source, each.name) == (source, part))
-        return next(entry.text for entry in found.read() if entry.number == number)
+        where = f"{source}/{part} #{number}"
+        return where, next(entry.text for entry in found.read() if entry.number == number)
 
-    rows = list(shown(selection, text))
+    rows = [row for of in selection.examples.values() for row in shown(of, text)]
     assert {row.reason.partition(".")[0] for row in rows} >= {"exact", "near", "contamination"}
     for row in rows:
         assert row.document

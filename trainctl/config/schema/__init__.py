@@ -52,10 +52,12 @@ from trainctl.config.schema.optimization import (
 )
 from trainctl.config.schema.option import option, section
 from trainctl.config.schema.run import (
+    DEDUP_THRESHOLDS,
     CheckpointConfig,
     DataConfig,
     DataFromPaths,
     DataFromRecords,
+    Dedup,
     LoggingConfig,
     OnBadText,
     TokenizerConfig,
@@ -65,6 +67,7 @@ from trainctl.config.schema.run import (
 from trainctl.config.schema.sources import SourceConfig, StageConfig
 
 __all__ = [
+    "DEDUP_THRESHOLDS",
     "GROUPS",
     "Accelerator",
     "ActivationCheckpointingConfig",
@@ -78,6 +81,7 @@ __all__ = [
     "DataFromPaths",
     "DataFromRecords",
     "DataType",
+    "Dedup",
     "GradientsConfig",
     "GroupOverride",
     "HardwareConfig",

@@ -20,6 +20,7 @@ def option(
     above: float | None = None,
     example: str = "",
     units: str = "",
+    each: str = "",
     needs: tuple[Callable[[Any], bool], str] | None = None,
     whole: bool = False,
 ) -> Any:
@@ -34,6 +35,7 @@ def option(
         above: Bound below, exclusive (a learning rate is above 0).
         example: A value as it is typed, where its type alone does not say how: a list of mappings.
         units: The group whose registered options it names one of (`config.registry`).
+        each: The group whose options it has sections of, by their names; none takes one out.
         needs: When it has an effect, of the section that it is in, and that in words.
         whole: Whether it is of the whole run, so that none of several such sections has it.
     """
@@ -45,6 +47,7 @@ def option(
         "above": above,
         "example": example,
         "units": units,
+        "each": each,
         "needs": needs,
         "whole": whole,
     }

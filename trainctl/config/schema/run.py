@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trainctl.config.schema.option import option
 from trainctl.config.schema.sources import SourceConfig, StageConfig
@@ -16,6 +16,19 @@ class OnBadText(Enum):
     error = "error"
     replace = "replace"
     skip = "skip"
+
+
+class Dedup(Enum):
+    """Which documents count as copies of another one."""
+
+    none = "none"
+    exact = "exact"
+    minhash = "minhash"
+    substring = "substring"
+
+
+DEDUP_THRESHOLDS = {Dedup.minhash: 0.8, Dedup.substring: 0.5}
+"""From which likeness a document goes, where nothing else is said."""
 
 
 @dataclass
@@ -49,6 +62,46 @@ class DataConfig:
     factory: str | None = option(
         None,
         "Your own function that gives the documents, as module:function, instead of `kind`.",
+        whole=True,
+    )
+    filters: dict[str, Any] = option(
+        {},
+        "Rules that a document must meet, by the names of filters, each with its keys: "
+        "gopher_quality, c4, words, ...; null takes one out.",
+        example="{gopher_quality: {min_words: 40}}",
+        each="filter",
+    )
+    dedup: Dedup = option(
+        Dedup.none,
+        "Leave copies out, within and across sources: exact (the same text), minhash (nearly the "
+        "same) or substring (mostly passages of others). What is held out stays.",
+        whole=True,
+    )
+    dedup_threshold: float | None = option(
+        None,
+        "From which likeness a document goes. minhash: Jaccard index of word 5-grams, none 0.8; "
+        "substring: share of its words in passages of others, none 0.5.",
+        above=0,
+        maximum=1,
+        needs=(lambda data: data.dedup in DEDUP_THRESHOLDS, "data.dedup=minhash or substring"),
+        whole=True,
+    )
+    dedup_precedence: list[str] = option(
+        [],
+        "Sources by name, those first whose documents stay; the others follow as data.sources has "
+        "them.",
+        example="[books, web]",
+        needs=(
+            lambda data: data.dedup is not Dedup.none and data.sources,
+            "data.dedup and data.sources",
+        ),
+        whole=True,
+    )
+    decontaminate: list[str] = option(
+        [],
+        "Leave out what has a passage of these texts: paths as in data.paths, and held_out for "
+        "what the run itself holds out.",
+        example="[held_out, benchmarks/*.jsonl]",
         whole=True,
     )
     sources: dict[str, SourceConfig] = option(

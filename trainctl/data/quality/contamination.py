@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.data.quality.batches import Batch, Entry, batches
-from trainctl.data.quality.columns import Columns, ColumnWriter
+from trainctl.data.quality.columns import Columns, ColumnWriter, key_of
 from trainctl.data.quality.hashing import I64, U64
 
 WORDS = 13
@@ -27,7 +27,9 @@ SHORTEST = 8
 """Words of a held-out text that is looked for, at least."""
 
 
-def write_held_out(folder: Path, texts: Iterable[Entry], words: int = WORDS) -> HeldOut:
+def write_held_out(
+    folder: Path, texts: Iterable[Entry], words: int = WORDS, *, identity: str = ""
+) -> HeldOut:
     """Hash the n-grams of held-out texts into a folder, and give them.
 
     Takes 40 bytes a word of them in memory.
@@ -36,7 +38,10 @@ def write_held_out(folder: Path, texts: Iterable[Entry], words: int = WORDS) -> 
         folder: To make.
         texts: The held-out texts; their numbers are kept.
         words: Of an n-gram.
+        identity: What the texts depend on: where these were written before, none is read.
     """
+    if identity and _identity(folder) == identity:
+        return HeldOut.load(folder)
     hashes, owners, sizes = [], [], []
     too_short = 0
     for batch in batches(texts):
@@ -61,7 +66,9 @@ def write_held_out(folder: Path, texts: Iterable[Entry], words: int = WORDS) -> 
     with ColumnWriter(folder, sha256(unique.tobytes()).hexdigest()) as writer:
         writer.append(columns)
         writer.finish(
-            sizes=[int(each) for each in np.unique(columns["words"])], too_short=too_short
+            sizes=[int(each) for each in np.unique(columns["words"])],
+            too_short=too_short,
+            identity=identity,
         )
     return HeldOut.load(folder)
 
@@ -120,6 +127,12 @@ class HeldOut:
         unique = np.unique(document << 32 | hits)
         counts = np.bincount(unique >> 32, minlength=len(batch)).astype(np.int64)
         return (unique & 0xFFFFFFFF).astype(np.uint32), counts, first
+
+
+def _identity(folder: Path) -> str:
+    """Of the texts that a folder's n-grams are of; empty if there is none."""
+    found = Columns.load(folder).manifest if key_of(folder) is not None else {}
+    return str(found.get("identity", ""))
 
 
 @cache

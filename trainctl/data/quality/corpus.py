@@ -1,7 +1,7 @@
 """The columns of all parts as one table, whose rows have ids: 0 and up, by precedence.
 
-Sources stand in the order of their precedence, parts of a source in that of their names, documents
-in that of the part. Of two that are alike the one with the lower id stays, so nothing depends on
+Sources stand in the order of their precedence, parts of a source in their own, documents in that of
+the part. Of two that are alike the one with the lower id stays, so nothing depends on
 the order in which parts were measured, or are given.
 """
 
@@ -75,10 +75,10 @@ class Measured:
             TrainctlError: A part is not measured, or damaged (exit code 5).
         """
 
-        def place(part: Part) -> tuple[int, str, str]:
+        def place(part: Part) -> tuple[int, str, int, str]:
             known = part.source in precedence
             at = precedence.index(part.source) if known else len(precedence)
-            return at, part.source, part.name
+            return at, part.source, part.order, part.name
 
         table, first = [], 0
         for part in sorted(parts, key=place):

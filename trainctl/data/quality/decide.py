@@ -42,6 +42,7 @@ def select(
     same: I64,
     pairs: Pairs | None = None,
     passages: Passages | None = None,
+    fixed: Bool | None = None,
 ) -> Selection:
     """Decide which documents stay.
 
@@ -53,8 +54,10 @@ def select(
         same: What `exact.same_texts` gives.
         pairs: What `near.near_pairs` gives, at the threshold of the rules or a lower one.
         passages: What `passages.shared_passages` gives.
+        fixed: Documents that stay whatever they are, and before which all others go: those that are
+            held out, [documents]. None has none.
     """
-    judge = _Judge(corpus)
+    judge = _Judge(corpus, fixed)
     for part in corpus.parts:
         for reason, value, goes in _filtered(part, rules.filters.get(part.source, {})):
             judge.remove(reason, part.ids[goes], value[goes])
@@ -74,14 +77,20 @@ class _Judge:
 
     Args:
         corpus: The columns.
+        fixed: As for `select`.
     """
 
-    def __init__(self, corpus: Measured) -> None:
+    def __init__(self, corpus: Measured, fixed: Bool | None = None) -> None:
         self.corpus = corpus
+        self.fixed = fixed if fixed is not None else np.zeros(corpus.documents, dtype=np.bool_)
         self.why = np.zeros(corpus.documents, dtype=np.uint8)
         self._reasons: dict[str, int] = {}
         self._counts: dict[str, dict[str, Tally]] = {}
         self._examples: dict[str, dict[str, list[tuple[int, int, float | None, int | None]]]] = {}
+
+    def places(self, ids: I64) -> I64:
+        """Where documents stand: of two that are alike the later goes. Fixed ones come first."""
+        return np.where(self.fixed[ids], ids, ids + len(self.fixed))
 
     def remove(
         self,
@@ -94,10 +103,15 @@ class _Judge:
 
         Args:
             reason: Why.
-            ids: The documents, ascending; some may have gone already.
+            ids: The documents, ascending; some may have gone already, and fixed ones stay.
             values: The number of each that the reason is about.
             likes: What stays in each one's place.
         """
+        goes = ~self.fixed[ids]
+        if not goes.all():
+            ids = ids[goes]
+            values = values[goes] if values is not None else None
+            likes = likes[goes] if likes is not None else None
         code = self._reasons.setdefault(reason, len(self._reasons) + 1)
         assert code < 256
         stays = self.why[ids] == 0
@@ -203,7 +217,7 @@ def _contaminated(judge: _Judge, rule: Contamination, same: I64) -> int:
     frequency = np.zeros(highest + 1, dtype=np.int64)
     for part in parts:
         owner = _owners(part)
-        copies = part.among(same[:, 0])[owner]
+        copies = (part.among(same[:, 0]) | judge.fixed[part.ids])[owner]
         frequency += np.bincount(part.columns["contamination"][~copies], minlength=highest + 1)
     counted = np.ones(highest + 1, dtype=np.bool_)
     if rule.max_documents is not None:
@@ -231,7 +245,7 @@ def _first_copies(judge: _Judge, same: I64, removes: bool) -> dict[int, int]:
     """
     groups = np.concatenate((np.unique(same[:, 1]), same[:, 1]))
     members = np.concatenate((np.unique(same[:, 1]), same[:, 0]))
-    order = np.lexsort((members, groups))
+    order = np.lexsort((judge.places(members), groups))
     groups, members = groups[order], members[order]
     here = judge.why[members] == 0
     first, begin = np.unique(groups[here], return_index=True)
@@ -255,10 +269,13 @@ def _similar(judge: _Judge, pairs: Pairs, same: I64, stays: Mapping[int, int]) -
         for first, other in stays.items():
             ids[pairs.ids == first] = other
     there = (ids >= 0).all(1) & (judge.why[ids] == 0).all(1)
-    ids, index = np.sort(ids[there], axis=1), pairs.jaccard[there]
-    order = np.lexsort((ids[:, 0], ids[:, 1]))
+    places, index = np.sort(judge.places(ids[there]), axis=1), pairs.jaccard[there]
+    ids = places % max(1, len(judge.fixed))
+    order = np.lexsort((places[:, 0], places[:, 1]))
     gone: dict[int, tuple[int, float]] = {}
     for (low, high), value in zip(ids[order].tolist(), index[order].tolist(), strict=True):
+        if judge.fixed[high]:
+            continue
         if high not in gone and low not in gone:  # all pairs in which `low` is the later are done
             gone[high] = (low, value)
     removed = np.array(list(gone), dtype=np.int64)
@@ -281,11 +298,11 @@ def _repeating(judge: _Judge, passages: Passages, share: float, stays: Mapping[i
     every = judge.corpus.rows("words", taking)
     has = np.zeros(int(passages.anchor.max(initial=-1)) + 1, dtype=np.bool_)
     gone: dict[int, float] = {}
-    for number in np.argsort(taking).tolist():
+    for number in np.argsort(judge.places(taking)).tolist():
         own = slice(begins[number], ends[number])
         known = has[passages.anchor[own]]
         part = covered(passages.word[own][known]) / int(every[number])
-        if part >= share:
+        if part >= share and not judge.fixed[taking[number]]:
             gone[int(taking[number])] = part
         else:
             has[passages.anchor[own]] = True

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from trainctl.config.codec import to_plain
 from trainctl.data.quality.batches import Entry
 from trainctl.data.quality.columns import key_of
 from trainctl.data.quality.contamination import write_held_out
-from trainctl.data.quality.corpus import Measured
+from trainctl.data.quality.corpus import Measured, MeasuredPart
 from trainctl.data.quality.decide import select
 from trainctl.data.quality.duplicates import find_duplicates, key_of_corpus
 from trainctl.data.quality.groups import MEMORY
+from trainctl.data.quality.hashing import Bool
 from trainctl.data.quality.measure import Part, Wanted, measure_all
 from trainctl.data.quality.selection import Rules, Selection
 
@@ -29,6 +33,8 @@ def judge(
     *,
     precedence: Sequence[str] = (),
     held_out: Iterable[Entry] = (),
+    held_out_identity: str = "",
+    fixed: Callable[[MeasuredPart], Bool] | None = None,
     processes: int = 1,
     memory: int = MEMORY,
     done: Callable[[Part], None] = lambda part: None,
@@ -44,6 +50,8 @@ def judge(
         rules: What removes a document.
         precedence: Sources, those first whose documents stay; others follow by name.
         held_out: Texts whose passages are looked for, if the rules have `contamination`.
+        held_out_identity: What these depend on; where it is given and as before, none is read.
+        fixed: Gives which documents of a part stay whatever they are, [documents].
         processes: That measure side by side.
         memory: Bytes to stay below while sorting.
         done: Called when a part is measured.
@@ -55,7 +63,7 @@ def judge(
     folder.mkdir(parents=True, exist_ok=True)
     contaminates = rules.contamination is not None
     if contaminates:
-        write_held_out(folder / HELD_OUT, held_out)
+        write_held_out(folder / HELD_OUT, held_out, identity=held_out_identity)
     wanted = Wanted(
         near=rules.near is not None,
         held_out=folder / HELD_OUT if contaminates else None,
@@ -64,11 +72,13 @@ def judge(
     parts = [replace(part, filters=rules.filters.get(part.source, {})) for part in parts]
     measure_all(parts, folder, wanted, processes=processes, done=done)
     corpus = Measured.load(parts, folder, precedence)
-    key = key_of_corpus(corpus, _plain(rules))
+    stay = np.concatenate([np.empty(0, np.bool_), *map(fixed, corpus.parts)]) if fixed else None
+    mark = sha256(np.packbits(stay).tobytes()).hexdigest() if stay is not None else ""
+    key = key_of_corpus(corpus, _plain(rules), mark)
     if key_of(folder / SELECTION) == key:
         return Selection.load(folder / SELECTION)
     found = find_duplicates(corpus, rules, folder / DUPLICATES, memory)
-    selection = select(corpus, rules, found.same, found.pairs, found.passages)
+    selection = select(corpus, rules, found.same, found.pairs, found.passages, stay)
     selection.write(folder / SELECTION, key)
     return selection
 

@@ -8,6 +8,7 @@ and up to 32 of a table for each word of held-out texts.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from trainctl.data.quality.batches import Batch, Entry, batches
 from trainctl.data.quality.columns import Columns, ColumnWriter, key_of
 from trainctl.data.quality.contamination import HeldOut
 from trainctl.data.quality.winnowing import anchors
+from trainctl.runs.processes import die_with_parent
 
 VERSION = 1
 """Of the numbers: to be raised when the same document gets others."""
@@ -41,6 +43,7 @@ class Part:
         identity: What its documents depend on; another one has it measured again.
         read: Gives them. It is called in another process, to which it is pickled.
         filters: What is measured for filters: `{name: keys}`; the keys' thresholds do not matter.
+        order: Its place among its source's parts; those of one place follow by name.
     """
 
     source: str
@@ -48,6 +51,7 @@ class Part:
     identity: str
     read: Callable[[], Iterable[Entry]]
     filters: Mapping[str, Any] = field(default_factory=dict)
+    order: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,10 @@ def measure_all(
             work(part)
             done(part)
         return
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    pool = ProcessPoolExecutor(
+        processes, get_context("spawn"), initializer=die_with_parent, initargs=(os.getpid(),)
+    )
+    with pool:
         started = {pool.submit(work, part): part for part in parts}
         try:
             for future in as_completed(started):

@@ -150,7 +150,7 @@ class Selection:
                 for source, of in facts["counts"].items()
             },
             examples={
-                source: {reason: tuple(map(_example, some)) for reason, some in of.items()}
+                source: {reason: tuple(map(example_of, some)) for reason, some in of.items()}
                 for source, of in facts["examples"].items()
             },
             common_ngrams=facts["common_ngrams"],
@@ -158,6 +158,7 @@ class Selection:
         )
 
 
-def _example(data: dict[str, Any]) -> Example:
+def example_of(data: dict[str, Any]) -> Example:
+    """One that was written as JSON."""
     like = data["like"]
     return Example(**{**data, "like": tuple(like) if like is not None else None})

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from trainctl.data.quality.contamination import passage
-from trainctl.data.quality.selection import CONTAMINATED, EXACT, NEAR, SUBSTRING, Example, Selection
+from trainctl.data.quality.selection import CONTAMINATED, EXACT, NEAR, SUBSTRING, Example
 
 _CHARACTERS = 200
 """Of an excerpt."""
 
-Texts = Callable[[str, str, int], str]
-"""Gives the text of a document: its source, part and number."""
+Texts = Callable[[str, str, int], tuple[str, str]]
+"""Gives a document of a source, part and number: where it is, for people, and its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,11 @@ class Shown:
     Attributes:
         source: Its source.
         reason: Why, by name.
-        document: Its part and number.
+        document: Where it is.
         why: The same in words, with the number that decided.
         excerpt: The beginning of its text, or the held-out passage in it.
-        other: The beginning of the one that stays in its place; empty if there is none.
+        like: Where the document is that stays in its place; empty if there is none.
+        other: The beginning of that one.
     """
 
     source: str
@@ -33,27 +34,29 @@ class Shown:
     document: str
     why: str
     excerpt: str
+    like: str = ""
     other: str = ""
 
 
-def shown(selection: Selection, texts: Texts) -> Iterator[Shown]:
-    """The examples of a selection, by source and reason."""
-    for source, of in selection.examples.items():
-        for reason, examples in of.items():
-            for each in examples:
-                yield Shown(
-                    source=source,
-                    reason=reason,
-                    document=f"{each.part} #{each.number}",
-                    why=_why(reason, each),
-                    excerpt=_excerpt(each, texts(source, each.part, each.number)),
-                    other=_cut(texts(*each.like)) if each.like is not None else "",
-                )
+def shown(examples: Mapping[str, Iterable[Example]], texts: Texts) -> Iterator[Shown]:
+    """Examples of a selection in words, by reason."""
+    for reason, some in examples.items():
+        for each in some:
+            where, text = texts(each.source, each.part, each.number)
+            like, other = texts(*each.like) if each.like is not None else ("", "")
+            yield Shown(
+                source=each.source,
+                reason=reason,
+                document=where,
+                why=_why(reason, each, like),
+                excerpt=_excerpt(each, text),
+                like=like,
+                other=_cut(other),
+            )
 
 
-def _why(reason: str, example: Example) -> str:
+def _why(reason: str, example: Example, like: str) -> str:
     value = example.value if example.value is not None else 0.0
-    like = f"{example.like[0]}/{example.like[1]} #{example.like[2]}" if example.like else ""
     if reason == EXACT:
         return f"the same text as {like}"
     if reason == NEAR:

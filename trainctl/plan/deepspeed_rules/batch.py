@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainctl.plan.deepspeed_rules.case import AUTO, Case
 from trainctl.plan.deepspeed_rules.rule import Meets, Problem, rule
 from trainctl.plan.deepspeed_rules.values import is_whole
-from trainctl.plan.nearest import nearest_divisors, nearest_multiples
+from trainctl.plan.nearest import choices, nearest_divisors, nearest_multiples
 
 TOTAL, MICRO, STEPS = (
     "train_batch_size",
@@ -191,9 +191,9 @@ def _mismatch(
         near = nearest_multiples(total, each) if total % each else [total]
         legal = " or ".join(f"{value} (accumulation {value // each})" for value in near)
     else:
-        legal = " or ".join(str(value) for value in near)
+        legal = choices(near)
     return Problem(TOTAL, message, f"nearest legal: {legal}")
 
 
 def _divisors(number: int, wanted: int) -> str:
-    return "nearest legal: " + " or ".join(str(size) for size in nearest_divisors(number, wanted))
+    return f"nearest legal: {choices(nearest_divisors(number, wanted))}"

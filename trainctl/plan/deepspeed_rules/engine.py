@@ -9,7 +9,7 @@ from typing import Any
 from trainctl.plan.deepspeed_rules.case import Case
 from trainctl.plan.deepspeed_rules.rule import Meets, Problem, rule
 from trainctl.plan.deepspeed_rules.values import is_number
-from trainctl.plan.nearest import nearest_divisors
+from trainctl.plan.nearest import choices, nearest_divisors
 
 ZERO = "zero_optimization"
 STAGE = f"{ZERO}.stage"
@@ -93,8 +93,8 @@ def heads_are_shared_evenly(case: Case) -> Iterator[Problem]:
     for key, size in sizes.items():
         heads = model.num_attention_heads
         if isinstance(size, int) and size > 1 and heads % size:
-            near = " or ".join(str(each) for each in nearest_divisors(heads, size))
-            yield Problem(key, f"{key}={size} does not divide the model's {heads} heads", f"{near}")
+            near = choices(nearest_divisors(heads, size), key)
+            yield Problem(key, f"{key}={size} does not divide the model's {heads} heads", near)
 
 
 @rule(
@@ -111,7 +111,7 @@ def experts_go_with_the_rest(case: Case) -> Iterator[Problem]:
         yield Problem(inner, f"{inner} above 1 is not supported", f"{inner}=1")
     world = case.around.world_size
     if isinstance(size, int) and size > 0 and world is not None and world % size:
-        near = " or ".join(str(each) for each in nearest_divisors(world, size))
+        near = choices(nearest_divisors(world, size), AUTOEP)
         yield Problem(AUTOEP, f"{AUTOEP}={size} does not divide the {world} ranks", near)
     if case.tensor_size < 2:
         return

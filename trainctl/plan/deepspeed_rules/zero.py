@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainctl.plan.deepspeed_rules.case import Case
 from trainctl.plan.deepspeed_rules.rule import Meets, Problem, rule
 from trainctl.plan.deepspeed_rules.values import is_number, shown, words
-from trainctl.plan.nearest import nearest_divisors
+from trainctl.plan.nearest import choices, nearest_divisors
 
 ZERO = "zero_optimization"
 QUANTIZED = (
@@ -147,7 +147,7 @@ def secondary_partitions_divide_a_node(case: Case) -> Iterator[Problem]:
     node, world = case.around.devices_per_node, case.around.world_size
     ranks = node or world
     if case.stage == 3 and isinstance(size, int) and size > 1 and ranks and ranks % size:
-        near = " or ".join(str(each) for each in nearest_divisors(ranks, size))
+        near = choices(nearest_divisors(ranks, size))
         what = f"a node's {node} devices" if node else f"the {world} ranks"
         yield Problem(key, f"{case.setting(key)} does not divide {what}", case.names.fix(key, near))
 
@@ -185,11 +185,10 @@ def keys_of_zero_have_an_effect(case: Case) -> Iterator[Problem]:
         key = f"{ZERO}.{name}"
         is_set = case.given(key) and case.get(key) != case.schema.keys[key].default
         if is_set and case.stage not in stages:
-            wanted = " or ".join(str(stage) for stage in stages)
             yield Problem(
                 key,
                 f"{key}={shown(case.get(key))} has no effect at ZeRO stage {case.stage}",
-                f"leave it out, or {ZERO}.stage={wanted}",
+                f"leave it out, or {choices(stages, f'{ZERO}.stage')}",
             )
 
 

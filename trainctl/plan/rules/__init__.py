@@ -22,6 +22,7 @@ from trainctl.plan.rules import (
     no_effect,
     optimizer,
     precision,
+    quality,
     recompute,
     run,
     stability,
@@ -120,6 +121,11 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC343", data.stages_know_their_sources),
     ("TC344", data.batches_keep_their_tokens),
     ("TC349", data.lengths_suit_the_engine),
+    ("TC353", quality.copies_can_be_found),
+    ("TC354", quality.precedence_knows_its_sources),
+    ("TC355", quality.what_is_looked_for_is_held_out),
+    ("TC356", quality.filters_keep_something),
+    ("TC357", quality.chosen_documents_are_whole),
     ("TC361", data.ids_are_no_text),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""

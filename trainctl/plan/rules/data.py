@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from fractions import Fraction
 
 from trainctl.config.codec import to_plain
@@ -111,7 +112,7 @@ def run_of_sources_has_a_length(draft: Draft) -> Iterator[Finding]:
             "leave one of the two out",
         )
     default = to_plain(section_class("data", data.kind)())
-    whole = {"kind", "shuffle", "mask_documents", "factory", "sources", "stages"}
+    whole = {"kind", *(item.name for item in fields(data) if item.metadata["whole"])}
     for name, value in to_plain(data).items():
         if name not in whole and value != default[name]:
             yield warning(

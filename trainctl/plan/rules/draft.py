@@ -13,6 +13,7 @@ from trainctl.hardware import Hardware
 from trainctl.plan import deepspeed_rules
 from trainctl.plan.batches import Batch, Batches
 from trainctl.plan.deepspeed import derived_settings
+from trainctl.plan.nearest import choices as choices
 from trainctl.plan.nearest import nearest_divisors as nearest_divisors
 from trainctl.plan.nearest import nearest_multiples as nearest_multiples
 from trainctl.plan.own_json import own_case
@@ -64,9 +65,3 @@ def error(key: str, message: str, hint: str = "") -> Finding:
 def warning(key: str, message: str, hint: str = "") -> Finding:
     """A finding that is printed and recorded."""
     return Finding(rule="", key=key, message=message, hint=hint, severity=Severity.warning)
-
-
-def choices(values: list[int], key: str = "") -> str:
-    """`key=4 or 8`, for hints."""
-    text = " or ".join(str(value) for value in values)
-    return f"{key}={text}" if key else text

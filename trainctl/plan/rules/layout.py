@@ -115,7 +115,9 @@ def attention_sees_the_whole_sequence(draft: Draft) -> Iterator[Finding]:
     and windows, from the positions.
     """
     config = draft.config
-    model, length = config.model, config.training.sequence_length
+    model = config.model
+    stages = (stage.sequence_length or 0 for stage in config.data.stages)
+    length = max([config.training.sequence_length, *stages])
     if config.parallelism.sequence == 1 or model.attention is AttentionKind.flash_attention_2:
         return
     key = "parallelism.sequence"

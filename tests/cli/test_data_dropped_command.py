@@ -1,0 +1,97 @@
+"""`trainctl data prepare` and `data show --dropped`: what is left out of a mixture, and why."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from trainctl.cli.main import run
+from trainctl.errors import ExitCode
+
+RECIPE = """\
+# Two sources, and what is asked of them.
+defaults: [tiny, _self_]
+data:
+  dedup: minhash
+  decontaminate: [bench.txt]
+  sources:
+    code:  {paths: [code], weight: 0.7, held_out_fraction: 0}
+    prose:
+      paths: [prose.jsonl]
+      weight: 0.3
+      held_out_fraction: 0
+      filters: {gopher_quality: {min_stop_words: null}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
+    draw = random.Random(0)
+    words = [f"word{number}" for number in range(3000)]
+    texts = [" ".join(draw.choices(words, k=400)) for _ in range(20)]
+    for name in ("recipes", "code"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "recipes" / "mix.yaml").write_text(RECIPE)
+    (tmp_path / "bench.txt").write_text(" ".join(texts[7].split()[20:60]))
+    for number in range(10):
+        (tmp_path / "code" / f"{number}.txt").write_text(texts[number])
+    prose = [*texts[10:], texts[3], texts[4].replace("word", "other", 2), "a few words"]
+    lines = (json.dumps({"text": text}) + "\n" for text in prose)
+    (tmp_path / "prose.jsonl").write_text("".join(lines))
+
+
+def test_what_is_left_out_is_counted_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["data", "show", "mix", "--dropped"]) == ExitCode.run_state
+    assert "the text of code is not prepared" in capsys.readouterr().err
+    assert run(["data", "prepare", "mix"]) == 0
+    out = capsys.readouterr().out
+    assert "code: 1 of 10 documents to train on are left out" in out
+    assert "prose: 3 of 13 documents to train on are left out" in out
+    assert "  contamination: 1 documents" in out and "  near: 1 documents" in out
+    assert run(["data", "show", "mix", "--dropped"]) == 0
+    shown = capsys.readouterr().out
+    assert "code/7.txt\n    contamination: 28 n-grams of held-out texts" in shown
+    assert "prose.jsonl:11\n    exact: the same text as " in shown
+    assert "what stays | word" in shown
+    assert run(["data", "show", "mix", "--dropped", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    code, prose = told["sources"]
+    assert (code["documents"], code["stay"]) == (10, 9)
+    went = {name: tally["documents"] for name, tally in prose["reasons"].items()}
+    assert went["gopher_quality.min_words"] == went["exact"] == went["near"] == 1
+    likes = {row["reason"]: Path(row["like"]).name for row in told["examples"] if row["like"]}
+    assert likes == {"exact": "3.txt", "near": "4.txt"}
+    assert run(["data", "prepare", "mix", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dropped"] == told["sources"]
+
+
+def test_what_cannot_be_asked_is_said_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(3):
+        (tmp_path / "code" / f"{number}.py").write_text("x = 1\n" * 500)
+    asked = [
+        "data.decontaminate=[nothing/*.jsonl]",
+        "data.sources.code.paths=[code/*.py]",
+        "data.sources.code.filters={fineweb: {}, words: {file: none.txt}}",
+        "data.sources.prose.filters.function.call=no_such_module:score",
+    ]
+    assert run(["validate", "mix", *asked]) == ExitCode.bad_input
+    captured = capsys.readouterr()
+    said = captured.out + captured.err
+    assert "no file matches 'nothing/*.jsonl'" in said
+    assert "none.txt does not exist" in said
+    assert "there is no module no_such_module" in said
+    assert "3 of 3 files end in .py: nearly all code goes" in said
+
+
+def test_without_anything_asked_nothing_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["data", "show", "tiny", "--dropped"]) == ExitCode.bad_input
+    assert "nothing is asked of the documents" in capsys.readouterr().err
+    assert run(["data", "show", "runs/none"]) == ExitCode.bad_input
+    assert "--samples 12,40-44" in capsys.readouterr().err

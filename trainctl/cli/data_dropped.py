@@ -1,0 +1,95 @@
+"""`trainctl data show --dropped`: which documents are not trained on, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainctl.cli.console import print_json, printable, put
+from trainctl.config.quality import asks
+from trainctl.config.schema import RunConfig
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.mixture import sources_of
+
+if TYPE_CHECKING:
+    from trainctl.data.quality.shown import Shown
+
+
+def show_dropped(config: RunConfig, *, as_json: bool) -> None:
+    """Print what went of each source, with examples.
+
+    Raises:
+        TrainctlError: Nothing was asked of the documents, or the corpus is not prepared.
+    """
+    from trainctl.data.dropped import examples_of
+
+    found = list(dropped_of(config))
+    if as_json:
+        examples = [asdict(row) for dropped in found for row in examples_of(dropped)]
+        print_json({"schema": 1, "sources": [told(each) for each in found], "examples": examples})
+        return
+    for dropped in found:
+        put_dropped(dropped)
+        for row in examples_of(dropped):
+            put("")
+            _put_example(row)
+
+
+def put_dropped(dropped: dict[str, Any]) -> None:
+    """Print what went of a source, by reason."""
+    of, stay = dropped["documents"], dropped["stay"]
+    put(f"{dropped['source']}: {of - stay:,} of {of:,} documents to train on are left out")
+    for reason, tally in dropped["reasons"].items():
+        also = tally["applies"] - tally["documents"]
+        more = f"; and so would {also:,} that went before" if also else ""
+        put(
+            f"  {reason}: {tally['documents']:,} documents, {tally['characters']:,} "
+            f"characters{more}"
+        )
+    if dropped["common_ngrams"]:
+        put(f"  {dropped['common_ngrams']:,} held-out n-grams do not count: too many have them")
+
+
+def told(dropped: dict[str, Any]) -> dict[str, Any]:
+    """What went of a source, as JSON says it."""
+    keys = ("source", "documents", "stay", "reasons", "common_ngrams")
+    return {key: dropped[key] for key in keys}
+
+
+def dropped_of(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Of each source what went.
+
+    Raises:
+        TrainctlError: Nothing was asked of the documents, or the corpus is not prepared.
+    """
+    from trainctl.data.dropped import read_dropped
+    from trainctl.train.corpus import cached_corpus
+    from trainctl.train.tokenizer import load_tokenizer
+
+    if not asks(config.data) or config.data.factory is not None:
+        raise TrainctlError(
+            "nothing is asked of the documents: all of them are trained on",
+            hint="data.dedup, data.filters and data.decontaminate leave some out",
+        )
+    tokenizer = load_tokenizer(config.tokenizer)
+    for name, section in sources_of(config.data).items():
+        corpus = cached_corpus(section, tokenizer, config.data, name)
+        if corpus is None:
+            raise TrainctlError(
+                f"the text of {name} is not prepared",
+                hint="trainctl data prepare, with the same words",
+                exit_code=ExitCode.run_state,
+            )
+        found = read_dropped(Path(corpus.folder))
+        if found is not None:  # a single document is left as it is
+            yield found
+
+
+def _put_example(row: Shown) -> None:
+    put(f"  {printable(row.document)}")
+    put(f"    {row.reason}: {printable(row.why)}")
+    put(f"    | {printable(row.excerpt)}")
+    if row.other and row.other != row.excerpt:
+        put(f"    what stays | {printable(row.other)}")

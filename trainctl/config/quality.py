@@ -1,0 +1,94 @@
+"""What a configuration asks of the documents that are trained on: filters, copies, held-out texts.
+
+All of it is derived from the sections of `data`; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.codec import from_plain
+from trainctl.config.parts import kind_of_paths
+from trainctl.config.registry import load, new_section
+from trainctl.config.schema import DEDUP_THRESHOLDS, DataConfig, DataFromRecords, Dedup
+from trainctl.config.user_code import find_module
+from trainctl.errors import TrainctlError
+
+HELD_OUT = "held_out"
+"""In `data.decontaminate`: what the run itself holds out."""
+
+
+def asks(whole: DataConfig) -> bool:
+    """Whether anything is asked of the documents of a run."""
+    sections: list[Any] = [whole, *whole.sources.values()]
+    is_filtered = any(keys is not None for each in sections for keys in each.filters.values())
+    return is_filtered or whole.dedup is not Dedup.none or bool(whole.decontaminate)
+
+
+def threshold_of(whole: DataConfig) -> float | None:
+    """From which likeness a document goes; None where the kind of copies has none."""
+    if whole.dedup_threshold is not None and whole.dedup in DEDUP_THRESHOLDS:
+        return whole.dedup_threshold
+    return DEDUP_THRESHOLDS.get(whole.dedup)
+
+
+def precedence_of(whole: DataConfig) -> list[str]:
+    """All sources by name, those first whose documents stay."""
+    return list(dict.fromkeys([*whole.dedup_precedence, *whole.sources]))
+
+
+def filters_of(section: DataConfig) -> dict[str, Any]:
+    """The filters of a source with their keys: `{name: FilterConfig}`."""
+    filters: Mapping[str, Any] = section.filters
+    return {
+        name: from_plain(load("filter", name).keys, keys, f"filters.{name}")
+        for name, keys in filters.items()
+        if keys is not None
+    }
+
+
+def lists_of(section: DataConfig) -> list[str]:
+    """A digest of each list and function of a source's filters, in the order of their names.
+
+    Of a function it is its module's file: what that imports is not looked at.
+
+    Raises:
+        TrainctlError: A list cannot be read.
+    """
+    found = []
+    for name, keys in sorted(filters_of(section).items()):
+        for setting in load("filter", name).settings:
+            value = getattr(keys, setting)
+            file = Path(value).expanduser() if setting == "file" else None
+            if setting == "call":
+                module = find_module(value.partition(":")[0], Path.cwd())
+                file = module if isinstance(module, Path) else None
+            if file is not None:
+                found.append(f"{name} {_digest(file)}")
+    return found
+
+
+def held_out_sections(whole: DataConfig) -> Iterator[DataConfig]:
+    """For each path of `data.decontaminate` the section that reads it: of the kind that reads files
+    of such an ending, with the text under the key that the run has."""
+    for path in whole.decontaminate:
+        if path != HELD_OUT:
+            kind = kind_of_paths("data", {"paths": [path]}) or "files"
+            section = new_section("data", kind, held_out_fraction=0.0)
+            section.paths = [path]
+            section.on_bad_text = whole.on_bad_text
+            if isinstance(section, DataFromRecords) and isinstance(whole, DataFromRecords):
+                section.text_key = whole.text_key
+            yield section
+
+
+def _digest(file: Path) -> str:
+    try:
+        return sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise TrainctlError(
+            f"cannot read {file}: {error.strerror}", hint="name a text file"
+        ) from None

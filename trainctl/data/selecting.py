@@ -1,0 +1,325 @@
+"""Which documents of prepared sources are trained on: the rules of a configuration, applied to the
+parts of stores. Between the tasks of the stores and the corpora that are put together.
+
+What is held out stays as it is, and of two documents that are alike the held-out one does. Columns
+are kept by what they depend on, so another threshold, or another share held out, reads no text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.quality import (
+    HELD_OUT,
+    filters_of,
+    held_out_sections,
+    lists_of,
+    precedence_of,
+    threshold_of,
+)
+from trainctl.config.registry import load, section_class
+from trainctl.config.schema import DataConfig, Dedup
+from trainctl.config.text.documents import Reader
+from trainctl.config.text.files import TextFiles, digest_of, split_files
+from trainctl.config.text.remote import version_of
+from trainctl.data.assembly import held_out_of
+from trainctl.data.preparation import processes_for
+from trainctl.data.progress import Meter, Progress, unseen
+from trainctl.data.quality.batches import Entry
+from trainctl.data.quality.hashing import Bool
+from trainctl.data.quality.judge import judge
+from trainctl.data.quality.measure import Part
+from trainctl.data.quality.selection import Contamination, Rules, Selection
+from trainctl.data.store import Store, read_documents
+from trainctl.data.tasks import Task
+from trainctl.errors import TrainctlError
+
+DROPPED = "dropped.json"
+"""Of a corpus, which has it if something was asked of its documents: what went, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A source whose tasks are done.
+
+    Attributes:
+        name: Its name; that of a corpus of one source is `data`.
+        config: Its section.
+        store: Where its tokens are.
+        tasks: All of it, in order.
+        files: Which are held out.
+    """
+
+    name: str
+    config: DataConfig
+    store: Store
+    tasks: Sequence[Task]
+    files: TextFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What stays of the sources.
+
+    Attributes:
+        keep: Which documents stay, by source and by the key of a task, [documents] each.
+        dropped: What `DROPPED` says, by source, as plain JSON.
+    """
+
+    keep: Mapping[str, Mapping[str, Bool]]
+    dropped: Mapping[str, Mapping[str, Any]]
+
+
+def identity_of_choice(
+    whole: DataConfig, sources: Mapping[str, tuple[DataConfig, TextFiles]]
+) -> str:
+    """What the choice depends on beside a source's own files: of the key of its corpus.
+
+    Args:
+        whole: The `data` of the run.
+        sources: Section and files of each source, by name.
+
+    Raises:
+        TrainctlError: A list or a held-out set cannot be read.
+    """
+    held_out = [
+        [section.kind, *map(version_of, split_files(section).train)]
+        for section in held_out_sections(whole)
+    ]
+    every = {
+        name: [
+            section.filters,
+            lists_of(section),
+            [version_of(file) for file in files.train],
+            [version_of(file) for file in files.held_out],
+        ]
+        for name, (section, files) in sources.items()
+    }
+    what = [
+        whole.dedup.value,
+        threshold_of(whole),
+        precedence_of(whole),
+        HELD_OUT in whole.decontaminate,
+        held_out,
+        every,
+    ]
+    return digest_of(json.dumps(what))
+
+
+def folder_of_columns(cache: Path, whole: DataConfig, sources: Iterable[Prepared]) -> Path:
+    """Where the columns of sources are kept: one folder for all thresholds, and all files."""
+    what = {
+        "dedup": whole.dedup.value,
+        "decontaminate": whole.decontaminate,
+        "sources": {each.name: [each.store.folder.name, *_settings(each)] for each in sources},
+    }
+    return cache / f"quality-{digest_of(json.dumps(what, sort_keys=True))[:24]}"
+
+
+def choose(
+    whole: DataConfig,
+    sources: Sequence[Prepared],
+    folder: Path,
+    *,
+    workers: int | None = None,
+    show: Progress = unseen,
+) -> Chosen:
+    """Which documents of sources stay.
+
+    Nobody else is to be at the folder meanwhile.
+
+    Args:
+        whole: The `data` of the run: copies, precedence, held-out texts.
+        sources: All of them; each has its own filters.
+        folder: Of the columns.
+        workers: Processes; None is one for each core, as far as they are worth their start.
+        show: Called with how far measuring has come.
+
+    Raises:
+        DamagedPart: A part of a store is not what was written.
+        TrainctlError: Text cannot be read any more, a user's function fails, or nothing is left to
+            train on.
+    """
+    rules = Rules(
+        filters={each.name: filters_of(each.config) for each in sources},
+        contamination=Contamination() if whole.decontaminate else None,
+        exact=whole.dedup is not Dedup.none,
+        near=threshold_of(whole) if whole.dedup is Dedup.minhash else None,
+        substring=threshold_of(whole) if whole.dedup is Dedup.substring else None,
+    )
+    parts: list[Part] = []
+    task_of: dict[tuple[str, str], tuple[Prepared, Task]] = {}
+    fixed: dict[tuple[str, str], Bool] = {}
+    for source in sources:
+        masks = held_out_of(
+            source.store, source.tasks, source.files, source.config.held_out_fraction
+        )
+        for order, (task, mask) in enumerate(zip(source.tasks, masks, strict=True)):
+            part = _part(source, task, order, task_of)
+            parts.append(part)
+            task_of[source.name, part.name] = source, task
+            fixed[source.name, part.name] = mask
+    meter = Meter(
+        sum(task.size for each in sources for task in each.tasks), show, doing="judging documents"
+    )
+    selection = judge(
+        parts,
+        folder,
+        rules,
+        precedence=precedence_of(whole),
+        held_out=_held_out_texts(whole, task_of, fixed),
+        held_out_identity=_identity_of_texts(whole, parts, fixed),
+        fixed=lambda part: fixed[part.source, part.name],
+        processes=processes_for([task for each in sources for task in each.tasks], workers),
+        done=lambda part: meter.task(task_of[part.source, part.name][1].size),
+    )
+    return _chosen(selection, task_of, fixed, sources)
+
+
+def read_section(section: Mapping[str, Any]) -> DataConfig:
+    """The section of a source, as plain data, with the keys that its reader knows."""
+    own = to_plain(section_class("data", section["kind"])())
+    return from_plain(DataConfig, {key: value for key, value in section.items() if key in own})
+
+
+def _part(source: Prepared, task: Task, order: int, taken: Mapping[Any, object]) -> Part:
+    content = source.store.part(task).folder.name
+    name, number = content, 1
+    while (source.name, name) in taken:  # two tasks of the same content
+        number += 1
+        name = f"{content}-{number}"
+    return Part(
+        source=source.name,
+        name=name,
+        identity=" ".join((content, *lists_of(source.config))),
+        read=partial(_entries, to_plain(source.config), task.to_plain()),
+        order=order,
+    )
+
+
+def _entries(section: Mapping[str, Any], task: Mapping[str, Any]) -> Iterator[Entry]:
+    """The documents of a task, numbered as they are in its part."""
+    documents = read_documents(Task.from_plain(dict(task)), read_section(section))
+    for number, (_, text) in enumerate(documents):
+        yield Entry(number, text)
+
+
+def _settings(source: Prepared) -> list[Any]:
+    """What the columns of a source depend on, of its filters."""
+    return [
+        [name, *(getattr(keys, each) for each in load("filter", name).settings)]
+        for name, keys in sorted(filters_of(source.config).items())
+    ]
+
+
+def _identity_of_texts(
+    whole: DataConfig, parts: Sequence[Part], fixed: Mapping[tuple[str, str], Bool]
+) -> str:
+    named = [
+        [to_plain(section), *map(version_of, split_files(section).train)]
+        for section in held_out_sections(whole)
+    ]
+    own = [
+        [part.source, part.identity, np.packbits(fixed[part.source, part.name]).tobytes().hex()]
+        for part in (parts if HELD_OUT in whole.decontaminate else ())
+    ]
+    return digest_of(json.dumps([named, own]))
+
+
+def _held_out_texts(
+    whole: DataConfig,
+    task_of: Mapping[tuple[str, str], tuple[Prepared, Task]],
+    fixed: Mapping[tuple[str, str], Bool],
+) -> Iterator[Entry]:
+    """The texts that are looked for, numbered through."""
+    number = 0
+    for section in held_out_sections(whole):
+        for document in Reader(section).documents(split_files(section).train):
+            yield Entry(number, document.text)
+            number += 1
+    if HELD_OUT not in whole.decontaminate:
+        return
+    for at, (source, task) in task_of.items():
+        if fixed[at].any():
+            for entry in _entries(to_plain(source.config), task.to_plain()):
+                if fixed[at][entry.number]:
+                    yield replace(entry, number=number)
+                    number += 1
+
+
+def _chosen(
+    selection: Selection,
+    task_of: Mapping[tuple[str, str], tuple[Prepared, Task]],
+    fixed: Mapping[tuple[str, str], Bool],
+    sources: Sequence[Prepared],
+) -> Chosen:
+    keep: dict[str, dict[str, Bool]] = {each.name: {} for each in sources}
+    trained = dict.fromkeys(keep, 0)
+    left = dict.fromkeys(keep, 0)
+    stays = selection.stays
+    for name, part, first in selection.parts:
+        mask = fixed[name, part]
+        own = stays[first : first + len(mask)]
+        if len(own) != len(mask):
+            raise TrainctlError(
+                f"the text of {name} is not the one that was tokenized",
+                hint="start again when nobody writes to its files",
+            )
+        keep[name][task_of[name, part][1].key] = own
+        trained[name] += int((~mask).sum())
+        left[name] += int((own & ~mask).sum())
+    dropped = {
+        name: {
+            "schema": 1,
+            "source": name,
+            "documents": trained[name],
+            "stay": left[name],
+            "reasons": {
+                reason: asdict(tally) for reason, tally in selection.counts.get(name, {}).items()
+            },
+            "common_ngrams": selection.common_ngrams,
+            **_examples(selection, name, task_of),
+        }
+        for name in keep
+    }
+    for name in keep:
+        if trained[name] and not left[name]:
+            raise TrainctlError(
+                f"nothing of {name} is left to train on: of {trained[name]:,} documents "
+                f"{in_words(dropped[name])}",
+                hint="choose another threshold, or set the filter to null",
+            )
+    return Chosen(keep, dropped)
+
+
+def in_words(dropped: Mapping[str, Any]) -> str:
+    """What went of a source and why, such as `exact took 12, c4.min_sentences 3`."""
+    counts = {reason: tally["documents"] for reason, tally in dropped["reasons"].items()}
+    most_first = sorted(counts.items(), key=lambda each: -each[1])
+    some = [f"{reason} took {count:,}" for reason, count in most_first if count]
+    return ", ".join(some) or "none went"
+
+
+def _examples(
+    selection: Selection,
+    name: str,
+    task_of: Mapping[tuple[str, str], tuple[Prepared, Task]],
+) -> dict[str, Any]:
+    """The examples of a source, and where their texts are."""
+    of = selection.examples.get(name, {})
+    every = [each for some in of.values() for each in some]
+    named = {(each.source, each.part) for each in every}
+    named |= {each.like[:2] for each in every if each.like is not None}
+    return {
+        "examples": {reason: [asdict(each) for each in some] for reason, some in of.items()},
+        "sections": {at[0]: to_plain(task_of[at][0].config) for at in named},
+        "parts": [[*at, task_of[at][1].to_plain()] for at in sorted(named)],
+    }
