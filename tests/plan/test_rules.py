@@ -6,6 +6,7 @@ import pytest
 from plan_cases import config_with, cpus, gpus
 
 from trainctl.config.keys import leaf_of
+from trainctl.config.schema import Packing
 from trainctl.errors import Severity
 from trainctl.plan.resolve import resolve
 from trainctl.plan.rules import RULES
@@ -79,6 +80,34 @@ ERRORS = [
         gpus(),
         "data.sources.code.max_bytes=9 is of text, and data.sources.code.kind=tokens has ids",
         "fewer files",
+    ),
+    (
+        "TC362",
+        {**mixed({"until": 0.5, "sequence_length": 512}, {}), "data__packing": Packing.best_fit},
+        gpus(),
+        "data.stages[0]: sequence_length=512 with data.packing=best_fit, whose bins are of",
+        "data.packing=stream",
+    ),
+    (
+        "TC362",
+        {**mixed(code={"shuffle_shards": 2}), "data__packing": Packing.best_fit},
+        gpus(),
+        "data.sources.code.shuffle_shards=2 with data.packing=best_fit",
+        "data.packing=stream",
+    ),
+    (
+        "TC363",
+        mixed(code={"fim_rate": 0.5}),
+        gpus(),
+        "data.sources.code.fim_rate=0.5 needs tokens that announce prefix, middle and suffix",
+        "data.sources.code.fim_rate=0",
+    ),
+    (
+        "TC363",
+        {"data__fim_rate": 0.5, "data__fim_tokens": ["<a>", "<a>", "<b>"]},
+        gpus(),
+        "are not three tokens",
+        "in this order",
     ),
     ("TC342", mixed({"until": 0.5}), gpus(), "stages[0]: until=0.5, and it is the last", "leave"),
     ("TC342", mixed({}, {}), gpus(), "data.stages[0] has no end, and is not the last", "one of"),

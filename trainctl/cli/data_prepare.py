@@ -51,6 +51,7 @@ def prepare(
     Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32
     """
     from trainctl.data.progress import Standing
+    from trainctl.train.bins import drawn_tokens
     from trainctl.train.corpora import build_corpora, do_shares
     from trainctl.train.prepare import TokenizingProgress, say
     from trainctl.train.tokenizer import load_tokenizer
@@ -91,6 +92,7 @@ def prepare(
         of = f"{name}: " if config.data.sources else ""
         for side, split in (("to train on", corpus.train), ("held out", corpus.held_out)):
             put(f"{of}{split.tokens:,} tokens {side}, of {split.documents:,} documents")
+        drawn_tokens(config, corpus, put)
     just_now = f", {last.documents:,} documents tokenized just now" if last.documents else ""
     put(f"in {', '.join(corpus.folder for corpus in corpora.values())}{just_now}")
     for each in left_out:

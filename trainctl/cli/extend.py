@@ -85,11 +85,14 @@ def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) 
     """
     from trainctl.data.mixture import order_of
     from trainctl.data.past import changes_of_past
+    from trainctl.train.bins import drawn_tokens
     from trainctl.train.corpora import recorded
 
     if not run.corpus.is_file():
         return
-    tokens = {name: corpus.train.tokens for name, corpus in recorded(run.corpus).items()}
+    tokens = {
+        name: drawn_tokens(made.config, corpus) for name, corpus in recorded(run.corpus).items()
+    }
     if not set(sources_of(made.config.data)) <= set(tokens):
         counts, _ = count_sources(made.config)
         tokens = {name: count.tokens for name, count in counts.items()} | tokens

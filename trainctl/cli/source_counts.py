@@ -32,6 +32,7 @@ NO_SOURCE = "TC348"
 def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
     """How long each source is, and what keeps one from being read; nothing is tokenized for it."""
     from trainctl.data.mixture import Count
+    from trainctl.train.bins import drawn_tokens
     from trainctl.train.corpora import of_source
     from trainctl.train.corpus import cached_corpus
     from trainctl.train.tokenizer import load_tokenizer
@@ -43,7 +44,7 @@ def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
         try:
             corpus = cached_corpus(section, tokenizer, config.data, name)
             if corpus is not None:
-                counts[name] = Count(tokens=corpus.train.tokens)
+                counts[name] = Count(tokens=drawn_tokens(config, corpus))
             else:
                 counts[name] = Count(tokens=_guess(section, tokenizer), is_estimate=True)
         except TrainctlError as error:

@@ -8,10 +8,11 @@ from fractions import Fraction
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import section_class
-from trainctl.config.schema import CompileKind, DataFromPaths, OnBadText, StageConfig
+from trainctl.config.schema import CompileKind, DataFromPaths, OnBadText, Packing, StageConfig
 from trainctl.errors import Finding
 from trainctl.options.data import spec_of
 from trainctl.options.precision import precision_of
+from trainctl.options.tokenizer import spec_of as tokenizer_of
 from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.mixture import (
     add_up,
@@ -89,6 +90,51 @@ def ids_are_no_text(draft: Draft) -> Iterator[Finding]:
             yield warning(
                 f"{key}.on_bad_text",
                 f"{key}.on_bad_text has no effect: {kind} has ids, and no text",
+            )
+
+
+def bins_have_one_length(draft: Draft) -> Iterator[Finding]:
+    """Best-fit packing makes bins of a length: they are no shorter ones, and have no shards."""
+    data, length = draft.config.data, draft.config.training.sequence_length
+    if data.packing is Packing.stream:
+        return
+    for number, stage in enumerate(data.stages):
+        if stage.sequence_length not in (None, length):
+            yield error(
+                "data.stages",
+                f"data.stages[{number}]: sequence_length={stage.sequence_length} with data.packing="
+                f"{data.packing.value}, whose bins are of training.sequence_length={length}",
+                "data.packing=stream, or the same length in all stages",
+            )
+    for name, source in data.sources.items():
+        if source.shuffle_shards is not None:
+            yield error(
+                f"data.sources.{name}.shuffle_shards",
+                f"data.sources.{name}.shuffle_shards={source.shuffle_shards} with data.packing="
+                f"{data.packing.value}: a bin's documents are from anywhere in the source",
+                "data.packing=stream",
+            )
+
+
+def infilling_has_its_tokens(draft: Draft) -> Iterator[Finding]:
+    """Three tokens announce what has been moved; and the tokenizer of bytes has none."""
+    data = draft.config.data
+    for name, section in sources_of(data).items():
+        key = f"data.sources.{name}" if data.sources else "data"
+        if not section.fim_rate:
+            continue
+        if len(set(section.fim_tokens)) != 3 or len(section.fim_tokens) != 3:
+            yield error(
+                f"{key}.fim_tokens",
+                f"{key}.fim_tokens={section.fim_tokens} are not three tokens",
+                "those of prefix, middle and suffix, in this order",
+            )
+        if tokenizer_of(draft.config.tokenizer).file is None:
+            yield error(
+                f"{key}.fim_rate",
+                f"{key}.fim_rate={section.fim_rate:g} needs tokens that announce prefix, middle "
+                f"and suffix, and tokenizer.kind={draft.config.tokenizer.kind} has none",
+                f"{key}.fim_rate=0, or a tokenizer with such tokens",
             )
 
 
