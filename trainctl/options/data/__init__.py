@@ -51,6 +51,8 @@ class DataSource(Spec):
         is_tokenized: Whether its files have ids, which are used where they are. Its `build` is then
             called as ``open(section, file)`` and gives a `data.tokenized.Tokenized`, and `problem`
             has what is known of the tokenizer, a `TokenizerFacts` or None, as its first argument.
+        is_prepared: Whether it names a corpus that lies prepared elsewhere, and has no files here.
+            Its `build` is then called as ``open(section, tokenizer, tell)`` and gives the corpus.
     """
 
     endings: tuple[str, ...] = ()
@@ -63,6 +65,7 @@ class DataSource(Spec):
     places: Callable[[File], list[int | None]] | None = None
     identity: Callable[[Any], str] | None = None
     is_tokenized: bool = False
+    is_prepared: bool = False
 
 
 def spec_of(section: DataConfig) -> DataSource:
