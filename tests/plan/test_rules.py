@@ -74,6 +74,16 @@ ERRORS = [
         "training.tokens=NUMBER",
     ),
     ("TC341", {**mixed(), "data__factory": "a:b"}, gpus(), "both say what is trained on", "leave"),
+    ("TC365", {"data__kind": "stream"}, gpus(), "data.kind=stream needs data.url", "data.url=s3:"),
+    (
+        "TC365",
+        mixed(
+            code={"kind": "stream", "url": "s3://a", "cache_bytes": 10**9, "shuffle_shards": 8},
+        ),
+        gpus(),
+        "data.sources.code.cache_bytes=1000000000 holds less than two windows of 8 shards",
+        "data.sources.code.shuffle_shards=3",
+    ),
     (
         "TC361",
         mixed(code={"kind": "tokens", "paths": ["a.bin"], "max_bytes": 9}),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainctl.data.progress import Standing
     from trainctl.train.corpora import Corpora
     from trainctl.train.corpus import Corpus
+    from trainctl.train.tokenizer import Tokenizer
 
 
 def prepare(
@@ -40,6 +41,15 @@ def prepare(
             show_default=False,
         ),
     ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="URL",
+            help="Write the corpus there as well, or into a folder: data=stream reads it.",
+            show_default=False,
+        ),
+    ] = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
@@ -48,15 +58,21 @@ def prepare(
     A launch does this by itself. What was tokenized before is kept, also where this is killed; the
     same command on other machines with the same cache helps.
 
-    Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32
+    Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32;
+    trainctl data prepare my-recipe --to s3://bucket/corpus
     """
     from trainctl.data.progress import Standing
+    from trainctl.errors import TrainctlError
     from trainctl.train.bins import drawn_tokens
     from trainctl.train.corpora import build_corpora, do_shares
     from trainctl.train.prepare import TokenizingProgress, say
     from trainctl.train.tokenizer import load_tokenizer
 
     share = _share(task) if task is not None else None
+    if share is not None and to is not None:
+        raise TrainctlError(
+            "--task does a share, and --to writes all", hint="--to without --task, after the shares"
+        )
     name, overrides = split_target(target)
     config = compose_target(name, overrides, config_dir).config
     _require_text(config)
@@ -82,6 +98,7 @@ def prepare(
             )
         return
     corpora = build_corpora(config, tokenizer, show, say, workers=workers)
+    places = _written(corpora, tokenizer, to, is_mixture=bool(config.data.sources)) if to else {}
     left_out = list(dropped_of(config)) if asks(config.data) else []
     if as_json:
         dropped = {"dropped": [told(each) for each in left_out]} if left_out else {}
@@ -95,8 +112,25 @@ def prepare(
         drawn_tokens(config, corpus, put)
     just_now = f", {last.documents:,} documents tokenized just now" if last.documents else ""
     put(f"in {', '.join(corpus.folder for corpus in corpora.values())}{just_now}")
+    for place in places.values():
+        put(f"written to {place}: data=stream data.url={place}")
     for each in left_out:
         put_dropped(each)
+
+
+def _written(
+    corpora: Corpora, tokenizer: Tokenizer, to: str, *, is_mixture: bool
+) -> dict[str, str]:
+    """Write each corpus elsewhere: where each is; of several, in a folder of its source's name."""
+    from trainctl.data.legs import SHARD_TOKENS
+    from trainctl.train.prepare import say
+    from trainctl.train.streams import send
+
+    base = to.rstrip("/")
+    places = {name: f"{base}/{name}" if is_mixture else base for name in corpora}
+    for name, corpus in corpora.items():
+        send(corpus, tokenizer, places[name], SHARD_TOKENS, say)
+    return places
 
 
 def _as_json(corpora: Corpora, last: Standing, *, is_mixture: bool) -> dict[str, object]:

@@ -14,12 +14,13 @@ from trainctl.data.mixture import order_of
 from trainctl.data.order import Order
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
 from trainctl.plan.batches import Batch
-from trainctl.plan.mixture import sources_of
+from trainctl.plan.mixture import sources_of, stages_of_plan
 from trainctl.plan.types import RunPlan
 from trainctl.train.bins import bins_of, drawn_tokens
 from trainctl.train.corpus import Corpus, Split
 from trainctl.train.infilling import infilling_of
 from trainctl.train.rows import Rows, SampleRows
+from trainctl.train.streams import Stream, StreamedCorpus
 
 
 class PackedDataset:
@@ -88,12 +89,14 @@ class TrainingData:
         datasets: One for each name of a source and length of a sample.
         data_rank: Number of this rank among those that have other samples.
         data_size: Number of those.
+        streams: Corpora that are fetched while they are read.
     """
 
     order: Order
     datasets: Mapping[tuple[str, int], PackedDataset]
     data_rank: int
     data_size: int
+    streams: tuple[Stream, ...] = ()
 
     @classmethod
     def of(
@@ -114,7 +117,7 @@ class TrainingData:
             for stage in order.stages
             for name in stage.weights
         }
-        return cls(order, datasets, data_rank, data_size)
+        return cls(order, datasets, data_rank, data_size, _followed(plan, order, corpora))
 
     def step(self, first_sample: int, batch: Batch) -> list[MicroBatch]:
         """This rank's micro-batches of an optimizer step.
@@ -123,6 +126,8 @@ class TrainingData:
             first_sample: Counter of the step's first sample.
             batch: Of the step, of all ranks.
         """
+        for stream in self.streams:
+            stream.move(first_sample)
         samples = self.order.at(self.counters(first_sample, batch))
         return [
             self._micro_batch(*of_pass, batch.sequence_length)
@@ -155,6 +160,23 @@ class TrainingData:
             rows.put(mine, dataset.read(indices[mine], epochs[mine]))
             is_masked = dataset.mask_documents
         return _micro_batch(rows, indices, is_masked=is_masked)
+
+
+def _followed(plan: RunPlan, order: Order, corpora: Mapping[str, Corpus]) -> tuple[Stream, ...]:
+    """What is fetched ahead as the run's samples need it."""
+    found = {
+        name: corpus.stream
+        for name, corpus in corpora.items()
+        if isinstance(corpus, StreamedCorpus) and corpus.stream is not None
+    }
+    if not found:
+        return ()
+    stages = stages_of_plan(plan)
+    batches = [phase.batch for stage in stages for phase in stage.batches.phases]
+    largest = max(batch.global_batch_size for batch in batches)
+    for name, stream in found.items():
+        stream.follow(order, name, end=stages[-1].sample_of(stages[-1].end_step), batch=largest)
+    return tuple(found.values())
 
 
 def held_out_data(plan: RunPlan, corpora: Mapping[str, Corpus]) -> dict[str, PackedDataset]:

@@ -24,6 +24,7 @@ from trainctl.train.corpora import (
     save_corpora,
 )
 from trainctl.train.infilling import infilling_of
+from trainctl.train.streams import make_room
 from trainctl.train.tokenizer import load_tokenizer
 
 
@@ -65,6 +66,7 @@ def prepare(
     for name in sources_of(config.data):
         infilling_of(config, name)
     _check_length(plan, corpora, tell)
+    make_room(config, corpora)
     save_corpora(run.corpus, as_before(corpora, run.corpus))
 
 
