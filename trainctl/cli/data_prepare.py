@@ -62,7 +62,6 @@ def prepare(
     trainctl data prepare my-recipe --to s3://bucket/corpus
     """
     from trainctl.data.progress import Standing
-    from trainctl.errors import TrainctlError
     from trainctl.train.bins import drawn_tokens
     from trainctl.train.corpora import build_corpora, do_shares
     from trainctl.train.prepare import TokenizingProgress, say
