@@ -240,7 +240,7 @@ def test_a_mixture_of_bins_is_trained_as_planned_and_goes_on_bit_for_bit(with_wo
     train_cases(1, [Case(plan, stopped, attempt=2)])
     assert curve(stopped) == curve(whole)
     corpora = build_corpora(config, load_tokenizer(config.tokenizer))
-    counts = {name: Count(drawn_tokens(config, corpus)) for name, corpus in corpora.items()}
+    counts = {name: Count(tokens=drawn_tokens(config, corpus)) for name, corpus in corpora.items()}
     (stage,) = plan_data(plan, counts).stages
     steps = step_curve(read_events(whole.events)).values()
     for name, use in stage.sources.items():
