@@ -222,3 +222,18 @@ def test_the_same_in_any_number_of_processes(
     monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "another"))
     together = build_corpus(asked, ByteTokenizer(), section=section, workers=2)
     assert together.digest == alone.digest
+
+
+def test_a_source_of_a_mixture_is_tokenized_in_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "TASK_BYTES", 1)
+    for number in range(2):
+        lines(tmp_path / "a" / f"{number}.jsonl", TEXTS[5 * number : 5 * number + 5])
+    asked = "data.sources={a: {paths: [a], weight: 1, held_out_fraction: 0}}"
+    whole = compose([asked, "data.dedup=exact"]).config.data
+    section = new_section("tokenizer", "byte")
+    made = build_corpus(
+        whole.sources["a"], ByteTokenizer(), section=section, workers=2, whole=whole, name="a"
+    )
+    assert documents(made) == TEXTS[:10]

@@ -135,9 +135,9 @@ def test_the_command_escapes_what_a_terminal_would_obey(tmp_path, capsys, monkey
     run.root.mkdir()
     plan = plan_of(folder, "*.txt")
     prepare(plan, run)
-    monkeypatch.setattr("trainctl.runs.directory.open_run", lambda path: run)
+    monkeypatch.setattr("trainctl.cli.data.open_run", lambda path: run)
     monkeypatch.setattr("trainctl.runs.directory.last_attempt", lambda paths: 1)
-    monkeypatch.setattr("trainctl.runs.directory.read_plan", lambda path: plan)
+    monkeypatch.setattr("trainctl.cli.data.read_plan", lambda path: plan)
     command.show([str(run.root)], "0", characters=400)
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\x07" not in out and "red" in out

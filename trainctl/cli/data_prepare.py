@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
+from trainctl.cli.console import print_json, put
+from trainctl.cli.data_dropped import dropped_of, put_dropped, told
+from trainctl.cli.findings import show_findings
+from trainctl.cli.planning import compose_target
+from trainctl.config.files import missing_files
+from trainctl.config.quality import asks
+from trainctl.config.schema import RunConfig
+from trainctl.errors import TrainctlError
 
 if TYPE_CHECKING:
-    from trainctl.config.schema import RunConfig
     from trainctl.data.progress import Standing
     from trainctl.train.corpora import Corpora
     from trainctl.train.corpus import Corpus
@@ -54,12 +61,7 @@ def prepare(
     Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32;
     trainctl data prepare my-recipe --to s3://bucket/corpus
     """
-    from trainctl.cli.console import print_json, put
-    from trainctl.cli.data_dropped import dropped_of, put_dropped, told
-    from trainctl.cli.planning import compose_target
-    from trainctl.config.quality import asks
     from trainctl.data.progress import Standing
-    from trainctl.errors import TrainctlError
     from trainctl.train.bins import drawn_tokens
     from trainctl.train.corpora import build_corpora, do_shares
     from trainctl.train.prepare import TokenizingProgress, say
@@ -157,8 +159,6 @@ def _share(text: str) -> tuple[int, int]:
     Raises:
         TrainctlError: It is not that.
     """
-    from trainctl.errors import TrainctlError
-
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     number, count = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= number <= count:
@@ -175,10 +175,6 @@ def _require_text(config: RunConfig) -> None:
     Raises:
         TrainctlError: With all that is wrong.
     """
-    from trainctl.cli.findings import show_findings
-    from trainctl.config.files import missing_files
-    from trainctl.errors import TrainctlError
-
     if config.data.factory is not None:
         raise TrainctlError(
             "data.factory is asked when a run starts, and what it gives is kept with the run",

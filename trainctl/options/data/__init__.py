@@ -7,12 +7,12 @@ the same for all of them, and know no kind.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trainctl.config.codec import to_plain
-from trainctl.config.registry import Spec, load
+from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.registry import Spec, load, section_class
 from trainctl.config.schema import DataConfig, DataFromPaths, SourceConfig
 from trainctl.config.text.check import FileProblem
 from trainctl.config.text.files import Choose
@@ -77,6 +77,12 @@ def spec_of(section: DataConfig) -> DataSource:
     spec = load("data", section.kind)
     assert isinstance(spec, DataSource)
     return spec
+
+
+def read_section(plain: Mapping[str, Any]) -> DataConfig:
+    """A section from plain data, of a run or of one of its sources, as what reads it needs it."""
+    own = {item.name for item in fields(section_class("data", plain["kind"]))}
+    return from_plain(DataConfig, {key: value for key, value in plain.items() if key in own})
 
 
 def identity_of(section: DataConfig) -> str:
