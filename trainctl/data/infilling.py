@@ -35,9 +35,9 @@ class Infilling:
     """How documents of a source are rearranged.
 
     Attributes:
-        key: Of the source, with the seed in it.
+        key: That of the source, with the seed in it.
         rate: Share of the documents.
-        spm_rate: Of these, share in the form SPM.
+        spm_rate: The share of these in the form SPM.
         prefix: Id before a prefix.
         middle: Id before a middle.
         suffix: Id before a suffix.
