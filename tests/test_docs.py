@@ -81,9 +81,8 @@ def command_of(words: list[str]) -> tuple[Any, list[str]]:
     command: Any = typer.main.get_command(app)
     rest = list(words)
     while rest and not rest[0].startswith("-") and hasattr(command, "commands"):
-        name = rest.pop(0)
-        assert name in command.commands, f"there is no command {name!r} in {command.name}"
-        command = command.commands[name]
+        assert rest[0] in command.commands, f"there is no command {rest[0]!r} in {command.name}"
+        _, command, rest = command.resolve_command(typer.Context(command), rest)
     return command, rest
 
 

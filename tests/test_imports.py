@@ -41,14 +41,14 @@ def _room(path: Path) -> str:
     return first.removesuffix(".py")
 
 
-def _imports(path: Path) -> set[str]:
-    """Dotted names of everything imported anywhere in the file, in functions too."""
+def _imports(tree: ast.AST) -> set[str]:
+    """Dotted names of everything imported anywhere in it, in functions too."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+            assert node.level == 0, "a relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
@@ -60,7 +60,7 @@ def _level(room: str) -> int:
 @pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_room_imports_only_to_its_left(path: Path) -> None:
     room = _room(path)
-    for name in _imports(path):
+    for name in _imports(ast.parse(path.read_text())):
         package, _, rest = name.partition(".")
         if package != "trainctl" or rest == "__version__":
             continue
@@ -74,7 +74,7 @@ def _users(package: str) -> set[str]:
     return {
         path.relative_to(PACKAGE).as_posix()
         for path in _modules()
-        if any(name.partition(".")[0] == package for name in _imports(path))
+        if any(name.partition(".")[0] == package for name in _imports(ast.parse(path.read_text())))
     }
 
 
@@ -131,6 +131,31 @@ def _loaded(arguments: list[str]) -> set[str]:
 
 def test_help_loads_nothing_heavy() -> None:
     assert not _loaded(["--help"]) & {*HEAVY, "hydra", "omegaconf", "numpy", "yaml"}
+
+
+LATE = (
+    "rich",
+    "plotext",
+    "trainctl.cli.complete",
+    "trainctl.data",
+    "trainctl.train",
+    "trainctl.reports.figure",
+    "trainctl.reports.memory_chart",
+)
+"""What a function of the command line may import: what loads numpy or draws, and what every command
+brings, whose listing is light."""
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "cli").glob("*.py")), ids=lambda path: path.stem)
+def test_commands_import_at_their_top(path: Path) -> None:
+    found = [
+        name
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for name in _imports(function)
+    ]
+    late = [name for name in found if not f"{name}.".startswith(tuple(f"{n}." for n in LATE))]
+    assert not late
 
 
 DEEPSPEED_JSON = str(Path(__file__).parent / "plan" / "golden" / "stage-0-fp32-cpu.json")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainctl import __version__
+from trainctl.cli.commands import COMMANDS, imported
 from trainctl.cli.main import run
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
@@ -110,6 +111,12 @@ def test_help_wraps_where_the_terminal_does(
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["plan", "--help"]) == 0
     assert "plans with ZeRO 3 only. Exits with 3 if nothing fits." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_listing_says_what_a_command_says_of_itself(name: str) -> None:
+    _, _, summary = COMMANDS[name]
+    assert imported(name).help.partition("\n\n")[0] == summary
 
 
 def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from trainctl.config.compose import compose
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Dedup
-from trainctl.data import selecting
+from trainctl.data import selecting, tasks
 from trainctl.data.quality import measure
 from trainctl.errors import TrainctlError
 from trainctl.train.corpus import build_corpus, cached_corpus
@@ -208,11 +208,32 @@ def test_lists_and_functions_are_read_again_when_they_change(
     assert documents(build_corpus(asked, ByteTokenizer())) == ["an apple a day", "nothing at all"]
 
 
-def test_the_same_in_any_number_of_processes(tmp_path: Path) -> None:
-    """Columns are made in processes of their own; two parts of the same content are two."""
-    for number in range(4):
-        lines(tmp_path / "c" / f"{number}.jsonl", TEXTS[5 * number : 5 * number + 5])
-        lines(tmp_path / "c" / "again" / f"{number}.jsonl", TEXTS[5 * number : 5 * number + 5])
-    asked = config(tmp_path / "c", dedup=Dedup.exact)
+def test_the_same_in_any_number_of_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file is a task here; two tasks of the same content are two."""
+    monkeypatch.setattr(tasks, "TASK_BYTES", 1)
+    for folder in (tmp_path / "c", tmp_path / "c" / "x"):
+        for number in range(3):
+            lines(folder / f"{number}.jsonl", TEXTS[5 * number : 5 * number + 5])
+    asked, section = config(tmp_path / "c", dedup=Dedup.exact), new_section("tokenizer", "byte")
     alone = build_corpus(asked, ByteTokenizer())
-    assert sorted(documents(alone)) == sorted(TEXTS)
+    assert documents(alone) == TEXTS[:15] and reasons(alone) == {"exact": 15}
+    monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "another"))
+    together = build_corpus(asked, ByteTokenizer(), section=section, workers=2)
+    assert together.digest == alone.digest
+
+
+def test_a_source_of_a_mixture_is_tokenized_in_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "TASK_BYTES", 1)
+    for number in range(2):
+        lines(tmp_path / "a" / f"{number}.jsonl", TEXTS[5 * number : 5 * number + 5])
+    asked = "data.sources={a: {paths: [a], weight: 1, held_out_fraction: 0}}"
+    whole = compose([asked, "data.dedup=exact"]).config.data
+    section = new_section("tokenizer", "byte")
+    made = build_corpus(
+        whole.sources["a"], ByteTokenizer(), section=section, workers=2, whole=whole, name="a"
+    )
+    assert documents(made) == TEXTS[:10]

@@ -6,6 +6,7 @@ import pytest
 from plan_cases import config_with, cpus, gpus
 
 from trainctl.config.keys import leaf_of
+from trainctl.config.schema import Packing
 from trainctl.errors import Severity
 from trainctl.plan.resolve import resolve
 from trainctl.plan.rules import RULES
@@ -73,12 +74,50 @@ ERRORS = [
         "training.tokens=NUMBER",
     ),
     ("TC341", {**mixed(), "data__factory": "a:b"}, gpus(), "both say what is trained on", "leave"),
+    ("TC365", {"data__kind": "stream"}, gpus(), "data.kind=stream needs data.url", "data.url=s3:"),
+    (
+        "TC365",
+        mixed(
+            code={"kind": "stream", "url": "s3://a", "cache_bytes": 10**9, "shuffle_shards": 8},
+        ),
+        gpus(),
+        "data.sources.code.cache_bytes=1000000000 holds less than two windows of 8 shards",
+        "data.sources.code.shuffle_shards=3",
+    ),
     (
         "TC361",
         mixed(code={"kind": "tokens", "paths": ["a.bin"], "max_bytes": 9}),
         gpus(),
         "data.sources.code.max_bytes=9 is of text, and data.sources.code.kind=tokens has ids",
         "fewer files",
+    ),
+    (
+        "TC362",
+        {**mixed({"until": 0.5, "sequence_length": 512}, {}), "data__packing": Packing.best_fit},
+        gpus(),
+        "data.stages[0]: sequence_length=512 with data.packing=best_fit, whose bins are of",
+        "data.packing=stream",
+    ),
+    (
+        "TC362",
+        {**mixed(code={"shuffle_shards": 2}), "data__packing": Packing.best_fit},
+        gpus(),
+        "data.sources.code.shuffle_shards=2 with data.packing=best_fit",
+        "data.packing=stream",
+    ),
+    (
+        "TC363",
+        mixed(code={"fim_rate": 0.5}),
+        gpus(),
+        "data.sources.code.fim_rate=0.5 needs tokens that announce prefix, middle and suffix",
+        "data.sources.code.fim_rate=0",
+    ),
+    (
+        "TC363",
+        {"data__fim_rate": 0.5, "data__fim_tokens": ["<a>", "<a>", "<b>"]},
+        gpus(),
+        "are not three tokens",
+        "in this order",
     ),
     ("TC342", mixed({"until": 0.5}), gpus(), "stages[0]: until=0.5, and it is the last", "leave"),
     ("TC342", mixed({}, {}), gpus(), "data.stages[0] has no end, and is not the last", "one of"),

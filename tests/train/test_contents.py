@@ -135,17 +135,17 @@ def test_the_command_escapes_what_a_terminal_would_obey(tmp_path, capsys, monkey
     run.root.mkdir()
     plan = plan_of(folder, "*.txt")
     prepare(plan, run)
-    monkeypatch.setattr("trainctl.runs.directory.open_run", lambda path: run)
+    monkeypatch.setattr("trainctl.cli.data.open_run", lambda path: run)
     monkeypatch.setattr("trainctl.runs.directory.last_attempt", lambda paths: 1)
-    monkeypatch.setattr("trainctl.runs.directory.read_plan", lambda path: plan)
-    command.show(run.root, "0", characters=400)
+    monkeypatch.setattr("trainctl.cli.data.read_plan", lambda path: plan)
+    command.show([str(run.root)], "0", characters=400)
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\x07" not in out and "red" in out
     assert "a.txt" in out and "document 0, tokens" in out
-    command.show(run.root, "0-1", characters=5, as_json=True)
+    command.show([str(run.root)], "0-1", characters=5, as_json=True)
     answer = json.loads(capsys.readouterr().out)
     with pytest.raises(TrainctlError, match="which samples"):
-        command.show(run.root)
+        command.show([str(run.root)])
     corpora = corpora_of(plan, run)
     expected = samples_of(plan, corpora, ByteTokenizer(), [0, 1], most_characters=5)
     assert answer["samples"] == json.loads(json.dumps([asdict(sample) for sample in expected]))

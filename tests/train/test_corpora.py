@@ -181,7 +181,7 @@ def test_samples_of_any_step_have_their_source_and_document(texts, tmp_path):
 def test_prepare_says_what_each_source_has(texts, tmp_path, monkeypatch, capsys):
     config = mixed(texts, "code", "prose")
     monkeypatch.setattr(
-        "trainctl.cli.planning.compose_target",
+        "trainctl.cli.data_prepare.compose_target",
         lambda *_: type("Composed", (), {"config": config})(),
     )
     prepare_command([], as_json=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from trainctl.runs.heartbeats import Beat
-    from trainctl.runs.layout import RunPaths
+from trainctl.runs.heartbeats import Beat, Phase, read_beat
+from trainctl.runs.layout import RunPaths
 
 _AFTER_RECORD = {
     "waiting": "waiting for nodes",
@@ -53,8 +52,6 @@ class Activity:
         return text, time.monotonic() - self._since
 
     def _text(self) -> str:
-        from trainctl.runs.heartbeats import Phase
-
         beat = self._beat()
         if beat is None or self._is_compiling:
             return self._after
@@ -68,8 +65,6 @@ class Activity:
 
     def _beat(self) -> Beat | None:
         """The newest sign of life of the attempt's preparation or its first rank."""
-        from trainctl.runs.heartbeats import read_beat
-
         if self._run is None:
             return None
         attempt = self._run.attempt(self._attempt)

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from trainctl.cli.complete import complete_overrides, complete_target
+from trainctl.config.registry import code_in, trust, trusted_folder
 from trainctl.errors import TrainctlError
-
-_WORDS = "trainctl.words"
-_TRUSTS = "trainctl.trusts"
-
-
-def _trusts(ctx: typer.Context, value: bool) -> bool:
-    ctx.meta[_TRUSTS] = value
-    return value
 
 
 def with_options(ctx: typer.Context, value: Path | None) -> Path | None:
@@ -29,13 +21,11 @@ def with_options(ctx: typer.Context, value: Path | None) -> Path | None:
     """
     if value is None:
         return None
-    from trainctl.config.registry import code_in, trust, trusted_folder
-
     folder = value.expanduser().absolute() / "options"
     code = code_in(folder)
     if not code or folder == trusted_folder():
         return value
-    if not ctx.meta.get(_TRUSTS):
+    if not ctx.find_root().params["trust_code"]:
         raise TrainctlError(
             f"{code[0]} is code, which runs wherever its option is read",
             hint="`trainctl --trust-code COMMAND ...` runs it; or choose another folder",
@@ -43,15 +33,6 @@ def with_options(ctx: typer.Context, value: Path | None) -> Path | None:
     trust(folder)
     return value
 
-
-TrustCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-code",
-        help="Run the Python files of options/ in the folder that --config-dir names.",
-        callback=_trusts,
-    ),
-]
 
 Overrides = Annotated[
     list[str] | None,
@@ -145,24 +126,6 @@ OnDevice = Annotated[
     OfflineDevice,
     typer.Option("--device", help="auto: an accelerator with room for it, else the CPU."),
 ]
-
-
-class CommandWithWords(TyperCommand):
-    """A command whose words after `--` are a script's, whatever they look like."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Set them aside, and parse the rest."""
-        if "--" in args:
-            where = args.index("--")
-            ctx.meta[_WORDS] = args[where + 1 :]
-            args = args[:where]
-        return super().parse_args(ctx, args)
-
-
-def words_of(context: typer.Context) -> list[str] | None:
-    """The words after `--`; None where there was no `--`."""
-    words: list[str] | None = context.meta.get(_WORDS)
-    return words
 
 
 def split_target(arguments: list[str] | None) -> tuple[str | None, list[str]]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from trainctl.cli.console import put, say
+from trainctl.cli.findings import show_error
 from trainctl.cli.progress import Progress
 from trainctl.errors import ExitCode, TrainctlError
-
-if TYPE_CHECKING:
-    from trainctl.runs.layout import RunPaths
+from trainctl.runs.directory import last_attempt, read_plan
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.listing import LOST, NEW, summarise
+from trainctl.runs.records import EventFollower, read_events
 
 _POLL_SECONDS = 0.2
 
@@ -24,11 +25,6 @@ def follow_run(run: RunPaths, *, as_json: bool) -> int:
     Raises:
         TrainctlError: Nothing of it was started, or nobody drives it any more (exit code 5).
     """
-    from trainctl.cli.findings import show_error
-    from trainctl.runs.directory import last_attempt, read_plan
-    from trainctl.runs.listing import LOST, NEW, summarise
-    from trainctl.runs.records import EventFollower, read_events
-
     summary = summarise(run)
     if summary.state == NEW and not summary.is_live:
         raise TrainctlError(

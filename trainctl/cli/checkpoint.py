@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from trainctl.cli.arguments import Json, NamedRun, Run
+from trainctl.cli.console import print_json, print_table, put, say, size_text
+from trainctl.cli.intact import open_or_newest, select
+from trainctl.cli.intact import verify as problems_of
+from trainctl.cli.meter import Meter
 from trainctl.errors import ExitCode, TrainctlError
-
-if TYPE_CHECKING:
-    from trainctl.runs.layout import RunPaths
-    from trainctl.runs.records import Event, EventFollower
+from trainctl.runs.attempts import config_of
+from trainctl.runs.checkpoints import checkpoint_folders, delete, examine
+from trainctl.runs.directory import open_run
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.lock import hold, holder
+from trainctl.runs.records import Event, EventFollower, read_events
+from trainctl.runs.requests import Request, file_request, withdraw_request
 
 _POLL_SECONDS = 0.2
 
@@ -26,9 +33,6 @@ def list_(run: Run = None, as_json: Json = False) -> None:
 
     Sizes are compared with the manifest; `verify` also reads every byte.
     """
-    from trainctl.cli.console import print_json, say
-    from trainctl.cli.intact import open_or_newest
-
     paths = open_or_newest(run)
     rows = _rows(paths)
     if as_json:
@@ -52,15 +56,11 @@ def verify(
 
     Exits with 5 if one is damaged.
     """
-    from trainctl.cli import intact
-    from trainctl.cli.console import print_json, put
-    from trainctl.cli.meter import Meter
-
-    paths = intact.open_or_newest(run)
+    paths = open_or_newest(run)
     with Meter() as meter:
         rows: list[dict[str, Any]] = [
-            {"step": number, "path": str(path), "problems": intact.verify(paths, path, meter)}
-            for number, path in intact.select(paths, None if step is None else [step])
+            {"step": number, "path": str(path), "problems": problems_of(paths, path, meter)}
+            for number, path in select(paths, None if step is None else [step])
         ]
     if as_json:
         print_json({"schema": 1, "run": str(paths.root), "checkpoints": rows})
@@ -87,12 +87,6 @@ def rm(
 
     Example: trainctl checkpoint rm runs/NAME 1000 2000
     """
-    from trainctl.cli.console import print_json, put
-    from trainctl.cli.intact import select
-    from trainctl.runs.checkpoints import delete
-    from trainctl.runs.directory import open_run
-    from trainctl.runs.lock import hold
-
     paths = open_run(run)
     with hold(paths):  # a trainer's own rotation must not meet this
         doomed = select(paths, steps)
@@ -112,12 +106,6 @@ def rm(
 @app.command()
 def now(run: Run = None, as_json: Json = False) -> None:
     """Have a run that is training save at its next step, and wait until that is committed."""
-    from trainctl.cli.console import print_json, put, say
-    from trainctl.cli.intact import open_or_newest
-    from trainctl.runs.lock import holder
-    from trainctl.runs.records import EventFollower, read_events
-    from trainctl.runs.requests import Request, file_request, withdraw_request
-
     paths = open_or_newest(run)
     if holder(paths) is None:
         raise TrainctlError(
@@ -152,8 +140,6 @@ def _wait_for_save(run: RunPaths, follower: EventFollower, since: tuple[int, int
 
     A save that was under way when this was asked for is of an earlier step.
     """
-    from trainctl.runs.lock import holder
-
     while True:
         training = holder(run) is not None  # asked first: the last records come before the end
         for event in follower.poll():
@@ -166,9 +152,6 @@ def _wait_for_save(run: RunPaths, follower: EventFollower, since: tuple[int, int
 
 def _rows(run: RunPaths) -> list[dict[str, Any]]:
     """What `ls` shows of each folder; the path to a damaged one comes with what is wrong."""
-    from trainctl.runs.attempts import config_of
-    from trainctl.runs.checkpoints import examine
-
     full = examine(run)
     infos = [look.info for look in full if look.info is not None]
     metric = config_of(run).checkpoint.best_of or "loss"
@@ -196,26 +179,22 @@ def _rows(run: RunPaths) -> list[dict[str, Any]]:
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
-    from trainctl.cli.console import rich_console, say, size_text
-
-    table = Table("step", "saved", "size", "metrics", "", box=None, pad_edge=False)
-    table.columns[0].justify = table.columns[2].justify = "right"
+    lines = []
     for row in rows:
         marks = [mark for mark in ("newest", "best") if row[mark]]
         if row["weights_only"]:
             marks.append("weights only")
         if row["kept_for"]:
             marks.append(f"kept: {row['kept_for'].replace('_', ' ')}")
-        table.add_row(
+        cells = (
             f"{row['step']}",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["saved"])),
             size_text(row["bytes"]) if row["bytes"] is not None else "-",
             " ".join(f"{name} {value:.4f}" for name, value in row["metrics"].items()),
             "damaged" if row["problem"] else ", ".join(marks),
         )
-    rich_console().print(table)
+        lines.append(cells)
+    print_table(("step", "saved", "size", "metrics", ""), lines, right=(0, 2))
     for row in rows:
         if row["problem"]:
             say(f"warning: {row['problem']}", style="warning")
@@ -223,15 +202,11 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 def _require_another(run: RunPaths, doomed: list[Path]) -> None:
     """Refuse if the run had an intact checkpoint before, and none after."""
-    from trainctl.cli.intact import verify
-    from trainctl.cli.meter import Meter
-    from trainctl.runs.checkpoints import checkpoint_folders
-
     full = [path for _, path in reversed(checkpoint_folders(run))]
     with Meter() as meter:
-        if any(not verify(run, path, meter) for path in full if path not in doomed):
+        if any(not problems_of(run, path, meter) for path in full if path not in doomed):
             return
-        going = (path for path in full if path in doomed and not verify(run, path, meter))
+        going = (path for path in full if path in doomed and not problems_of(run, path, meter))
         last = next(going, None)
     if last is not None:
         raise TrainctlError(

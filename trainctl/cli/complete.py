@@ -10,15 +10,21 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args, get_origin
+from typing import get_args, get_origin
 
 import typer
 
+from trainctl.config.catalog import (
+    Folder,
+    option_names,
+    recipe_names,
+    search_folders,
+    split_hardware,
+)
+from trainctl.config.keys import Leaf, leaves
+from trainctl.config.schema import GROUPS
 from trainctl.errors import TrainctlError
-
-if TYPE_CHECKING:
-    from trainctl.config.catalog import Folder
-    from trainctl.config.keys import Leaf
+from trainctl.runs.directory import DEFAULT_ROOT, is_run
 
 Suggestions = list[tuple[str, str]]
 """Each a word and what it means, for the shells that show that."""
@@ -43,8 +49,6 @@ def complete_target(ctx: typer.Context, incomplete: str) -> Suggestions:
 
 def complete_key(incomplete: str) -> Suggestions:
     """Configuration keys that begin so."""
-    from trainctl.config.keys import leaves
-
     found = leaves().values()
     return [(leaf.key, leaf.metadata["doc"]) for leaf in found if leaf.key.startswith(incomplete)]
 
@@ -81,10 +85,6 @@ def _rejoin(words: list[str]) -> list[str]:
 
 def _overrides(incomplete: str, folders: list[Folder]) -> Iterator[tuple[str, str]]:
     """Overrides to choose from; values only of the group or key that is being typed."""
-    from trainctl.config.catalog import option_names
-    from trainctl.config.keys import leaves
-    from trainctl.config.schema import GROUPS
-
     yield from ((f"recipe={name}", "a recipe") for name in _recipes(folders))
     for group in GROUPS:
         if f"{group}=".startswith(incomplete) or incomplete.startswith(f"{group}="):
@@ -113,8 +113,6 @@ def _values(leaf: Leaf) -> list[str]:
 
 def _count_of(incomplete: str) -> str:
     """`4x8x` of `hardware=4x8xh1`."""
-    from trainctl.config.catalog import split_hardware
-
     written = incomplete.partition("=")[2]
     option = split_hardware(f"{written}_")[2]  # without an option it would be none
     return f"{written}_".removesuffix(option)
@@ -122,21 +120,15 @@ def _count_of(incomplete: str) -> str:
 
 def _folders(ctx: typer.Context | None) -> list[Folder]:
     """Where to look; a folder that cannot be used is for the command to say."""
-    from trainctl.config.catalog import search_folders
-
     with suppress(TrainctlError):
         return search_folders(ctx.params.get("config_dir") if ctx is not None else None)
     return search_folders()
 
 
 def _recipes(folders: list[Folder]) -> list[str]:
-    from trainctl.config.catalog import recipe_names
-
     return recipe_names(folders)
 
 
 def _runs() -> list[str]:
-    from trainctl.runs.directory import DEFAULT_ROOT, is_run
-
     folders = sorted(DEFAULT_ROOT.iterdir()) if DEFAULT_ROOT.is_dir() else []
     return [str(folder) for folder in folders if isinstance(folder, Path) and is_run(folder)]

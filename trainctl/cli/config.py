@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
@@ -14,20 +15,23 @@ from trainctl.cli.arguments import (
     TargetAndOverrides,
     split_target,
 )
+from trainctl.cli.compare import Difference, compare, read_side
 from trainctl.cli.complete import complete_key
+from trainctl.cli.console import print_json, print_table, put, say
+from trainctl.cli.explain import explain, unknown
+from trainctl.cli.findings import show_findings
 from trainctl.cli.import_json import import_json
+from trainctl.cli.planning import Planned, compose_target, plan
+from trainctl.config.codec import to_plain
+from trainctl.config.json_schema import option_schema, recipe_schema
+from trainctl.config.store import dump_config
 from trainctl.errors import TrainctlError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trainctl.cli.compare import Difference
-    from trainctl.cli.planning import Planned
-    from trainctl.plan.types import RunPlan
+from trainctl.plan.json_schema import deepspeed_schema
+from trainctl.plan.types import RunPlan
 
 SIDE = "A recipe, a run directory (or one of its attempts/N), or a file of DeepSpeed's JSON."
 
-app = typer.Typer(help="Look at a configuration: its values, and why.", rich_markup_mode="rich")
+app = typer.Typer(help="Look at a configuration: its values, and why.", add_completion=False)
 app.command("import")(import_json)
 
 
@@ -42,12 +46,6 @@ def show(
 
     Examples: trainctl config show recipe=tiny optimizer.lr=1e-3; trainctl config show runs/NAME
     """
-    from trainctl.cli.console import print_json, put
-    from trainctl.cli.findings import show_findings
-    from trainctl.cli.planning import compose_target
-    from trainctl.config.codec import to_plain
-    from trainctl.config.store import dump_config
-
     composed = compose_target(*split_target(target), config_dir, attempt=attempt)
     show_findings(composed.findings)
     if as_json:
@@ -64,10 +62,6 @@ def deepspeed(
 
     Example: trainctl config deepspeed 7b-zero3 hardware=8xh100-80g
     """
-    from trainctl.cli.console import print_json
-    from trainctl.cli.findings import show_findings
-    from trainctl.cli.planning import compose_target, plan
-
     planned = plan(compose_target(*split_target(target), config_dir, attempt=attempt))
     made = _plan_of(planned)
     show_findings(planned.findings)
@@ -92,11 +86,6 @@ def why(
 
     Example: trainctl config why train_batch_size recipe=tiny
     """
-    from trainctl.cli.console import print_json, put
-    from trainctl.cli.explain import explain, unknown
-    from trainctl.cli.findings import show_findings
-    from trainctl.cli.planning import compose_target, plan
-
     composed = compose_target(*split_target(overrides), config_dir, attempt=attempt)
     show_findings(composed.findings)
     planned = plan(composed)
@@ -129,9 +118,6 @@ def diff(
     Examples: trainctl config diff 7b-zero2 7b-zero3; trainctl config diff ds_config.json 7b-zero3;
     trainctl config diff runs/NAME runs/NAME --attempt 1
     """
-    from trainctl.cli.compare import compare, read_side
-    from trainctl.cli.console import print_json
-
     differences = compare(
         read_side(left, config_dir, attempt=attempt), read_side(right, config_dir)
     )
@@ -142,17 +128,10 @@ def diff(
 
 
 def _print_differences(differences: Sequence[Difference], left: str, right: str) -> None:
-    from rich.table import Table
-
-    from trainctl.cli.console import rich_console, say
-
     if not differences:
         say(f"{left} and {right} are the same")
         return
-    table = Table("key", left, right, box=None, pad_edge=False)
-    for difference in differences:
-        table.add_row(difference.key, difference.left_text, difference.right_text)
-    rich_console().print(table)
+    print_table(("key", left, right), ((d.key, d.left_text, d.right_text) for d in differences))
 
 
 @app.command()
@@ -173,17 +152,11 @@ def schema(
 
     Example: trainctl config schema > recipe.schema.json
     """
-    from trainctl.cli.console import print_json
-
     if deepspeed:
-        from trainctl.plan.json_schema import deepspeed_schema
-
         if group is not None:
             raise TrainctlError("--deepspeed takes no group")
         print_json(deepspeed_schema())
         return
-    from trainctl.config.json_schema import option_schema, recipe_schema
-
     print_json(recipe_schema() if group is None else option_schema(group))
 
 

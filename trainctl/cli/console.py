@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -109,6 +110,36 @@ def rich_console(*, stderr: bool = False) -> Console:
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
+
+
+def print_table(
+    heads: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    *,
+    right: Iterable[int] = (),
+    whole: Iterable[int] = (),
+    wraps: bool = True,
+) -> None:
+    """A table on stdout, without lines.
+
+    Args:
+        heads: Names of the columns.
+        rows: Their cells.
+        right: Columns of numbers.
+        whole: Columns that are never wrapped.
+        wraps: Whether rows are fitted to a width where the output is no terminal.
+    """
+    from rich.table import Table
+
+    console = rich_console()
+    table = Table(*heads, box=None, pad_edge=False)
+    for column in right:
+        table.columns[column].justify = "right"
+    for column in whole:
+        table.columns[column].no_wrap = True
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, soft_wrap=not wraps and not console.is_terminal)
 
 
 def gib(size: float) -> str:

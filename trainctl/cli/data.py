@@ -10,6 +10,14 @@ import typer
 
 from trainctl.cli import data_find, data_plan, data_prepare
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
+from trainctl.cli.console import print_json, printable, put
+from trainctl.cli.data_dropped import show_dropped
+from trainctl.cli.planning import compose_target
+from trainctl.errors import TrainctlError
+from trainctl.plan.mixture import SOLE
+from trainctl.runs.attempts import standing_attempt
+from trainctl.runs.directory import open_run, read_plan
+from trainctl.runs.records import iter_events
 
 if TYPE_CHECKING:
     from trainctl.train.contents import Passage, Sample
@@ -55,13 +63,6 @@ def show(
     Examples: trainctl data show runs/NAME --samples 96-103; trainctl data show runs/NAME --step 40;
     trainctl data show my-recipe --dropped
     """
-    from trainctl.cli.console import print_json
-    from trainctl.cli.data_dropped import show_dropped
-    from trainctl.cli.planning import compose_target
-    from trainctl.errors import TrainctlError
-    from trainctl.runs.attempts import standing_attempt
-    from trainctl.runs.directory import open_run, read_plan
-    from trainctl.runs.records import iter_events
     from trainctl.train.contents import counters_of_step, parse_counters, samples_of
     from trainctl.train.prepare import corpora_of
     from trainctl.train.tokenizer import load_tokenizer
@@ -92,9 +93,6 @@ def show(
 
 
 def _show(sample: Sample) -> None:
-    from trainctl.cli.console import printable, put
-    from trainctl.plan.mixture import SOLE
-
     of = "the training text" if sample.source == SOLE else sample.source
     put(
         f"sample {sample.counter}: index {sample.index} of pass {sample.epoch + 1}, from token "
@@ -109,8 +107,6 @@ def _show(sample: Sample) -> None:
 
 
 def _source(passage: Passage) -> str:
-    from trainctl.cli.console import printable
-
     tokens = f"tokens {passage.start:,} to {passage.end:,}"
     if passage.document is None:
         return f"{tokens} of a text whose documents nothing separates"

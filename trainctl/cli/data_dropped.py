@@ -7,8 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainctl.cli.console import print_json, printable, put
+from trainctl.config.quality import asks
+from trainctl.config.schema import RunConfig
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.mixture import sources_of
+
 if TYPE_CHECKING:
-    from trainctl.config.schema import RunConfig
     from trainctl.data.quality.shown import Shown
 
 
@@ -18,7 +23,6 @@ def show_dropped(config: RunConfig, *, as_json: bool) -> None:
     Raises:
         TrainctlError: Nothing was asked of the documents, or the corpus is not prepared.
     """
-    from trainctl.cli.console import print_json, put
     from trainctl.data.dropped import examples_of
 
     found = list(dropped_of(config))
@@ -35,8 +39,6 @@ def show_dropped(config: RunConfig, *, as_json: bool) -> None:
 
 def put_dropped(dropped: dict[str, Any]) -> None:
     """Print what went of a source, by reason."""
-    from trainctl.cli.console import put
-
     of, stay = dropped["documents"], dropped["stay"]
     put(f"{dropped['source']}: {of - stay:,} of {of:,} documents to train on are left out")
     for reason, tally in dropped["reasons"].items():
@@ -62,10 +64,7 @@ def dropped_of(config: RunConfig) -> Iterator[dict[str, Any]]:
     Raises:
         TrainctlError: Nothing was asked of the documents, or the corpus is not prepared.
     """
-    from trainctl.config.quality import asks
     from trainctl.data.dropped import read_dropped
-    from trainctl.errors import ExitCode, TrainctlError
-    from trainctl.plan.mixture import sources_of
     from trainctl.train.corpus import cached_corpus
     from trainctl.train.tokenizer import load_tokenizer
 
@@ -89,8 +88,6 @@ def dropped_of(config: RunConfig) -> Iterator[dict[str, Any]]:
 
 
 def _put_example(row: Shown) -> None:
-    from trainctl.cli.console import printable, put
-
     put(f"  {printable(row.document)}")
     put(f"    {row.reason}: {printable(row.why)}")
     put(f"    | {printable(row.excerpt)}")

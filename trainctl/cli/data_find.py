@@ -8,6 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainctl.cli.arguments import Json, NamedRun
+from trainctl.cli.console import print_json, printable, put
+from trainctl.cli.meter import Meter
+from trainctl.errors import TrainctlError
+from trainctl.plan.mixture import SOLE
+from trainctl.runs.attempts import standing_attempt
+from trainctl.runs.directory import open_run, read_plan
+from trainctl.runs.records import iter_events
 
 if TYPE_CHECKING:
     from trainctl.train.find import Match
@@ -29,12 +36,6 @@ def find(
 
     Example: trainctl data find runs/NAME "the quick brown fox"
     """
-    from trainctl.cli.console import print_json, put
-    from trainctl.cli.meter import Meter
-    from trainctl.errors import TrainctlError
-    from trainctl.runs.attempts import standing_attempt
-    from trainctl.runs.directory import open_run, read_plan
-    from trainctl.runs.records import iter_events
     from trainctl.train.find import first_of, matches
     from trainctl.train.prepare import corpora_of
     from trainctl.train.tokenizer import load_tokenizer
@@ -72,9 +73,6 @@ def find(
 
 
 def _show(found: Match) -> None:
-    from trainctl.cli.console import printable, put
-    from trainctl.plan.mixture import SOLE
-
     of = "" if found.source == SOLE else f" of {found.source}"
     line = "" if found.line is None else f":{found.line}"
     where = "" if found.file is None else f": {printable(found.file)}{line}"

@@ -9,6 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
+from trainctl.cli.console import print_json, put, rich_console, say
+from trainctl.cli.findings import findings_to_json, show_findings
+from trainctl.cli.planning import compose_target, name_sources
+from trainctl.cli.planning import plan as make_plan
+from trainctl.cli.source_counts import count_sources
+from trainctl.config.text.check import check_text
+from trainctl.errors import TrainctlError
+from trainctl.reports.mixture import chart
 
 if TYPE_CHECKING:
     from trainctl.data.mixture import Count, DataPlan, StageUse, Use
@@ -37,14 +45,7 @@ def plan(
 
     Examples: trainctl data plan recipe=tiny; trainctl data plan runs/NAME training.steps=2000
     """
-    from trainctl.cli.console import print_json, say
-    from trainctl.cli.findings import show_findings
-    from trainctl.cli.planning import compose_target, name_sources
-    from trainctl.cli.planning import plan as make_plan
-    from trainctl.cli.source_counts import count_sources
-    from trainctl.config.text.check import check_text
     from trainctl.data.mixture import plan_data
-    from trainctl.errors import TrainctlError
 
     if plot is not None:
         from trainctl.reports.figure import check_target
@@ -66,7 +67,6 @@ def plan(
     errors = [problem for problem in problems if problem.is_error]
     if plot is not None and found.stages:
         from trainctl.reports.figure import save_figure
-        from trainctl.reports.mixture import chart
 
         title = f"Data of {made.config.recipe or made.config.model.name}"
         save_figure(chart(found, title), plot, title=title)
@@ -82,8 +82,6 @@ def plan(
 
 
 def _document(found: DataPlan, problems: Sequence[Any]) -> dict[str, Any]:
-    from trainctl.cli.findings import findings_to_json
-
     return {
         "schema": 1,
         "stages": [
@@ -120,8 +118,6 @@ def _use(use: Use) -> dict[str, Any]:
 def _show(found: DataPlan) -> None:
     """The table and the picture."""
     from rich.table import Table
-
-    from trainctl.cli.console import put, rich_console, say
 
     console = rich_console()
     table = Table(box=None, pad_edge=False)

@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
+from trainctl.cli.console import print_json, put
+from trainctl.cli.data_dropped import dropped_of, put_dropped, told
+from trainctl.cli.findings import show_findings
+from trainctl.cli.planning import compose_target
+from trainctl.config.files import missing_files
+from trainctl.config.quality import asks
+from trainctl.config.schema import RunConfig
+from trainctl.errors import TrainctlError
 
 if TYPE_CHECKING:
-    from trainctl.config.schema import RunConfig
     from trainctl.data.progress import Standing
     from trainctl.train.corpora import Corpora
     from trainctl.train.corpus import Corpus
+    from trainctl.train.tokenizer import Tokenizer
 
 
 def prepare(
@@ -33,6 +41,15 @@ def prepare(
             show_default=False,
         ),
     ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="URL",
+            help="Write the corpus there as well, or into a folder: data=stream reads it.",
+            show_default=False,
+        ),
+    ] = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
@@ -41,18 +58,20 @@ def prepare(
     A launch does this by itself. What was tokenized before is kept, also where this is killed; the
     same command on other machines with the same cache helps.
 
-    Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32
+    Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32;
+    trainctl data prepare my-recipe --to s3://bucket/corpus
     """
-    from trainctl.cli.console import print_json, put
-    from trainctl.cli.data_dropped import dropped_of, put_dropped, told
-    from trainctl.cli.planning import compose_target
-    from trainctl.config.quality import asks
     from trainctl.data.progress import Standing
+    from trainctl.train.bins import drawn_tokens
     from trainctl.train.corpora import build_corpora, do_shares
     from trainctl.train.prepare import TokenizingProgress, say
     from trainctl.train.tokenizer import load_tokenizer
 
     share = _share(task) if task is not None else None
+    if share is not None and to is not None:
+        raise TrainctlError(
+            "--task does a share, and --to writes all", hint="--to without --task, after the shares"
+        )
     name, overrides = split_target(target)
     config = compose_target(name, overrides, config_dir).config
     _require_text(config)
@@ -78,6 +97,7 @@ def prepare(
             )
         return
     corpora = build_corpora(config, tokenizer, show, say, workers=workers)
+    places = _written(corpora, tokenizer, to, is_mixture=bool(config.data.sources)) if to else {}
     left_out = list(dropped_of(config)) if asks(config.data) else []
     if as_json:
         dropped = {"dropped": [told(each) for each in left_out]} if left_out else {}
@@ -88,10 +108,28 @@ def prepare(
         of = f"{name}: " if config.data.sources else ""
         for side, split in (("to train on", corpus.train), ("held out", corpus.held_out)):
             put(f"{of}{split.tokens:,} tokens {side}, of {split.documents:,} documents")
+        drawn_tokens(config, corpus, put)
     just_now = f", {last.documents:,} documents tokenized just now" if last.documents else ""
     put(f"in {', '.join(corpus.folder for corpus in corpora.values())}{just_now}")
+    for place in places.values():
+        put(f"written to {place}: data=stream data.url={place}")
     for each in left_out:
         put_dropped(each)
+
+
+def _written(
+    corpora: Corpora, tokenizer: Tokenizer, to: str, *, is_mixture: bool
+) -> dict[str, str]:
+    """Write each corpus elsewhere: where each is; of several, in a folder of its source's name."""
+    from trainctl.data.legs import SHARD_TOKENS
+    from trainctl.train.prepare import say
+    from trainctl.train.streams import send
+
+    base = to.rstrip("/")
+    places = {name: f"{base}/{name}" if is_mixture else base for name in corpora}
+    for name, corpus in corpora.items():
+        send(corpus, tokenizer, places[name], SHARD_TOKENS, say)
+    return places
 
 
 def _as_json(corpora: Corpora, last: Standing, *, is_mixture: bool) -> dict[str, object]:
@@ -121,8 +159,6 @@ def _share(text: str) -> tuple[int, int]:
     Raises:
         TrainctlError: It is not that.
     """
-    from trainctl.errors import TrainctlError
-
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     number, count = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= number <= count:
@@ -139,10 +175,6 @@ def _require_text(config: RunConfig) -> None:
     Raises:
         TrainctlError: With all that is wrong.
     """
-    from trainctl.cli.findings import show_findings
-    from trainctl.config.files import missing_files
-    from trainctl.errors import TrainctlError
-
     if config.data.factory is not None:
         raise TrainctlError(
             "data.factory is asked when a run starts, and what it gives is kept with the run",

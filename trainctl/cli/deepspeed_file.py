@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from trainctl.cli.planning import compose
@@ -88,8 +89,6 @@ def surroundings(
 
 def installed_deepspeed() -> str:
     """Version of the DeepSpeed that is installed, without importing it; empty if none is."""
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version("deepspeed").partition("+")[0]
     except PackageNotFoundError:

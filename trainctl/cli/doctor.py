@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
-
-if TYPE_CHECKING:
-    from trainctl.hardware.health import Examined
+from trainctl.cli.console import print_json, put
+from trainctl.cli.findings import findings_to_json, show_findings
+from trainctl.cli.planning import compose_target, name_sources
+from trainctl.engines.declared import examine, listed
+from trainctl.errors import ExitCode
+from trainctl.hardware import resolve_hardware
+from trainctl.hardware.health import Examined, examine_machine
 
 
 def doctor(
@@ -21,16 +26,6 @@ def doctor(
 
     Example: trainctl doctor recipe=7b-zero3-nvme offload.nvme_path=/local_nvme
     """
-    from dataclasses import replace
-
-    from trainctl.cli.console import print_json
-    from trainctl.cli.findings import findings_to_json, show_findings
-    from trainctl.cli.planning import compose_target, name_sources
-    from trainctl.engines.declared import examine, listed
-    from trainctl.errors import ExitCode
-    from trainctl.hardware import resolve_hardware
-    from trainctl.hardware.health import examine_machine
-
     composed = compose_target(*split_target(target), config_dir)
     show_findings(composed.findings)
     hardware = resolve_hardware(composed.config.hardware)
@@ -74,8 +69,6 @@ def _verdict(check: Examined) -> str:
 
 
 def _show(checks: list[Examined], name: str) -> None:
-    from trainctl.cli.console import put
-
     put(f"This machine, for {name}")
     for check in checks:
         verdict = _verdict(check)
@@ -86,8 +79,6 @@ def _show(checks: list[Examined], name: str) -> None:
 
 def _show_uses(uses: list[dict[str, Any]]) -> None:
     """What a run of it changes in other packages, or uses of them that they do not document."""
-    from trainctl.cli.console import put
-
     put("What it changes in other packages, or uses of their inside (why: --json)")
     for use in uses:
         if use["is_needed"] and use["difference"] is not None:

@@ -10,11 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainctl.cli.console import say
+from trainctl.config.compose import Composed
+from trainctl.config.layers import Layer
+from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
+from trainctl.plan.derive import is_counted_in_epochs
+from trainctl.plan.mixture import SOLE
 
 if TYPE_CHECKING:
-    from trainctl.config.compose import Composed
-    from trainctl.config.schema import RunConfig
     from trainctl.train.corpus import Corpus
 
 COUNTED = "counted in the corpus"
@@ -32,8 +35,7 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
     Raises:
         TrainctlError: A file is missing or cannot be read, where it is to be tokenized.
     """
-    from trainctl.config.layers import Layer
-    from trainctl.plan.derive import is_counted_in_epochs
+    from trainctl.train.bins import drawn_tokens
 
     config = composed.config
     training = config.training
@@ -45,7 +47,7 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
     corpus = _tokenized(config) if tokenize else _cached(config)
     if corpus is None:
         return composed
-    tokens = corpus.train.tokens
+    tokens = drawn_tokens(config, corpus)
     key = "training.epoch_tokens"
     layers = {**composed.layers, key: (*composed.layers.get(key, ()), Layer(COUNTED, tokens))}
     counted = replace(config, training=replace(training, epoch_tokens=tokens))
@@ -53,7 +55,6 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
 
 
 def _cached(config: RunConfig) -> Corpus | None:
-    from trainctl.plan.mixture import SOLE
     from trainctl.train.corpora import cached_corpora
     from trainctl.train.tokenizer import load_tokenizer
 
@@ -64,7 +65,6 @@ def _cached(config: RunConfig) -> Corpus | None:
 
 
 def _tokenized(config: RunConfig) -> Corpus:
-    from trainctl.plan.mixture import SOLE
     from trainctl.train.corpora import build_corpora
     from trainctl.train.prepare import TokenizingProgress
     from trainctl.train.tokenizer import load_tokenizer

@@ -18,6 +18,10 @@ from trainctl.cli.arguments import (
     Weights,
     WhichWeights,
 )
+from trainctl.cli.console import print_json, put
+from trainctl.cli.intact import choose_checkpoint, open_or_newest
+from trainctl.cli.meter import Meter
+from trainctl.cli.offline import run_offline
 
 
 def evaluate(
@@ -40,11 +44,6 @@ def evaluate(
 
     Examples: trainctl evaluate; trainctl evaluate runs/NAME --best --samples 512
     """
-    from trainctl.cli.console import print_json, put
-    from trainctl.cli.intact import choose_checkpoint, open_or_newest
-    from trainctl.cli.meter import Meter
-    from trainctl.cli.offline import run_offline
-
     paths = open_or_newest(run)
     with Meter() as meter:
         checkpoint = choose_checkpoint(paths, meter, step=step, best=best)

@@ -9,7 +9,12 @@ from typing import Annotated
 import typer
 
 from trainctl.cli.arguments import Best, Json, NamedRun, Step, Weights, WhichWeights
+from trainctl.cli.console import print_json, put, say, short_count, size_text
+from trainctl.cli.intact import choose_checkpoint
+from trainctl.cli.meter import Meter
+from trainctl.cli.offline import run_offline
 from trainctl.errors import TrainctlError
+from trainctl.runs.directory import open_run
 
 
 class ExportType(StrEnum):
@@ -38,12 +43,6 @@ def export(
 
     Example: trainctl export runs/NAME exported --dtype bf16
     """
-    from trainctl.cli.console import print_json, put, say, short_count, size_text
-    from trainctl.cli.intact import choose_checkpoint
-    from trainctl.cli.meter import Meter
-    from trainctl.cli.offline import run_offline
-    from trainctl.runs.directory import open_run
-
     paths = open_run(run)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TrainctlError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from trainctl.cli.console import say
+from trainctl.cli.source_counts import count_sources
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.extension import change_of_rate, miscounts_tokens, step_before_decay
+from trainctl.plan.mixture import sources_of
 from trainctl.plan.sample_order import changes_of_order
 from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import CheckpointInfo, list_checkpoints
@@ -81,15 +83,16 @@ def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) 
     Raises:
         TrainctlError: With all that would.
     """
-    from trainctl.cli.source_counts import count_sources
     from trainctl.data.mixture import order_of
     from trainctl.data.past import changes_of_past
-    from trainctl.plan.mixture import sources_of
+    from trainctl.train.bins import drawn_tokens
     from trainctl.train.corpora import recorded
 
     if not run.corpus.is_file():
         return
-    tokens = {name: corpus.train.tokens for name, corpus in recorded(run.corpus).items()}
+    tokens = {
+        name: drawn_tokens(made.config, corpus) for name, corpus in recorded(run.corpus).items()
+    }
     if not set(sources_of(made.config.data)) <= set(tokens):
         counts, _ = count_sources(made.config)
         tokens = {name: count.tokens for name, count in counts.items()} | tokens

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from shlex import quote
+from typing import Annotated, Any
 
 import typer
 
 from trainctl.cli.arguments import Json
+from trainctl.cli.console import print_json, put, say
+from trainctl.cli.deepspeed_file import check_file
+from trainctl.cli.findings import show_findings
+from trainctl.cli.recipe_text import recipe_text
 from trainctl.errors import TrainctlError
-
-if TYPE_CHECKING:
-    from trainctl.planner.import_json import Imported
+from trainctl.plan.deepspeed_rules import Surroundings
+from trainctl.planner.import_json import Imported
+from trainctl.planner.import_json import import_json as imported_from
 
 
 def import_json(
@@ -29,14 +35,6 @@ def import_json(
 
     Example: trainctl config import ds_config.json --world-size 8 --recipe > recipes/mine.yaml
     """
-    from json import dumps
-
-    from trainctl.cli.console import print_json, put, say
-    from trainctl.cli.deepspeed_file import check_file
-    from trainctl.cli.findings import show_findings
-    from trainctl.plan.deepspeed_rules import Surroundings
-    from trainctl.planner.import_json import import_json as imported_from
-
     checked = check_file(file, Surroundings(world_size=world_size, fills_auto=True))
     if checked.has_error:
         raise TrainctlError.from_findings(checked.findings)
@@ -49,8 +47,6 @@ def import_json(
     elif as_recipe:
         put(_recipe(imported, file))
     else:
-        from shlex import quote
-
         for override in imported.overrides:
             put(quote(override))
 
@@ -68,8 +64,6 @@ def _to_json(imported: Imported) -> dict[str, Any]:
 
 def _recipe(imported: Imported, file: Path) -> str:
     """A recipe that starts from the base."""
-    from trainctl.cli.recipe_text import recipe_text
-
     passed = {f"deepspeed.{key}": value for key, value in imported.passed.items()}
     settings = {**imported.settings, **passed}
     return recipe_text([f"Imported from {file.name}."], "base", imported.choices, settings)

@@ -19,9 +19,15 @@ from trainctl.cli.arguments import (
     TargetAndOverrides,
     Verbose,
     split_target,
-    words_of,
 )
+from trainctl.cli.commands import words_of
+from trainctl.cli.planning import compose
+from trainctl.cli.resume import resume_run
+from trainctl.cli.start import start_run
+from trainctl.config.compose import recompose
+from trainctl.config.user_code import with_words
 from trainctl.errors import TrainctlError
+from trainctl.runs.directory import is_run, newest_run
 
 
 class ResumeMode(StrEnum):
@@ -54,12 +60,6 @@ def launch(
     Examples: trainctl launch recipe=tiny training.steps=200 optimizer.lr=1e-3;
     trainctl launch script=train.py recipe=7b-zero3 -- --its --own arguments
     """
-    from trainctl.cli.planning import compose
-    from trainctl.cli.resume import resume_run
-    from trainctl.cli.start import start_run
-    from trainctl.config.user_code import with_words
-    from trainctl.runs.directory import is_run
-
     words = words_of(context)
     if resume is ResumeMode.auto:
         if run_dir is None:
@@ -117,11 +117,6 @@ def resume(
 
     Examples: trainctl resume; trainctl resume runs/NAME training.steps=400
     """
-    from trainctl.cli.resume import resume_run
-    from trainctl.config.compose import recompose
-    from trainctl.config.user_code import with_words
-    from trainctl.runs.directory import newest_run
-
     words = words_of(context)
     if from_start and step is not None:
         raise TrainctlError("--step and --from-start name two places", hint="leave one of them out")

@@ -6,31 +6,18 @@ import errno
 import gc
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from trainctl import __version__
-from trainctl.cli import (
-    check,
-    checkpoint,
-    config,
-    data,
-    doctor,
-    evaluate,
-    export,
-    launch,
-    plan_search,
-    recipes,
-    runs,
-    sample,
-    schedule,
-    sweep,
-)
-from trainctl.cli.arguments import CommandWithWords, TrustCode
+from trainctl.cli.commands import Commands
+from trainctl.cli.console import abandon_output
+from trainctl.cli.findings import show_error, show_trainctl_error
 from trainctl.errors import ExitCode, TrainctlError
 
 # The base class of every usage error, wherever the installed typer keeps it.
@@ -52,26 +39,11 @@ _OF_THE_MACHINE = (
 
 app = typer.Typer(
     name="trainctl",
+    cls=Commands,
     help="Plan, launch and resume the training of large models on DeepSpeed.",
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(rich_help_panel="Train", cls=CommandWithWords)(launch.launch)
-app.command(rich_help_panel="Train", cls=CommandWithWords)(launch.resume)
-app.command(rich_help_panel="Train")(sweep.sweep)
-app.add_typer(runs.app, name="runs", rich_help_panel="Train")
-app.add_typer(data.app, name="data", rich_help_panel="Train")
-app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel="Use what was trained")
-app.command(rich_help_panel="Use what was trained")(evaluate.evaluate)
-app.command(rich_help_panel="Use what was trained")(sample.sample)
-app.command(rich_help_panel="Use what was trained")(export.export)
-app.command(rich_help_panel="Plan", cls=CommandWithWords)(check.validate)
-app.command(rich_help_panel="Plan", cls=CommandWithWords)(check.estimate_memory)
-app.command(rich_help_panel="Plan")(plan_search.plan)
-app.add_typer(config.app, name="config", rich_help_panel="Plan")
-app.add_typer(schedule.app, name="schedule", rich_help_panel="Plan")
-app.command(rich_help_panel="Plan")(recipes.recipes)
-app.command(rich_help_panel="Plan")(doctor.doctor)
 
 
 def _print_version(value: bool) -> None:
@@ -88,25 +60,21 @@ def _options(
             "--version", help="Print the version.", callback=_print_version, is_eager=True
         ),
     ] = False,
-    trust_code: TrustCode = False,
+    trust_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-code",
+            help="Run the Python files of options/ in the folder that --config-dir names.",
+        ),
+    ] = False,
 ) -> None:
     pass
-
-
-def _join_lines(command: Any) -> None:
-    """Paragraphs of docstrings as one line each: where they wrap is the terminal's business."""
-    if command.help:
-        paragraphs = command.help.split("\n\n")
-        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    for part in getattr(command, "commands", {}).values():
-        _join_lines(part)
 
 
 def run(arguments: Sequence[str]) -> int:
     """One command, from its arguments to its exit code; every error ends here."""
     try:
         command = typer.main.get_command(app)
-        _join_lines(command)
         with command.make_context("trainctl", list(arguments) or ["--help"]) as context:
             command.invoke(context)
     except typer.Exit as end:
@@ -114,13 +82,9 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return ExitCode.interrupted
     except BrokenPipeError:
-        from trainctl.cli.console import abandon_output
-
         abandon_output()
         return ExitCode.success
     except TrainctlError as error:
-        from trainctl.cli.findings import show_trainctl_error
-
         show_trainctl_error(error)
         return error.exit_code
     except Exception as error:
@@ -167,8 +131,6 @@ def _complete() -> None:
 
 
 def _show_usage_error(error: Exception) -> None:
-    from trainctl.cli.findings import show_error
-
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     message, _, suggestion = message.partition(" Did you mean ")
     hint = f"did you mean {suggestion}" if suggestion else ""
@@ -185,8 +147,6 @@ def _show_usage_error(error: Exception) -> None:
 
 
 def _show_machine_error(error: OSError) -> None:
-    from trainctl.cli.findings import show_error
-
     where = f"{error.filename}: " if error.filename else ""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     hint = "free space, then repeat the command" if is_full else ""
@@ -194,10 +154,6 @@ def _show_machine_error(error: OSError) -> None:
 
 
 def _show_bug(error: Exception) -> None:
-    import traceback
-
-    from trainctl.cli.findings import show_error
-
     traceback.print_exception(error)
     show_error(
         f"trainctl failed in an unexpected way: {type(error).__name__}: {error}",

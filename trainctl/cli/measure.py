@@ -19,8 +19,9 @@ from typing import Any
 
 import typer
 
-from trainctl.cli.console import print_json, put, rich_console, say
+from trainctl.cli.console import print_json, print_table, put, say
 from trainctl.cli.planning import compose, plan
+from trainctl.config.keys import leaves
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware.calibration import (
     Calibration,
@@ -93,8 +94,6 @@ def measure(
 
 def _short(overrides: Sequence[str]) -> list[str]:
     """The overrides of the short run; what is typed for another launcher has no place in it."""
-    from trainctl.config.keys import leaves
-
     foreign = {
         key
         for key, leaf in leaves().items()
@@ -212,20 +211,11 @@ def _calibration(
 
 
 def _show(rows: Sequence[Mapping[str, Any]], *, on_device: bool) -> None:
-    from rich.table import Table
-
     what = "in tensors" if on_device else "of a process"
-    table = Table(
-        "part of a step", f"predicted {what}, GiB", "measured, GiB", "", box=None, pad_edge=False
-    )
-    for column in (1, 2, 3):
-        table.columns[column].justify = "right"
+    lines = []
     for row in rows:
         predicted, measured = row["predicted_bytes"], row["measured_bytes"]
-        table.add_row(
-            row["part"],
-            f"{predicted / 2**30:.3f}",
-            f"{measured / 2**30:.3f}",
-            f"{predicted / measured - 1:+.1%}",
-        )
-    rich_console().print(table)
+        sizes = (f"{size / 2**30:.3f}" for size in (predicted, measured))
+        lines.append((row["part"], *sizes, f"{predicted / measured - 1:+.1%}"))
+    heads = ("part of a step", f"predicted {what}, GiB", "measured, GiB", "")
+    print_table(heads, lines, right=(1, 2, 3))

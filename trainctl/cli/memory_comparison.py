@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainctl.cli.arguments import split_target
-from trainctl.cli.console import rich_console, say
+from trainctl.cli.console import print_table, say
 from trainctl.cli.planning import Planned, compose_target, plan
+from trainctl.config.compose import Composed
 from trainctl.config.sweep import expand_sweep
 from trainctl.errors import TrainctlError
-
-if TYPE_CHECKING:
-    from trainctl.config.compose import Composed
+from trainctl.memory.activations import block_activations, compute_bytes
+from trainctl.plan.shapes import count_parameters
 
 ANY_STEPS = 1_000_000
 """More than any warmup or decay that is given in steps."""
@@ -98,30 +98,17 @@ def _but_length(error: TrainctlError) -> TrainctlError:
 
 def show_comparison(compared: Sequence[Compared]) -> None:
     """A row for each: its values, peak, phase of the peak, host memory, and whether it fits."""
-    from rich.table import Table
-
-    table = Table(
-        "configuration",
-        "peak, GiB",
-        "at",
-        "host, GiB",
-        "",
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
-    for column in (1, 3):
-        table.columns[column].justify = "right"
+    rows = []
     for item in compared:
         budget = item.planned.assessment.budget if item.planned else None
         if budget is None:
-            table.add_row(item.name, "–", "", "", "; ".join(item.errors))
+            rows.append((item.name, "–", "", "", "; ".join(item.errors)))
             continue
         peak, host = budget.device_peak_bytes / 2**30, budget.host.bytes_per_node / 2**30
-        table.add_row(
-            item.name, f"{peak:,.2f}", budget.peak_phase, f"{host:,.2f}", FITS[budget.fits]
+        rows.append(
+            (item.name, f"{peak:,.2f}", budget.peak_phase, f"{host:,.2f}", FITS[budget.fits])
         )
-    rich_console().print(table)
+    print_table(("configuration", "peak, GiB", "at", "host, GiB", ""), rows, right=(1, 3))
 
 
 def save_chart(compared: Sequence[Compared], path: Path) -> None:
@@ -152,9 +139,6 @@ def save_chart(compared: Sequence[Compared], path: Path) -> None:
 
 def trace_report(planned: Planned) -> dict[str, dict[str, int]]:
     """What was traced, each beside the closed form; empty if nothing was."""
-    from trainctl.memory.activations import block_activations, compute_bytes
-    from trainctl.plan.shapes import count_parameters
-
     traced, made = planned.traced, planned.assessment.plan
     if traced is None or made is None:
         return {}

@@ -15,6 +15,7 @@ from typing import Any
 from trainctl.cli.console import say
 from trainctl.cli.meter import Meter
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.processes import PARENT_VARIABLE
 
 
 def run_offline(task: str, arguments: Sequence[str | Path], meter: Meter) -> dict[str, Any]:
@@ -23,8 +24,6 @@ def run_offline(task: str, arguments: Sequence[str | Path], meter: Meter) -> dic
     Raises:
         TrainctlError: What the task says, or the process was killed (exit code 4).
     """
-    from trainctl.runs.processes import PARENT_VARIABLE
-
     command = [sys.executable, "-m", "trainctl.train.offline", task, *map(str, arguments)]
     result: dict[str, Any] | None = None
     with (

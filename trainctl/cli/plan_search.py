@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from shlex import join, quote
+from typing import Annotated, Any
 
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, Overrides
+from trainctl.cli.console import print_json, put, say
+from trainctl.cli.findings import findings_to_json, show_findings
+from trainctl.cli.planning import name_sources
+from trainctl.cli.recipe_text import recipe_text
+from trainctl.config.catalog import BASE, recipe_names, search_folders, split_hardware
+from trainctl.config.codec import to_plain
+from trainctl.config.compose import Composed, compose
+from trainctl.config.overrides import ALIASES
+from trainctl.config.schema import GROUPS, OffloadDevice
 from trainctl.errors import TrainctlError
-
-if TYPE_CHECKING:
-    from trainctl.config.compose import Composed
-    from trainctl.hardware import Hardware
-    from trainctl.planner.search import FoundPlan, Search
+from trainctl.hardware import Hardware, resolve_hardware
+from trainctl.memory.constants import GIB
+from trainctl.planner.compute import rates
+from trainctl.planner.explain import next_faster, shares, why_slower
+from trainctl.planner.search import FoundPlan, Search, search
+from trainctl.planner.variants import overrides
 
 Top = Annotated[int, typer.Option(metavar="N", min=1, max=50, help="Plans to show.")]
 Write = Annotated[
@@ -56,14 +67,6 @@ def plan(
     Example: trainctl plan model=llama-70b hardware=8x8xh100-80g training.sequence_length=8192
     training.global_batch_tokens=4M
     """
-    from trainctl.cli.console import print_json, put, say
-    from trainctl.cli.findings import show_findings
-    from trainctl.cli.planning import name_sources
-    from trainctl.config.compose import compose
-    from trainctl.hardware import resolve_hardware
-    from trainctl.planner.compute import rates
-    from trainctl.planner.search import search
-
     composed = compose(overrides or (), config_dir=config_dir)
     training = composed.config.training
     is_open = training.steps is None and training.tokens is None
@@ -94,8 +97,6 @@ def plan(
 
 def _asked(composed: Composed) -> frozenset[str]:
     """Groups and keys that the user has set; hardware and what is no choice among them."""
-    from trainctl.config.overrides import ALIASES
-
     names = {override.partition("=")[0] for override in composed.overrides}
     return frozenset(ALIASES.get(name, name) for name in names)
 
@@ -115,8 +116,6 @@ def _lines(result: Search, hardware: Hardware, price: float | None, show: _Shown
 
 def _title(found: FoundPlan) -> str:
     """The layout in a few words."""
-    from trainctl.config.schema import OffloadDevice
-
     config, mesh = found.plan.config, found.plan.mesh
     axes = [f"data {mesh.data}"]
     axes += [
@@ -143,11 +142,6 @@ def _title(found: FoundPlan) -> str:
 
 
 def _details(found: FoundPlan, first: FoundPlan, price: float | None, show: _Shown) -> list[str]:
-    from shlex import join
-
-    from trainctl.memory.constants import GIB
-    from trainctl.planner.explain import next_faster, shares, why_slower
-
     lines = []
     if show.rates_are_known:
         rate = found.tokens_per_second_per_device
@@ -190,9 +184,6 @@ def _plan_json(
     found: FoundPlan, first: FoundPlan, price: float | None, show: _Shown
 ) -> dict[str, Any]:
     """One plan; what depends on rates that are not known is null."""
-    from trainctl.cli.findings import findings_to_json
-    from trainctl.planner.variants import overrides
-
     mesh, batch, memory = found.plan.mesh, found.plan.batch, found.budget
     rejected = found.rejected
     speed: dict[str, Any] = {
@@ -251,8 +242,6 @@ def _step(seconds: float) -> str:
 
 def _check_target(path: Path, is_open: bool, config_dir: Path | None) -> None:
     """Before the search: what would make the file useless."""
-    from trainctl.config.catalog import BASE, recipe_names, search_folders
-
     if is_open:
         raise TrainctlError(
             "a recipe says how long it trains, and nothing does",
@@ -278,13 +267,6 @@ def _check_target(path: Path, is_open: bool, config_dir: Path | None) -> None:
 def _write(
     path: Path, composed: Composed, found: FoundPlan, config_dir: Path | None, show: _Shown
 ) -> None:
-    from trainctl.cli.console import say
-    from trainctl.cli.recipe_text import recipe_text
-    from trainctl.config.catalog import split_hardware
-    from trainctl.config.codec import to_plain
-    from trainctl.config.overrides import ALIASES
-    from trainctl.config.schema import GROUPS
-
     plain = to_plain(composed.config)
     choices: dict[str, str] = {}
     settings: dict[str, Any] = {}
@@ -318,8 +300,6 @@ def _at(plain: Any, key: str) -> Any:
 
 
 def _command(path: Path, config_dir: Path | None) -> str:
-    from shlex import quote
-
     folder = path.absolute().parent
     if folder == Path.cwd() / "recipes":
         return f"trainctl launch recipe={quote(path.stem)}"

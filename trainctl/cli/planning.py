@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from trainctl.cli.console import say
+from trainctl.cli.console import gib, say
+from trainctl.cli.epochs import count_epoch
+from trainctl.cli.source_counts import check_amounts
+from trainctl.cli.standing import passed_over_findings
+from trainctl.config.compose import SAVED, Composed, examine, recompose
+from trainctl.config.files import missing_files
+from trainctl.config.schema import RunConfig
+from trainctl.config.tracing import trace_in_child
 from trainctl.errors import ExitCode, Finding, TrainctlError
-
-if TYPE_CHECKING:
-    from trainctl.config.compose import Composed
-    from trainctl.config.schema import RunConfig
-    from trainctl.hardware import Hardware
-    from trainctl.memory.traced import TracedModel
-    from trainctl.planner.assess import Assessment
-    from trainctl.planner.suggest import Suggestion
-    from trainctl.runs.layout import RunPaths
+from trainctl.hardware import Hardware, resolve_hardware
+from trainctl.launch.refusals import refusals
+from trainctl.memory.traced import TracedModel
+from trainctl.planner.assess import Assessment, assess
+from trainctl.planner.model_files import check_model_files
+from trainctl.planner.suggest import Suggestion, what_fits, what_slack_buys
+from trainctl.planner.tokenizer_files import check_tokenizer_files
+from trainctl.runs.attempts import config_of, find_attempt, standing_attempt
+from trainctl.runs.directory import open_run
+from trainctl.runs.layout import RunPaths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +62,6 @@ def compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Compose
         TrainctlError: With every problem of the configuration: where some of it is wrong, the rest
             is planned all the same, to say what else is.
     """
-    from trainctl.config.compose import examine
-
     composed = examine(overrides or (), config_dir=config_dir)
     if composed.has_error:
         wrong = {finding.key for finding in composed.findings if finding.is_error}
@@ -84,16 +89,6 @@ def plan(
         exact: Trace the model for its budget, in a process of its own.
         calibrated: Take what was measured on this machine, for hardware that is here.
     """
-    from trainctl.cli.epochs import count_epoch
-    from trainctl.cli.source_counts import check_amounts
-    from trainctl.config.files import missing_files
-    from trainctl.config.tracing import trace_in_child
-    from trainctl.hardware import resolve_hardware
-    from trainctl.memory.traced import TracedModel
-    from trainctl.planner.assess import assess
-    from trainctl.planner.model_files import check_model_files
-    from trainctl.planner.tokenizer_files import check_tokenizer_files
-
     composed = count_epoch(composed, tokenize=tokenize)
     hardware = resolve_hardware(composed.config.hardware, calibrated=calibrated)
     assessment = assess(composed.config, hardware)
@@ -103,8 +98,6 @@ def plan(
         assessment = assess(composed.config, hardware, traced)
     found = [*assessment.findings]
     if with_files:
-        from trainctl.launch.refusals import refusals
-
         found += missing_files(composed.config, folder)
         found += check_model_files(composed.config)
         found += check_tokenizer_files(composed.config)
@@ -151,8 +144,6 @@ def compose_target(
             `attempt` is given without a run.
     """
     if target is not None:
-        from trainctl.runs.attempts import find_attempt
-
         found = find_attempt(Path(target))
         if found is not None:
             run, named = found
@@ -162,8 +153,6 @@ def compose_target(
     if target is None:
         return compose(overrides, config_dir)
     if "/" in target:
-        from trainctl.runs.directory import open_run
-
         open_run(Path(target))  # raises: it says what the directory is instead
     return compose([f"recipe={target}", *overrides], config_dir)
 
@@ -172,10 +161,6 @@ def _compose_run(
     run: RunPaths, attempt: int | None, overrides: Sequence[str], config_dir: Path | None
 ) -> Composed:
     """The configuration of a run, with a warning of what else one might take for it."""
-    from trainctl.cli.standing import passed_over_findings
-    from trainctl.config.compose import SAVED, recompose
-    from trainctl.runs.attempts import config_of, standing_attempt
-
     standing = standing_attempt(run)
     number = standing.number if attempt is None else attempt
     composed = recompose(
@@ -190,8 +175,6 @@ def _compose_run(
 
 def show_suggestions(config: RunConfig, hardware: Hardware) -> None:
     """On stderr: overrides with which the configuration would fit."""
-    from trainctl.planner.suggest import what_fits
-
     suggestions = what_fits(config, hardware)
     if not suggestions:
         say("hint: nothing that trainctl tried makes it fit; use more or larger devices")
@@ -203,8 +186,6 @@ def show_suggestions(config: RunConfig, hardware: Hardware) -> None:
 
 def show_slack(config: RunConfig, hardware: Hardware) -> None:
     """On stderr: what the memory that a configuration leaves free could buy."""
-    from trainctl.planner.suggest import what_slack_buys
-
     suggestions = what_slack_buys(config, hardware)
     if suggestions:
         say("what the free memory could buy:")
@@ -214,8 +195,6 @@ def show_slack(config: RunConfig, hardware: Hardware) -> None:
 
 def _suggestion(suggestion: Suggestion) -> str:
     """A change with its memory and its cost in speed."""
-    from trainctl.cli.console import gib
-
     change = suggestion.speed - 1
     speed = "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} "
     if speed != "as fast":

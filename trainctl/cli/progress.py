@@ -8,16 +8,14 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from trainctl.cli.activity import Activity
 from trainctl.cli.console import print_json, printable, put
 from trainctl.cli.live_line import LiveLine, Refresher
+from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import number
 from trainctl.runs.stragglers import account
-
-if TYPE_CHECKING:
-    from trainctl.runs.layout import RunPaths
 
 Event = Mapping[str, Any]
 

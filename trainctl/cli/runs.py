@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trainctl.cli.arguments import Json, NamedRuns, Run
+from trainctl.cli.attach import follow_run
+from trainctl.cli.console import go_on_without_reader, print_json, print_table, printable, put, say
+from trainctl.cli.intact import open_or_newest
+from trainctl.cli.progress import record_lines
 from trainctl.cli.sync import sync
 from trainctl.errors import ExitCode, TrainctlError
-
-if TYPE_CHECKING:
-    from trainctl.runs.layout import AttemptPaths, RunPaths
-    from trainctl.runs.listing import RunSummary
-    from trainctl.runs.records import Event
+from trainctl.launch.schedulers import cancel
+from trainctl.runs.attempts import config_of
+from trainctl.runs.checkpoints import newest_checkpoint
+from trainctl.runs.directory import (
+    DEFAULT_ROOT,
+    find_runs,
+    last_attempt,
+    open_run,
+    read_plan,
+    run_id,
+)
+from trainctl.runs.failures import sentence
+from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.listing import LOST, RunSummary, age_text, summaries, summarise
+from trainctl.runs.lock import holder
+from trainctl.runs.logs import LogFollower, logs_of, tails
+from trainctl.runs.processes import RunTag, sweep
+from trainctl.runs.records import Event, EventFollower, read_events
+from trainctl.runs.removal import remove_run
+from trainctl.runs.requests import Request, file_request
+from trainctl.runs.status import State, read_status, write_status
+from trainctl.runs.stragglers import account, still_slow
 
 _POLL_SECONDS = 0.2
 _KILL_PATIENCE_SECONDS = 15.0
@@ -35,10 +57,6 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List the runs of a folder, oldest first, whatever launcher started them."""
-    from trainctl.cli.console import print_json, say
-    from trainctl.runs.directory import DEFAULT_ROOT, find_runs
-    from trainctl.runs.listing import summaries
-
     root = folder or DEFAULT_ROOT
     if folder is not None and not folder.is_dir():
         raise TrainctlError(f"{folder} is not a folder", exit_code=ExitCode.run_state)
@@ -57,14 +75,6 @@ def list_(
 @app.command()
 def status(run: Run = None, as_json: Json = False) -> None:
     """How a run stands: state, progress, what failed first, and what to do next."""
-    from trainctl.cli.console import print_json, put
-    from trainctl.cli.intact import open_or_newest
-    from trainctl.runs.checkpoints import newest_checkpoint
-    from trainctl.runs.failures import sentence
-    from trainctl.runs.listing import summarise
-    from trainctl.runs.records import read_events
-    from trainctl.runs.stragglers import account, still_slow
-
     paths = open_or_newest(run)
     summary = summarise(paths)
     failure = _first_failure(paths, summary.attempt)
@@ -105,13 +115,6 @@ def logs(
 
     The first error comes first.
     """
-    from trainctl.cli.console import printable, put, say
-    from trainctl.cli.intact import open_or_newest
-    from trainctl.cli.progress import record_lines
-    from trainctl.runs.directory import last_attempt
-    from trainctl.runs.logs import LogFollower, logs_of, tails
-    from trainctl.runs.records import EventFollower
-
     paths = open_or_newest(run)
     number = attempt if attempt is not None else last_attempt(paths)
     chosen = paths.attempt(number)
@@ -150,10 +153,6 @@ def logs(
 
 def _show_records(run: RunPaths, attempt: AttemptPaths, most: int) -> None:
     """What the launch would have shown in its terminal: the last lines of it."""
-    from trainctl.cli.console import put
-    from trainctl.cli.progress import record_lines
-    from trainctl.runs.records import read_events
-
     stop_step, events = _stop_step(attempt), read_events(run.events)
     own = [event for event in events if event["attempt"] == attempt.number]
     own = [event for event in own if event["event"] != "sample"]  # which would push out the rest
@@ -166,8 +165,6 @@ def _show_records(run: RunPaths, attempt: AttemptPaths, most: int) -> None:
 
 def _stop_step(attempt: AttemptPaths) -> int | None:
     """Where the attempt's plan ends; None where it cannot be read."""
-    from trainctl.runs.directory import read_plan
-
     try:
         return read_plan(attempt.plan).stop_step
     except (OSError, ValueError, TrainctlError):
@@ -184,10 +181,6 @@ def stop(
 
     Example: trainctl runs stop runs/NAME
     """
-    from trainctl.cli.console import go_on_without_reader
-    from trainctl.runs.directory import open_run
-    from trainctl.runs.listing import summarise
-
     go_on_without_reader()
     opened = [open_run(run) for run in runs]
     live = [paths for paths in opened if summarise(paths).is_live]
@@ -212,11 +205,6 @@ def rm(
 
     Example: trainctl runs rm runs/NAME
     """
-    from trainctl.cli.console import go_on_without_reader, put
-    from trainctl.runs.directory import open_run
-    from trainctl.runs.listing import summarise
-    from trainctl.runs.removal import remove_run
-
     go_on_without_reader()
     opened = [open_run(run) for run in runs]
     for paths in opened:
@@ -240,9 +228,6 @@ def attach(run: Run = None, as_json: Json = False) -> None:
 
     Ctrl-C ends the view, and the run goes on.
     """
-    from trainctl.cli.attach import follow_run
-    from trainctl.cli.intact import open_or_newest
-
     code = follow_run(open_or_newest(run), as_json=as_json)
     if code:
         raise typer.Exit(code)
@@ -252,34 +237,24 @@ app.command()(sync)
 
 
 def _print_table(found: list[RunSummary]) -> None:
-    from rich.table import Table
-
-    from trainctl.cli.console import rich_console
-    from trainctl.runs.listing import age_text
-
     heads = ("run", "state", "step", "loss", "attempt", "launcher", "nodes", "updated")
-    table = Table(*heads, box=None, pad_edge=False)
-    for column in (table.columns[2], table.columns[3], table.columns[4], table.columns[6]):
-        column.justify = "right"
-    for summary in found:
-        job = f" {summary.job.id}" if summary.job else ""
-        table.add_row(
+    rows = [
+        (
             summary.path.name,
             summary.state,
             f"{summary.step}/{summary.stop_step}" if summary.stop_step else "-",
             f"{summary.loss:.4f}" if summary.loss is not None else "-",
             str(summary.attempt),
-            f"{summary.launcher}{job}",
+            f"{summary.launcher} {summary.job.id}" if summary.job else summary.launcher,
             str(summary.nodes),
             f"{age_text(summary.updated)} ago",
         )
-    console = rich_console()
-    console.print(table, soft_wrap=not console.is_terminal)
+        for summary in found
+    ]
+    print_table(heads, rows, right=(2, 3, 4, 6), wraps=False)
 
 
 def _status_lines(summary: RunSummary) -> list[str]:
-    from trainctl.runs.listing import LOST, age_text
-
     ended = f", exit code {summary.exit_code}" if summary.exit_code is not None else ""
     lines = [f"run: {summary.path}", f"state: {summary.state}{ended}"]
     if summary.message:
@@ -302,8 +277,6 @@ def _status_lines(summary: RunSummary) -> list[str]:
 
 
 def _first_failure(run: RunPaths, attempt: int) -> Event | None:
-    from trainctl.runs.records import read_events
-
     failures = [
         event for event in read_events(run.events, "failure") if event["attempt"] == attempt
     ]
@@ -312,9 +285,6 @@ def _first_failure(run: RunPaths, attempt: int) -> Event | None:
 
 
 def _show_failure(failure: Event) -> None:
-    from trainctl.cli.console import printable, put
-    from trainctl.runs.failures import sentence
-
     put(f"first failure: {sentence(failure)}", style="error")
     for line in failure["log_tail"]:
         put(f"  {printable(line)}")
@@ -322,21 +292,11 @@ def _show_failure(failure: Event) -> None:
 
 def _goes_on(run: RunPaths, attempt: AttemptPaths) -> bool:
     """Whether anything may still be appended to the logs of this attempt."""
-    from trainctl.runs.directory import last_attempt
-    from trainctl.runs.listing import summarise
-
     return last_attempt(run) == attempt.number and summarise(run).is_live
 
 
 def _ask_to_stop(run: RunPaths, *, now: bool) -> None:
     """Ask the launch of a live run; a job that has not started is taken from its queue."""
-    from trainctl.cli.console import say
-    from trainctl.launch.schedulers import cancel
-    from trainctl.runs.attempts import config_of
-    from trainctl.runs.listing import summarise
-    from trainctl.runs.requests import Request, file_request
-    from trainctl.runs.status import State, read_status, write_status
-
     summary = summarise(run)
     if summary.holder is None and summary.job is not None:
         cancel(summary.job)
@@ -360,11 +320,6 @@ def _wait_for_end(run: RunPaths, *, now: bool) -> None:
         TrainctlError: It does not answer, and this machine cannot reach it, or it does not end by
             force either (exit code 5).
     """
-    from trainctl.cli.console import put
-    from trainctl.runs.attempts import config_of
-    from trainctl.runs.listing import summarise
-    from trainctl.runs.lock import holder
-
     patience = config_of(run).launcher.grace_seconds + _KILL_PATIENCE_SECONDS
     deadline = time.monotonic() + patience
     is_forced = False
@@ -386,13 +341,6 @@ def _wait_for_end(run: RunPaths, *, now: bool) -> None:
 
 def _end_by_force(run: RunPaths) -> None:
     """A launcher that does not answer: its scheduler ends it, or, on this machine, a signal."""
-    import socket
-
-    from trainctl.launch.schedulers import cancel
-    from trainctl.runs.directory import run_id
-    from trainctl.runs.listing import summarise
-    from trainctl.runs.processes import RunTag, sweep
-
     summary = summarise(run)
     if summary.holder is None:
         return
@@ -409,8 +357,6 @@ def _end_by_force(run: RunPaths) -> None:
 
 
 def _require_no_checkpoint(run: RunPaths) -> None:
-    from trainctl.runs.checkpoints import newest_checkpoint
-
     checkpoint, _ = newest_checkpoint(run)
     if checkpoint is not None:
         raise TrainctlError(

@@ -17,6 +17,11 @@ from trainctl.cli.arguments import (
     Weights,
     WhichWeights,
 )
+from trainctl.cli.console import print_json, printable, put
+from trainctl.cli.intact import choose_checkpoint
+from trainctl.cli.meter import Meter
+from trainctl.cli.offline import run_offline
+from trainctl.runs.directory import open_run
 
 
 def sample(
@@ -40,12 +45,6 @@ def sample(
 
     Example: trainctl sample runs/NAME "def main" --tokens 64
     """
-    from trainctl.cli.console import print_json, printable, put
-    from trainctl.cli.intact import choose_checkpoint
-    from trainctl.cli.meter import Meter
-    from trainctl.cli.offline import run_offline
-    from trainctl.runs.directory import open_run
-
     paths = open_run(run)
     with Meter() as meter:
         checkpoint = choose_checkpoint(paths, meter, step=step, best=best)

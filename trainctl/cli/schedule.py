@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
-
-if TYPE_CHECKING:
-    from trainctl.plan.types import RunPlan
-    from trainctl.reports.schedule import Point
+from trainctl.cli.console import print_json, put, say
+from trainctl.cli.findings import show_findings
+from trainctl.cli.planning import compose_target
+from trainctl.cli.planning import plan as make_plan
+from trainctl.config.codec import to_plain
+from trainctl.errors import TrainctlError
+from trainctl.options.schedule import WithPatience
+from trainctl.plan.schedule import Curve
+from trainctl.plan.types import RunPlan
+from trainctl.reports.schedule import Point, chart, points_of, title_of
 
 ROWS = 18
 """Of a chart in the terminal."""
@@ -47,13 +53,6 @@ def show(
     Examples: trainctl schedule show recipe=tiny schedule=wsd; trainctl schedule show runs/NAME
     training.steps=2000 --plot schedule.png
     """
-    from trainctl.cli.console import print_json, put, say
-    from trainctl.cli.findings import show_findings
-    from trainctl.cli.planning import compose_target
-    from trainctl.cli.planning import plan as make_plan
-    from trainctl.errors import TrainctlError
-    from trainctl.reports.schedule import chart, points_of, title_of
-
     if plot is not None:
         from trainctl.reports.figure import check_target, save_figure
 
@@ -78,9 +77,6 @@ def show(
 
 
 def _document(plan: RunPlan, points: list[Point]) -> dict[str, object]:
-    from trainctl.config.codec import to_plain
-    from trainctl.plan.schedule import Curve
-
     return {
         "schema": 1,
         "kind": plan.config.schedule.kind,
@@ -95,8 +91,6 @@ def _document(plan: RunPlan, points: list[Point]) -> dict[str, object]:
 def _drawing(plan: RunPlan, points: list[Point]) -> str:
     """The curve in characters, as wide as the console (80 columns where there is none)."""
     import plotext
-
-    from trainctl.reports.schedule import title_of
 
     peak = plan.peak_lr
     figure = plotext.figure
@@ -117,9 +111,6 @@ def _drawing(plan: RunPlan, points: list[Point]) -> str:
 
 def _phases(plan: RunPlan) -> list[str]:
     """Where the curve turns, one line each."""
-    from trainctl.options.schedule import WithPatience
-    from trainctl.plan.schedule import Curve
-
     curve, total, peak = Curve.of(plan), plan.total_steps, plan.peak_lr
     if total == 0:
         return ["no step"]

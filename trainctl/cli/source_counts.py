@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from trainctl.config.schema import DataConfig, RunConfig
+from trainctl.config.text.files import no_text, split_files
+from trainctl.config.text.remote import File
+from trainctl.config.text.stream import head_of
 from trainctl.errors import Finding, TrainctlError
+from trainctl.plan.mixture import sources_of
+from trainctl.plan.types import RunPlan
 
 if TYPE_CHECKING:
-    from trainctl.config.schema import DataConfig, RunConfig
-    from trainctl.config.text.remote import File
     from trainctl.data.mixture import Count
-    from trainctl.plan.types import RunPlan
     from trainctl.train.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 1 << 16
@@ -29,7 +32,7 @@ NO_SOURCE = "TC348"
 def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
     """How long each source is, and what keeps one from being read; nothing is tokenized for it."""
     from trainctl.data.mixture import Count
-    from trainctl.plan.mixture import sources_of
+    from trainctl.train.bins import drawn_tokens
     from trainctl.train.corpora import of_source
     from trainctl.train.corpus import cached_corpus
     from trainctl.train.tokenizer import load_tokenizer
@@ -41,7 +44,7 @@ def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
         try:
             corpus = cached_corpus(section, tokenizer, config.data, name)
             if corpus is not None:
-                counts[name] = Count(tokens=corpus.train.tokens)
+                counts[name] = Count(tokens=drawn_tokens(config, corpus))
             else:
                 counts[name] = Count(tokens=_guess(section, tokenizer), is_estimate=True)
         except TrainctlError as error:
@@ -77,8 +80,6 @@ def check_amounts(plan: RunPlan) -> list[Finding]:
 
 def _guess(section: DataConfig, tokenizer: Tokenizer) -> int:
     """Tokens of a source's training text, from the sizes of its files."""
-    from trainctl.config.text.files import split_files
-
     files = split_files(section)
     share = 1 - section.held_out_fraction if files.by_document else 1.0
     size = sum(file.stat().st_size * COMPRESSED.get(file.suffix, 1.0) for file in files.train)
@@ -89,9 +90,6 @@ def _guess(section: DataConfig, tokenizer: Tokenizer) -> int:
 
 def _bytes_of_a_token(files: Sequence[File], tokenizer: Tokenizer) -> float:
     """As at the beginning of the first file, if that is text."""
-    from trainctl.config.text.files import no_text
-    from trainctl.config.text.stream import head_of
-
     if not files:
         return USUAL
     head = head_of(files[0], SAMPLE_BYTES)

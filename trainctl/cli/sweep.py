@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Force, Json, split_target, with_options
+from trainctl.cli.console import go_on_without_reader, print_json, print_table, put, say
+from trainctl.cli.planning import compose
+from trainctl.cli.planning import plan as make_plan
+from trainctl.cli.resume import require_nothing_saved
+from trainctl.config.compose import Composed, recompose
+from trainctl.config.registry import function_of
+from trainctl.config.secrets import REDACTED
+from trainctl.config.sweep import SweepPoint, expand_sweep
 from trainctl.errors import ExitCode, TrainctlError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from trainctl.config.compose import Composed
-    from trainctl.config.sweep import SweepPoint
-    from trainctl.plan.types import RunPlan
-    from trainctl.runs.layout import AttemptPaths, RunPaths
-    from trainctl.runs.sweeps import Left, Sweep
+from trainctl.launch import program
+from trainctl.launch.choose import check
+from trainctl.launch.queue import QueueStopped, run_queue
+from trainctl.options.launcher import spec_of
+from trainctl.plan.types import RunPlan
+from trainctl.runs.attempts import config_of
+from trainctl.runs.checkpoints import newest_checkpoint
+from trainctl.runs.directory import create_run, last_attempt, new_attempt
+from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.lock import hold
+from trainctl.runs.sweeps import Left, Next, Sweep, new_sweep, read_sweep, results, what_is_left
 
 Started = list[tuple["RunPaths", "AttemptPaths"]]
 
@@ -61,10 +72,6 @@ def sweep(
     Examples: trainctl sweep recipe=125m optimizer.lr=1e-4,3e-4 schedule=cosine,wsd;
     trainctl sweep sweeps/NAME --resume
     """
-    from trainctl.cli.console import go_on_without_reader, put
-    from trainctl.config.sweep import expand_sweep
-    from trainctl.runs.sweeps import read_sweep
-
     target, overrides = split_target(arguments)
     if resume:
         if target is None or overrides or sweep_dir is not None or config_dir is not None:
@@ -102,11 +109,6 @@ def _begin(
     as_json: bool,
 ) -> None:
     """Run attempts that were made, here or by a scheduler."""
-    from trainctl.cli.console import say
-    from trainctl.options.launcher import spec_of
-    from trainctl.runs.layout import RunPaths
-    from trainctl.runs.lock import hold
-
     if spec_of(plan.config.launcher).submit_sweep:
         _submit(folder, plan, started, parallel)
         return
@@ -129,11 +131,6 @@ def _go_on(
     Raises:
         TrainctlError: It is going on, or a run's plan is refused now.
     """
-    from trainctl.cli.console import go_on_without_reader, put, say
-    from trainctl.runs.layout import RunPaths
-    from trainctl.runs.lock import hold
-    from trainctl.runs.sweeps import Next, what_is_left
-
     with hold(RunPaths(folder)):
         left = what_is_left(folder)
         for item in left:
@@ -153,14 +150,6 @@ def _go_on(
 
 def _plan_again(item: Left, record: Sweep, *, force: bool) -> RunPlan:
     """The plan of what is left of a run, by its own directory if it is there."""
-    from trainctl.cli.planning import compose
-    from trainctl.cli.resume import require_nothing_saved
-    from trainctl.config.compose import recompose
-    from trainctl.launch import program
-    from trainctl.runs.attempts import config_of
-    from trainctl.runs.checkpoints import newest_checkpoint
-    from trainctl.runs.sweeps import Next
-
     values = record.points[item.index]
     if item.next is Next.make:
         overrides = _recorded(item, record)
@@ -179,8 +168,6 @@ def _recorded(item: Left, record: Sweep) -> tuple[str, ...]:
     Raises:
         TrainctlError: They were not recorded, or hold a secret, which is never (exit code 5).
     """
-    from trainctl.config.secrets import REDACTED
-
     overrides = record.runs[item.index] if item.index < len(record.runs) else ()
     if overrides and not any(REDACTED in text for text in overrides):
         return overrides
@@ -192,10 +179,6 @@ def _recorded(item: Left, record: Sweep) -> tuple[str, ...]:
 
 
 def _attempt_again(item: Left, plan: RunPlan) -> tuple[RunPaths, AttemptPaths]:
-    from trainctl.runs.directory import create_run, last_attempt, new_attempt
-    from trainctl.runs.lock import hold
-    from trainctl.runs.sweeps import Next
-
     run = item.run
     if item.next is Next.make:
         run = create_run(plan.config, run_dir=run.root, argv=sys.argv)
@@ -206,8 +189,6 @@ def _attempt_again(item: Left, plan: RunPlan) -> tuple[RunPaths, AttemptPaths]:
 
 
 def _plan(point: SweepPoint, config_dir: Path | None, *, force: bool) -> RunPlan:
-    from trainctl.cli.planning import compose
-
     return _checked(lambda: compose(point.overrides, config_dir), point.values, force=force)
 
 
@@ -223,11 +204,8 @@ def _checked(
     Raises:
         TrainctlError: It is refused.
     """
-    from trainctl.cli.planning import plan
-    from trainctl.launch.choose import check
-
     try:
-        planned = plan(composing(), with_files=True, folder=folder, tokenize=True)
+        planned = make_plan(composing(), with_files=True, folder=folder, tokenize=True)
         made = planned.assessment.plan
         errors = planned.errors_but_fit if force else planned.errors
         if made is None or errors:
@@ -255,8 +233,6 @@ def _check_queue(plans: Sequence[RunPlan]) -> None:
         TrainctlError: They differ in their launcher or, in an array, in what they ask for; or their
             launcher hands over single runs only.
     """
-    from trainctl.options.launcher import spec_of
-
     first = plans[0]
     spec = spec_of(first.config.launcher)
     if spec.queue and not spec.submit_sweep:
@@ -284,9 +260,6 @@ def _make(
     config_dir: Path | None,
 ) -> tuple[Path, Started]:
     """Make the sweep's folder, its runs and the first attempt of each."""
-    from trainctl.runs.directory import create_run, new_attempt
-    from trainctl.runs.sweeps import new_sweep
-
     folder = new_sweep(sweep_dir, overrides, points, config_dir)
     started = []
     for index, plan in enumerate(plans):
@@ -296,9 +269,6 @@ def _make(
 
 
 def _submit(folder: Path, plan: RunPlan, started: Started, parallel: int | None) -> None:
-    from trainctl.cli.console import say
-    from trainctl.config.registry import function_of
-
     submit = function_of("launcher", plan.config.launcher.kind, "submit_sweep")
     job = submit(folder, plan, started, parallel)
     say(f"array {job} of {len(started)} runs is submitted; `trainctl sweep {folder}` shows them")
@@ -310,9 +280,6 @@ def _run_queue(folder: Path, started: Started, parallel: int, *, as_json: bool) 
     Raises:
         typer.Exit: A run failed (its exit code), or a signal ended the queue.
     """
-    from trainctl.cli.console import say
-    from trainctl.launch.queue import QueueStopped, run_queue
-
     codes: list[int] = []
 
     def on_end(run: RunPaths, code: int) -> None:
@@ -333,11 +300,6 @@ def _run_queue(folder: Path, started: Started, parallel: int, *, as_json: bool) 
 
 def _show(folder: Path, *, as_json: bool) -> None:
     """The table of results: values, state and losses of each run; the best is marked."""
-    from rich.table import Table
-
-    from trainctl.cli.console import print_json, rich_console
-    from trainctl.runs.sweeps import results
-
     found = results(folder)
     scores = {r.index: r.held_out_loss for r in found if r.held_out_loss is not None}
     best = min(scores, key=lambda index: scores[index]) if scores else None
@@ -355,11 +317,11 @@ def _show(folder: Path, *, as_json: bool) -> None:
         print_json({"schema": 1, "sweep": str(folder), "runs": rows})
         return
     keys = list(found[0].values) if found else []
-    table = Table("run", *keys, "state", "step", "loss", "held-out", "", box=None, pad_edge=False)
+    lines = []
     for result in found:
         summary = result.summary
         loss = summary.loss if summary else None
-        table.add_row(
+        cells = (
             str(result.index),
             *(result.values.get(key, "") for key in keys),
             summary.state if summary else "not made",
@@ -368,5 +330,5 @@ def _show(folder: Path, *, as_json: bool) -> None:
             f"{result.held_out_loss:.4f}" if result.held_out_loss is not None else "-",
             "best" if result.index == best else "",
         )
-    console = rich_console()
-    console.print(table, soft_wrap=not console.is_terminal)
+        lines.append(cells)
+    print_table(("run", *keys, "state", "step", "loss", "held-out", ""), lines, wraps=False)

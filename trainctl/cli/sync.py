@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trainctl.cli.arguments import NamedRuns
+from trainctl.cli.console import put, say
+from trainctl.config.registry import load
 from trainctl.errors import ExitCode, TrainctlError
-
-if TYPE_CHECKING:
-    from trainctl.runs.layout import RunPaths
+from trainctl.loggers.cursor import read_cursor
+from trainctl.loggers.sending import send
+from trainctl.runs.attempts import config_of
+from trainctl.runs.directory import open_run
+from trainctl.runs.layout import RunPaths
 
 
 def sync(
@@ -33,11 +37,6 @@ def sync(
 
     Example: trainctl runs sync runs/NAME --to csv
     """
-    from trainctl.cli.console import say
-    from trainctl.config.registry import load
-    from trainctl.runs.attempts import config_of
-    from trainctl.runs.directory import open_run
-
     for name in to or []:
         load("logger", name)
     failed = []
@@ -56,10 +55,6 @@ def sync(
 
 def _send(run: RunPaths, name: str, again: bool) -> bool:
     """Send to one logger, and say how far it is; whether it has all, or a launch sends it."""
-    from trainctl.cli.console import put, say
-    from trainctl.loggers.cursor import read_cursor
-    from trainctl.loggers.sending import send
-
     code = send(run, name, again=again)
     if code == ExitCode.run_state:
         say(f"{run.root}: another process sends to {name} now", style="warning")

@@ -7,10 +7,12 @@ import Hydra, so reading is done here.
 from __future__ import annotations
 
 import types
+from collections import ChainMap
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from inspect import get_annotations
+from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin
 
 from trainctl.config.registry import (
     chooser,
@@ -54,7 +56,7 @@ def from_plain(cls: type[T], data: Any, key: str = "") -> T:
         cls, data = _of_kind(group, cls, data)
     has_parts = bool(getattr(cls, "parts", ""))
     cls = with_parts(cast(Any, cls)) if has_parts else cls
-    hints = _hints(cast(Any, cls))
+    hints = hints_of(cast(Any, cls))
     if has_parts:  # those of a package that is not installed here are left out
         data = {k: v for k, v in data.items() if k in hints or not isinstance(v, dict)}
     known = {item.name for item in own_fields(cls)}
@@ -72,15 +74,22 @@ def _of_kind(group: str, cls: Any, data: dict[str, Any]) -> tuple[Any, dict[str,
         raise ValueError(f"{group}.{key} must be a name, not {kind!r}")
     is_part = getattr(cls, "is_part", False)
     found = part_class(cls, kind) if is_part else section_class(group, kind)
-    foreign = own_keys(group) - set(_hints(found))
+    foreign = own_keys(group) - set(hints_of(found))
     kept = {name: value for name, value in data.items() if name not in foreign}
     return found, {key: kind, **kept}
 
 
 @cache
-def _hints(cls: Any) -> dict[str, Any]:
-    found = get_type_hints(cls)
+def hints_of(cls: Any) -> dict[str, Any]:
+    """Types of a class's attributes, without `ClassVar`s."""
+    found = ChainMap(*map(_own_hints, cls.__mro__))
     return {name: hint for name, hint in found.items() if get_origin(hint) is not ClassVar}
+
+
+@cache
+def _own_hints(cls: Any) -> dict[str, Any]:
+    """Those that the class itself has: what all kinds of a section share is read once."""
+    return get_annotations(cls, eval_str=True)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin
 
-from trainctl.config.codec import to_plain
+from trainctl.config.codec import hints_of, to_plain
 from trainctl.config.quantities import in_unit
 from trainctl.config.registry import (
     chooser,
@@ -109,7 +109,7 @@ def leaves() -> dict[str, Leaf]:
 def keys_of(group: str, kind: str) -> dict[str, Leaf]:
     """The keys of a section under one kind, as that has them."""
     section = new_section(group, kind)
-    hints = get_type_hints(type(section))
+    hints = hints_of(section.__class__)
     leaves = (
         Leaf(
             f"{group}.{item.name}",
@@ -162,7 +162,7 @@ def part_leaves(part: type) -> dict[str, Leaf]:
 def part_leaves_of(part: type, kind: str) -> dict[str, Leaf]:
     """The keys of such a section under one kind, by their names."""
     cls = part_class(part, kind)
-    hints, section = get_type_hints(cls), cls()
+    hints, section = hints_of(cls), cls()
     return {
         item.name: Leaf(
             item.name,
@@ -178,7 +178,7 @@ def part_leaves_of(part: type, kind: str) -> dict[str, Leaf]:
 def option_leaves(group: str, name: str) -> dict[str, Leaf]:
     """The keys of the section that an option has by its name, such as `data.filters.c4`."""
     cls = section_class(group, name)
-    hints, section = get_type_hints(cls), cls()
+    hints, section = hints_of(cls), cls()
     return {
         item.name: Leaf(
             item.name, hints[item.name], to_plain(getattr(section, item.name)), item.metadata
@@ -286,7 +286,7 @@ def _number(value: float) -> str:
 
 
 def _collect(config: Any, prefix: str, table: dict[str, Leaf]) -> None:
-    hints = get_type_hints(type(config))
+    hints = hints_of(config.__class__)
     for item in fields(config):
         value = getattr(config, item.name)
         group = getattr(value, "units", "")
@@ -390,7 +390,7 @@ def _accept_part(part: Any, value: Any) -> dict[str, Any]:
 
 def _accept_entry(hint: Any, value: Any) -> dict[str, Any]:
     """An entry of a list, which has keys of its own; those that it lacks keep their defaults."""
-    hints = get_type_hints(hint)
+    hints = hints_of(hint)
     if not isinstance(value, dict):
         raise ValueProblem(f"expected a mapping, got {value!r}", f"its keys: {', '.join(hints)}")
     for name in value:

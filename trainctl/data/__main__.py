@@ -10,11 +10,12 @@ from typing import Any
 
 from trainctl.config.codec import from_plain
 from trainctl.config.registry import function_of
-from trainctl.config.schema import DataConfig, TokenizerConfig
+from trainctl.config.schema import TokenizerConfig
 from trainctl.data.preparation import work
 from trainctl.data.store import Store
 from trainctl.data.tasks import Task
 from trainctl.errors import TrainctlError
+from trainctl.options.data import read_section
 from trainctl.runs.processes import die_with_parent
 
 
@@ -26,7 +27,7 @@ def main() -> int:
     try:
         section = from_plain(TokenizerConfig, job["tokenizer"])
         tokenizer = function_of("tokenizer", section.kind)(section)
-        store = Store(Path(job["folder"]), from_plain(DataConfig, job["data"]), tokenizer)
+        store = Store(Path(job["folder"]), read_section(job["data"]), tokenizer)
         work(store, [Task.from_plain(task) for task in job["tasks"]])
     except TrainctlError as error:
         said = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}

@@ -9,11 +9,11 @@ from typing import Any
 
 from trainctl.data.quality.selection import Example, example_of
 from trainctl.data.quality.shown import Shown, shown
-from trainctl.data.selecting import DROPPED, read_section
+from trainctl.data.selecting import DROPPED
 from trainctl.data.store import lines_before, read_documents
 from trainctl.data.tasks import Task
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.options.data import spec_of
+from trainctl.options.data import read_section, spec_of
 
 
 def read_dropped(corpus: Path) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.codec import to_plain
 from trainctl.config.quality import (
     HELD_OUT,
     filters_of,
@@ -25,7 +25,7 @@ from trainctl.config.quality import (
     precedence_of,
     threshold_of,
 )
-from trainctl.config.registry import load, section_class
+from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, Dedup
 from trainctl.config.text.documents import Reader
 from trainctl.config.text.files import TextFiles, digest_of, split_files
@@ -41,6 +41,7 @@ from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.data.store import Store, read_documents
 from trainctl.data.tasks import Task
 from trainctl.errors import TrainctlError
+from trainctl.options.data import read_section
 
 DROPPED = "dropped.json"
 """Of a corpus, which has it if something was asked of its documents: what went, and why."""
@@ -182,12 +183,6 @@ def choose(
         done=lambda part: meter.task(task_of[part.source, part.name][1].size),
     )
     return _chosen(selection, task_of, fixed, sources)
-
-
-def read_section(section: Mapping[str, Any]) -> DataConfig:
-    """The section of a source, as plain data, with the keys that its reader knows."""
-    own = to_plain(section_class("data", section["kind"])())
-    return from_plain(DataConfig, {key: value for key, value in section.items() if key in own})
 
 
 def _part(source: Prepared, task: Task, order: int, taken: Mapping[Any, object]) -> Part:

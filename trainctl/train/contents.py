@@ -25,8 +25,11 @@ from trainctl.options.data import spec_of
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
 from trainctl.runs.records import Event, step_curve
+from trainctl.train.bins import bins_of, drawn_tokens
 from trainctl.train.corpus import Corpus
 from trainctl.train.corpus_file import FILES
+from trainctl.train.infilling import infilling_of
+from trainctl.train.rows import SampleRows
 from trainctl.train.tokenizer import Tokenizer
 
 Ends = Sequence[int] | npt.NDArray[np.uint64]
@@ -67,7 +70,7 @@ class Sample:
         source: Name of its source; that of a run with one source is `plan.mixture.SOLE`.
         index: Its number in the source, in samples of its stage's length.
         epoch: How often the source had been gone through before it.
-        first_token: Its place in the training split.
+        first_token: Its place in the training split; of its first passage, where those are packed.
         passages: What it has of its documents, in order.
         text: What its tokens say, cut to the length that was asked for.
         is_cut: Whether there is more of it.
@@ -147,12 +150,14 @@ def samples_of(
     """
     sections = sources_of(plan.config.data)
     try:
-        order = order_of(plan, {name: corpora[name].train.tokens for name in sections})
+        tokens = {name: drawn_tokens(plan.config, corpora[name]) for name in sections}
+        order = order_of(plan, tokens)
     except ValueError:  # there is no sample
         return []
     found = order.at(counters)
     numbers = zip(counters, found.stage, found.source, found.epoch, found.index, strict=True)
     texts: dict[str, TrainingText] = {}
+    readers: dict[tuple[str, int], SampleRows] = {}
     samples = []
     for counter, stage, source, epoch, index in numbers:
         name, length = order.names[source], order.stages[stage].length
@@ -161,8 +166,20 @@ def samples_of(
             lengths = np.array([each.length for each in order.stages])[found.stage[mine]]
             limit = int(((found.index[mine] + 1) * lengths).max())
             texts[name] = training_text(plan, corpora[name], name, limit)
-        text, first = texts[name], int(index) * length
-        decoded = tokenizer.decode(text.tokens[first : first + length].tolist())
+        text = texts[name]
+        if (name, length) not in readers:
+            readers[name, length] = SampleRows(
+                corpora[name],
+                corpora[name].train,
+                length,
+                bins=bins_of(plan.config, corpora[name], corpora[name].train),
+                infilling=infilling_of(plan.config, name),
+            )
+        reader = readers[name, length]
+        pieces = reader.pieces(int(index))
+        size = sum(end - start for start, end in pieces)
+        row = reader.read(np.array([index]), np.array([epoch])).tokens[0]
+        decoded = tokenizer.decode(row[:size].tolist())
         cut = decoded[:most_characters] if most_characters else decoded
         samples.append(
             Sample(
@@ -170,8 +187,10 @@ def samples_of(
                 source=name,
                 index=int(index),
                 epoch=int(epoch),
-                first_token=first,
-                passages=tuple(_passages(text, first, first + length)),
+                first_token=pieces[0][0],
+                passages=tuple(
+                    passage for start, end in pieces for passage in _passages(text, start, end)
+                ),
                 text=cut,
                 is_cut=len(cut) < len(decoded),
             )

@@ -28,6 +28,7 @@ from trainctl.train.corpus import (
     do_share,
     in_parts,
 )
+from trainctl.train.streams import opened
 from trainctl.train.tokenizer import Tokenizer
 
 Corpora = dict[str, Corpus]
@@ -203,7 +204,7 @@ def load_corpora(path: Path, data: DataConfig) -> Corpora:
             hint="it does when its next attempt starts",
             exit_code=ExitCode.run_state,
         )
-    return {name: found[name] for name in sources_of(data)}
+    return opened(data, {name: found[name] for name in sources_of(data)})
 
 
 def recorded(path: Path) -> Corpora:

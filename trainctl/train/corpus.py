@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from trainctl.config.quality import asks
+from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, TokenizerConfig
 from trainctl.config.text.documents import BadText, Reader, is_one_document, sides
 from trainctl.config.text.files import TextFiles, digest_of, split_files
@@ -92,6 +93,8 @@ def build_corpus(
         TrainctlError: No file matches, one cannot be read or has bad text; nothing is left to train
             on; or the cache cannot be written (exit code 4).
     """
+    if spec_of(config).is_prepared:
+        return _prepared(config, tokenizer, tell)
     whole = whole or config
     folder, earlier, files = _cached_at(config, tokenizer, whole, name)
     if spec_of(config).is_tokenized:
@@ -167,6 +170,12 @@ def build_corpus(
     return _from_cache(folder, put_together, tell)
 
 
+def _prepared(config: DataConfig, tokenizer: Tokenizer, tell: Tell) -> Corpus:
+    """One that lies elsewhere, whole."""
+    corpus: Corpus = function_of("data", config.kind)(config, tokenizer, tell)
+    return corpus
+
+
 def _in_place(
     config: DataConfig, tokenizer: Tokenizer, folder: Path, files: TextFiles, tell: Tell
 ) -> Corpus:
@@ -207,7 +216,7 @@ def do_share(
     Raises:
         TrainctlError: As `build_corpus`; or the text can be no job of an array.
     """
-    if spec_of(config).is_tokenized:
+    if spec_of(config).is_tokenized or spec_of(config).is_prepared:
         return 0
     if not in_parts(config):
         raise TrainctlError(
@@ -227,7 +236,7 @@ def in_parts(config: DataConfig) -> bool:
     Raises:
         TrainctlError: A file is not there, or cannot be read.
     """
-    if spec_of(config).is_tokenized:
+    if spec_of(config).is_tokenized or spec_of(config).is_prepared:
         return False
     return config.max_bytes is None and not is_one_document(config, split_files(config))
 
@@ -255,6 +264,8 @@ def cached_corpus(
     Raises:
         TrainctlError: No file matches; or as `build_corpus`, of ids that others made.
     """
+    if spec_of(config).is_prepared:
+        return _prepared(config, tokenizer, _unheard)
     folder, _, files = _cached_at(config, tokenizer, whole or config, name)
     if spec_of(config).is_tokenized:
         return _in_place(config, tokenizer, folder, files, _unheard)

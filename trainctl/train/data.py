@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,75 +14,51 @@ from trainctl.data.mixture import order_of
 from trainctl.data.order import Order
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
 from trainctl.plan.batches import Batch
-from trainctl.plan.mixture import sources_of
-from trainctl.plan.sample_order import samples_in
+from trainctl.plan.mixture import sources_of, stages_of_plan
 from trainctl.plan.types import RunPlan
+from trainctl.train.bins import bins_of, drawn_tokens
 from trainctl.train.corpus import Corpus, Split
+from trainctl.train.infilling import infilling_of
+from trainctl.train.rows import Rows, SampleRows
+from trainctl.train.streams import Stream, StreamedCorpus
 
 
 class PackedDataset:
-    """Fixed-length samples cut out of the concatenated documents of a split.
+    """Samples of one length of a side of a corpus, as micro-batches.
 
-    Sample i covers tokens [i L, i L + L], one more than its length L for the labels; what is left
-    over at the end of the split is not used.
+    Args:
+        corpus: The corpus.
+        split: Its side.
+        sequence_length: Of a sample.
+        mask_documents: Whether documents see each other.
+        how: Of `SampleRows`: bins, and what documents become.
     """
 
     def __init__(
-        self, corpus: Corpus, split: Split, *, sequence_length: int, mask_documents: bool
+        self,
+        corpus: Corpus,
+        split: Split,
+        *,
+        sequence_length: int,
+        mask_documents: bool,
+        **how: Any,
     ) -> None:
-        self._tokens = corpus.tokens(split, in_order=False)
-        self._ends = corpus.ends(split)
-        self._end_of_document = corpus.end_of_document
-        self._length = sequence_length
+        self._samples = SampleRows(corpus, split, sequence_length, **how)
         self.mask_documents = mask_documents
-        self.num_samples = samples_in(split.tokens, sequence_length)
+        self.num_samples = self._samples.num_samples
+        self.read, self.pieces = self._samples.read, self._samples.pieces
 
     def micro_batch(self, indices: npt.NDArray[np.int64]) -> MicroBatch:
         """The samples at `indices`; an index of -1 is a sample without labels (padding)."""
-        window, ends = self.rows(indices)
-        batch = _micro_batch(window, ends, indices, is_masked=self.mask_documents)
-        batch.labels[torch.from_numpy(indices < 0)] = IGNORED_LABEL
-        return batch
-
-    def rows(
-        self, indices: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """The samples at `indices`; below 0 is the first one.
-
-        Returns:
-            Their tokens and the one behind each, (samples, length + 1); and which tokens are the
-            last of their document, (samples, length).
-        """
-        starts = np.maximum(indices, 0) * self._length
-        window = np.empty((len(indices), self._length + 1), dtype=np.int64)
-        for row, start in zip(window, starts.tolist(), strict=True):
-            # Slices: indices of all tokens cost more than twice as much.
-            row[:] = self._tokens[start : start + self._length + 1]
-        return window, self._ends_in(window[:, :-1], starts)
-
-    def _ends_in(
-        self, inputs: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_]:
-        """Whether a token is the last of its document, (samples, length); no if nothing tells."""
-        found = np.zeros(inputs.shape, dtype=bool)
-        if self._ends is None:  # a corpus of before they were kept
-            return found if self._end_of_document is None else inputs == self._end_of_document
-        bounds = np.stack([starts, starts + self._length]).astype(self._ends.dtype)
-        firsts, lasts = np.searchsorted(self._ends, bounds, side="right")
-        for row, start, first, last in zip(found, starts, firsts, lasts, strict=True):
-            row[self._ends[first:last].astype(np.int64) - start - 1] = True
-        return found
+        rows = self.read(indices)
+        rows.silent[indices < 0] = True
+        return _micro_batch(rows, indices, is_masked=self.mask_documents)
 
 
-def _micro_batch(
-    window: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.bool_],
-    indices: npt.NDArray[np.int64],
-    *,
-    is_masked: bool,
-) -> MicroBatch:
-    """A micro-batch of rows, as `PackedDataset.rows` gives them."""
-    inputs, labels = window[:, :-1], window[:, 1:].copy()
+def _micro_batch(rows: Rows, indices: npt.NDArray[np.int64], *, is_masked: bool) -> MicroBatch:
+    """A micro-batch of samples."""
+    ends, inputs, labels = rows.ends, rows.tokens[:, :-1], rows.tokens[:, 1:].copy()
+    labels[rows.silent] = IGNORED_LABEL
     documents = np.zeros_like(inputs)
     documents[:, 1:] = np.cumsum(ends[:, :-1], axis=1)
     positions = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1))
@@ -112,31 +89,35 @@ class TrainingData:
         datasets: One for each name of a source and length of a sample.
         data_rank: Number of this rank among those that have other samples.
         data_size: Number of those.
+        streams: Corpora that are fetched while they are read.
     """
 
     order: Order
     datasets: Mapping[tuple[str, int], PackedDataset]
     data_rank: int
     data_size: int
+    streams: tuple[Stream, ...] = ()
 
     @classmethod
     def of(
         cls, plan: RunPlan, corpora: Mapping[str, Corpus], *, data_rank: int, data_size: int
     ) -> TrainingData:
         """Those of a plan, whose sources are long enough for its stages."""
-        names = sources_of(plan.config.data)
-        order = order_of(plan, {name: corpora[name].train.tokens for name in names})
+        sections = sources_of(plan.config.data)
+        order = order_of(plan, {n: drawn_tokens(plan.config, corpora[n]) for n in sections})
         datasets = {
             (name, stage.length): PackedDataset(
                 corpora[name],
                 corpora[name].train,
                 sequence_length=stage.length,
                 mask_documents=plan.config.data.mask_documents,
+                bins=bins_of(plan.config, corpora[name], corpora[name].train),
+                infilling=infilling_of(plan.config, name),
             )
             for stage in order.stages
             for name in stage.weights
         }
-        return cls(order, datasets, data_rank, data_size)
+        return cls(order, datasets, data_rank, data_size, _followed(plan, order, corpora))
 
     def step(self, first_sample: int, batch: Batch) -> list[MicroBatch]:
         """This rank's micro-batches of an optimizer step.
@@ -145,10 +126,12 @@ class TrainingData:
             first_sample: Counter of the step's first sample.
             batch: Of the step, of all ranks.
         """
+        for stream in self.streams:
+            stream.move(first_sample)
         samples = self.order.at(self.counters(first_sample, batch))
         return [
-            self._micro_batch(sources, indices, batch.sequence_length)
-            for sources, indices in zip(samples.source, samples.index, strict=True)
+            self._micro_batch(*of_pass, batch.sequence_length)
+            for of_pass in zip(samples.source, samples.index, samples.epoch, strict=True)
         ]
 
     def counters(self, first_sample: int, batch: Batch) -> npt.NDArray[np.int64]:
@@ -163,17 +146,37 @@ class TrainingData:
         return {name: after[name] - before[name] for name in self.order.names}
 
     def _micro_batch(
-        self, sources: npt.NDArray[np.int64], indices: npt.NDArray[np.int64], length: int
+        self,
+        sources: npt.NDArray[np.int64],
+        indices: npt.NDArray[np.int64],
+        epochs: npt.NDArray[np.int64],
+        length: int,
     ) -> MicroBatch:
-        window = np.empty((len(indices), length + 1), dtype=np.int64)
-        ends = np.empty((len(indices), length), dtype=bool)
+        rows = Rows.empty(len(indices), length)
         is_masked = False
         for source in np.unique(sources):
             dataset = self.datasets[self.order.names[source], length]
             mine = np.flatnonzero(sources == source)
-            window[mine], ends[mine] = dataset.rows(indices[mine])
+            rows.put(mine, dataset.read(indices[mine], epochs[mine]))
             is_masked = dataset.mask_documents
-        return _micro_batch(window, ends, indices, is_masked=is_masked)
+        return _micro_batch(rows, indices, is_masked=is_masked)
+
+
+def _followed(plan: RunPlan, order: Order, corpora: Mapping[str, Corpus]) -> tuple[Stream, ...]:
+    """What is fetched ahead as the run's samples need it."""
+    found = {
+        name: corpus.stream
+        for name, corpus in corpora.items()
+        if isinstance(corpus, StreamedCorpus) and corpus.stream is not None
+    }
+    if not found:
+        return ()
+    stages = stages_of_plan(plan)
+    batches = [phase.batch for stage in stages for phase in stage.batches.phases]
+    largest = max(batch.global_batch_size for batch in batches)
+    for name, stream in found.items():
+        stream.follow(order, name, end=stages[-1].sample_of(stages[-1].end_step), batch=largest)
+    return tuple(found.values())
 
 
 def held_out_data(plan: RunPlan, corpora: Mapping[str, Corpus]) -> dict[str, PackedDataset]:
@@ -184,6 +187,7 @@ def held_out_data(plan: RunPlan, corpora: Mapping[str, Corpus]) -> dict[str, Pac
             corpora[name].held_out,
             sequence_length=plan.batch.sequence_length,
             mask_documents=plan.config.data.mask_documents,
+            bins=bins_of(plan.config, corpora[name], corpora[name].held_out),
         )
         for name in sources_of(plan.config.data)
     }

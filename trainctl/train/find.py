@@ -12,6 +12,7 @@ from trainctl.data.order import Order
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
 from trainctl.runs.records import Event, step_curve
+from trainctl.train.bins import bins_of, drawn_tokens
 from trainctl.train.contents import training_text
 from trainctl.train.corpus import Corpus
 from trainctl.train.tokenizer import Tokenizer
@@ -92,7 +93,7 @@ def matches(
     lengths = {name: corpora[name].train.tokens for name in names}
     whole, before = sum(lengths.values()), 0
     sought = wanted.lower() if ignore_case else wanted
-    history = _History(plan, lengths, events)
+    history = _History(plan, corpora, events)
     for name in names:
         text = training_text(plan, corpora[name], name)
         ends = [0, len(text.tokens)] if text.ends is None else [0, *map(int, text.ends)]
@@ -141,19 +142,28 @@ def _token_at(tokenizer: Tokenizer, ids: list[int], place: int) -> int:
 class _History:
     """Which step of a run has seen which token of which source, as the run stands."""
 
-    def __init__(self, plan: RunPlan, tokens: Mapping[str, int], events: Iterable[Event]) -> None:
+    def __init__(
+        self, plan: RunPlan, corpora: Mapping[str, Corpus], events: Iterable[Event]
+    ) -> None:
         steps = [event for event in step_curve(events).values() if event.get("samples")]
         self._steps = [int(event["step"]) for event in steps]
         self._firsts = [int(event["samples"][0]) for event in steps]
         self._ends = [int(event["samples"][1]) for event in steps]
         self._order: Order | None = None
+        self._plan, self._corpora = plan, corpora
         if steps:
+            names = sources_of(plan.config.data)
+            tokens = {name: drawn_tokens(plan.config, corpora[name]) for name in names}
             self._order = order_of(plan, tokens)
 
     def sightings(self, source: str, token: int) -> Iterator[Sighting]:
         """Of a token of a source's training text."""
         if self._order is None:
             return
+        corpus = self._corpora[source]
+        bins = bins_of(self._plan.config, corpus, corpus.train)
+        if bins is not None:  # the order has one bin after the other
+            token = bins.bin_of(token) * self._plan.batch.sequence_length
         for seen in self._order.when(source, token, max(self._ends)):
             number = bisect_right(self._firsts, seen.counter) - 1
             if number >= 0 and seen.counter < self._ends[number]:  # not left out after a spike

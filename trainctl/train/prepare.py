@@ -11,9 +11,10 @@ from trainctl.data.mixture import Count, plan_data
 from trainctl.data.progress import Standing
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.derive import is_counted_in_epochs
-from trainctl.plan.mixture import SOLE
+from trainctl.plan.mixture import SOLE, sources_of
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
+from trainctl.train.bins import drawn_tokens
 from trainctl.train.corpora import (
     Corpora,
     as_before,
@@ -22,6 +23,8 @@ from trainctl.train.corpora import (
     load_corpora,
     save_corpora,
 )
+from trainctl.train.infilling import infilling_of
+from trainctl.train.streams import make_room
 from trainctl.train.tokenizer import load_tokenizer
 
 
@@ -60,7 +63,10 @@ def prepare(
     corpora = build_corpora(
         config, tokenizer, TokenizingProgress(show), tell, users_folder=run.users_corpus
     )
-    _check_length(plan, corpora)
+    for name in sources_of(config.data):
+        infilling_of(config, name)
+    _check_length(plan, corpora, tell)
+    make_room(config, corpora)
     save_corpora(run.corpus, as_before(corpora, run.corpus))
 
 
@@ -76,7 +82,7 @@ def help_to_prepare(plan: RunPlan) -> None:
         help_with(config, load_tokenizer(config.tokenizer))
 
 
-def _check_length(plan: RunPlan, corpora: Corpora) -> None:
+def _check_length(plan: RunPlan, corpora: Corpora, tell: Callable[[str], None]) -> None:
     """That there is as much text as the plan draws.
 
     Raises:
@@ -84,7 +90,9 @@ def _check_length(plan: RunPlan, corpora: Corpora) -> None:
             over a text of another length.
     """
     config, training = plan.config, plan.config.training
-    counts = {name: Count(tokens=corpus.train.tokens) for name, corpus in corpora.items()}
+    counts = {
+        name: Count(tokens=drawn_tokens(config, corpus, tell)) for name, corpus in corpora.items()
+    }
     if config.data.sources or config.data.stages:
         problems = [problem for problem in plan_data(plan, counts).problems if problem.is_error]
         if problems:

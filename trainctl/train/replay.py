@@ -118,6 +118,7 @@ def _loss_at_once(plan: RunPlan) -> Any:
     config = plan.config
     return (
         (config.training.seed, config.data.shuffle, config.data.mask_documents),
+        (config.data.packing, config.data.fim_rate, config.data.fim_spm_rate),
         (config.data.sources, config.data.stages),
         (plan.batch.global_batch_size, plan.batch.sequence_length),
         [(phase.first_step, phase.batch.global_batch_size) for phase in plan.ramp],

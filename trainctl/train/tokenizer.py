@@ -39,6 +39,9 @@ class Tokenizer(Protocol):
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         """Ids of several texts, each as `encode` gives them, by all cores where that helps."""
 
+    def id_of(self, token: str) -> int | None:
+        """Id of a token by its text in the vocabulary; None if there is none."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; what is not text becomes a replacement character."""
 
@@ -84,6 +87,9 @@ class ByteTokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         return [self.encode(text) for text in texts]  # a copy of memory: one core is enough
 
+    def id_of(self, token: str) -> int | None:
+        return None
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
@@ -116,6 +122,10 @@ class FileTokenizer:
         # The library's own threads, one a core (RAYON_NUM_THREADS); nobody wants the offsets.
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(each.ids, dtype=np.int64) for each in found]
+
+    def id_of(self, token: str) -> int | None:
+        found: int | None = self._backend.token_to_id(token)
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._backend.decode(list(ids)))

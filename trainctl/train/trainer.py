@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict
 
+from trainctl.config.text.remote import say
 from trainctl.engines.phase_memory import PhaseMemory
 from trainctl.errors import TrainctlError
 from trainctl.plan.average import METRIC
@@ -93,6 +96,8 @@ class Trainer:
         )
         self._stepper = Stepper(session, self._batches, self._record, self._before_rewind)
         self._best = self._best_so_far()
+        for stream in session.training.streams:
+            stream.tell = self._tell_stream
 
     def train(self) -> None:
         """Run the loop: step, evaluate, save, until the plan's stopping step or a request."""
@@ -322,6 +327,13 @@ class Trainer:
                 seed=training.seed,
             )
         self._record("sample", step=session.progress.step, text=text)
+
+    def _tell_stream(self, message: str) -> None:
+        """Say on every rank's log, and in the run's events, what data is waited for."""
+        say(message)
+        run = self._session.run
+        with suppress(OSError), EventWriter(run.events, self._attempt) as writer:
+            writer.write("corpus", message=message, host=socket.gethostname())
 
     def _record_start(self) -> None:
         session = self._session

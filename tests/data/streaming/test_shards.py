@@ -55,7 +55,7 @@ def test_a_shard_has_its_tokens_the_next_one_and_its_ends(lengths, size, dtype):
     ids = np.arange(tokens, dtype=dtype)
     found = []
     for start, stop in spans(tokens, size):
-        raw = packed(ids, ends, start, stop)
+        raw = packed(ids, ends, start, stop, np.dtype(dtype))
         width = np.dtype(dtype).itemsize * (min(stop + 1, tokens) - start)
         facts = ShardFacts((len(raw) - width) // 4, len(raw), 0)
         shard, relative = unpacked(memoryview(raw), facts, np.dtype(dtype))

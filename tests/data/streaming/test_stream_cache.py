@@ -12,10 +12,9 @@ import zlib
 from functools import partial
 from math import inf
 
-import boto3
 import numpy as np
 import pytest
-from moto.server import ThreadedMotoServer
+from bucket import s3_server
 
 from trainctl.config.text import remote
 from trainctl.data.streaming import cache as cache_module
@@ -51,20 +50,8 @@ def cache_of(folder, place, record, *, shards=3, next_use=never, tell=unheard):
 
 @pytest.fixture(scope="module")
 def server():
-    variables = {
-        "AWS_ACCESS_KEY_ID": "nobody",
-        "AWS_SECRET_ACCESS_KEY": "nothing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**variables, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}.items():
-            patch.setenv(name, value)
-        boto3.client("s3").create_bucket(Bucket="corpus")
-        yield server
-    server.stop()
+    with s3_server() as started:
+        yield started
 
 
 @pytest.fixture(params=["s3", "folder"])
@@ -101,7 +88,15 @@ def test_what_is_read_is_what_was_written(place, tmp_path):
             assert tokens[start:stop].tolist() == ids[start:stop].tolist()
             stop = len(ids) if stop is None else min(stop, len(ids))
             expected = ends[(ends > start) & (ends <= stop)]
-            assert tokens.ends_in(start, stop).tolist() == expected.tolist()
+            places = np.searchsorted(tokens.ends, np.array([start, stop], "<u8"), side="right")
+            assert places.tolist() == np.searchsorted(ends, [start, stop], side="right").tolist()
+            found = tokens.ends[places[0] : places[1]]
+            assert found.dtype == ends.dtype and found.tolist() == expected.tolist()
+        everywhere = np.arange(len(ids) + 1)
+        for where in ("left", "right"):
+            expected = np.searchsorted(ends, everywhere, side=where)
+            assert (np.searchsorted(tokens.ends, everywhere, side=where) == expected).all()
+        assert tokens.ends[len(ends) - 1] == ends[-1] and len(tokens.ends) == len(ends)
         assert cache.size() <= 3 * max(facts.size for facts in record.shards["train"])
 
 

@@ -18,6 +18,13 @@ class OnBadText(Enum):
     skip = "skip"
 
 
+class Packing(Enum):
+    """How documents become samples."""
+
+    stream = "stream"
+    best_fit = "best_fit"
+
+
 class Dedup(Enum):
     """Which documents count as copies of another one."""
 
@@ -58,6 +65,26 @@ class DataConfig:
     )
     mask_documents: bool = option(
         False, "Attend, and count positions, only within a document of a packed sample.", whole=True
+    )
+    packing: Packing = option(
+        Packing.stream,
+        "How documents become samples: stream cuts them one after the other; best_fit cuts none "
+        "that fits (arXiv:2404.10830), and pads.",
+        whole=True,
+    )
+    fim_rate: float = option(
+        0.0,
+        "Share of the training documents whose middle comes last (arXiv:2207.14255), others in "
+        "each epoch.",
+        minimum=0,
+        maximum=1,
+    )
+    fim_spm_rate: float = option(
+        0.5, "Share of these in which the suffix comes before the prefix.", minimum=0, maximum=1
+    )
+    fim_tokens: list[str] = option(
+        ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"],
+        "Tokens that announce prefix, middle and suffix.",
     )
     factory: str | None = option(
         None,

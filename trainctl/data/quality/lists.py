@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -63,6 +64,9 @@ def _scored(call: str, score: Callable[[str], float], entry: Entry) -> float:
 @cache
 def _imported(call: str) -> Callable[[str], float]:
     module, _, name = call.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:  # where ranks find it too, which `python -m` starts
+        sys.path.insert(0, here)
     try:
         found: Callable[[str], float] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:

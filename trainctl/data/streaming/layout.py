@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.data.in_place import Tokens
 from trainctl.errors import ExitCode, TrainctlError
 
 RECORD = "stream.json"
@@ -146,20 +147,23 @@ def shards_of(start: int, stop: int, shard_tokens: int) -> range:
     return range(first, max(first + 1, -(-(stop - 1) // shard_tokens)))
 
 
-def packed(ids: npt.NDArray[Any], ends: npt.NDArray[Any], start: int, stop: int) -> bytes:
+def packed(
+    ids: Tokens, ends: npt.NDArray[Any], start: int, stop: int, dtype: np.dtype[Any]
+) -> bytes:
     """The file of a shard.
 
     Args:
-        ids: Of the whole side, shape (tokens,).
+        ids: Those of the whole side.
         ends: Tokens of the side up to the end of each document, ascending, shape (documents,).
         start: First token of the shard.
         stop: The first behind it.
+        dtype: Of the ids in the file.
     """
     bounds = np.array([start, stop], dtype=ends.dtype)
     # A first document without a token ends at 0, which is behind no other shard.
     first, last = np.searchsorted(ends, bounds, side="right")
     relative = (ends[0 if start == 0 else first : last].astype(np.int64) - start).astype(END)
-    return relative.tobytes() + np.ascontiguousarray(ids[start : stop + 1]).tobytes()
+    return relative.tobytes() + ids[start : stop + 1].astype(dtype).tobytes()
 
 
 def unpacked(

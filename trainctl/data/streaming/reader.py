@@ -6,7 +6,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -47,20 +47,29 @@ class StreamedTokens:
             start = last
         return parts[0] if len(parts) == 1 else np.concatenate([self._nothing, *parts])
 
-    def ends_in(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Ends of documents behind `start` and up to `stop`, in tokens of the side, ascending.
+    def ends_of(self, number: int) -> npt.NDArray[np.int64]:
+        """Ends of the documents that end in a shard, in tokens of the side, ascending.
 
         Raises:
             TrainctlError: They do not come.
         """
-        found, size = [np.empty(0, np.int64)], self._record.shard_tokens
-        for number in range(start // size, -(-stop // size)):
-            with self._shard(number) as (_, ends):
-                first, last = np.searchsorted(
-                    ends, np.clip([start - number * size, stop - number * size], 0, size), "right"
-                )
-                found.append(ends[first:last].astype(np.int64) + number * size)
-        return np.concatenate(found)
+        with self._shard(number) as (_, ends):
+            return ends.astype(np.int64) + number * self._record.shard_tokens
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Documents that end in each shard."""
+        return tuple(facts.documents for facts in self._record.shards[self._side])
+
+    @property
+    def shard_tokens(self) -> int:
+        """Of each shard but the last."""
+        return self._record.shard_tokens
+
+    @property
+    def ends(self) -> StreamedEnds:
+        """Of its documents."""
+        return StreamedEnds(self)
 
     @property
     def _nothing(self) -> npt.NDArray[Any]:
@@ -79,3 +88,55 @@ class StreamedTokens:
             mapped.madvise(mmap.MADV_RANDOM)
         # Views keep the map until they are gone, with what copies of them are made within.
         yield unpacked(memoryview(mapped), self._record.facts(name), self._record.dtype)
+
+
+class StreamedEnds:
+    """Ends of a side's documents: what is asked of an array of them.
+
+    Args:
+        tokens: Of the side.
+    """
+
+    dtype = np.dtype("<u8")
+
+    def __init__(self, tokens: StreamedTokens) -> None:
+        self._tokens = tokens
+        self._firsts = np.concatenate([[0], np.cumsum(tokens.documents, dtype=np.int64)])
+        self._last: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def searchsorted(
+        self, values: npt.ArrayLike, side: Literal["left", "right"] = "left", sorter: None = None
+    ) -> npt.NDArray[np.int64]:
+        """As of an array: `numpy.searchsorted` calls it."""
+        asked = np.asarray(values).astype(np.int64)
+        flat = [self._place(value, side) for value in asked.reshape(-1).tolist()]
+        return np.array(flat, dtype=np.int64).reshape(asked.shape)
+
+    def __getitem__(self, place: Any) -> Any:
+        """The end of a document, or of several that follow one another."""
+        if not isinstance(place, slice):
+            return self[int(place) : int(place) + 1][0]
+        start, stop, step = place.indices(len(self))
+        assert step == 1
+        found = [np.empty(0, self.dtype)]
+        while start < stop:
+            number = int(np.searchsorted(self._firsts, start, "right")) - 1
+            first, last = self._firsts[number], min(stop, int(self._firsts[number + 1]))
+            found.append(self._of(number)[start - first : last - first].astype(self.dtype))
+            start = last
+        return np.concatenate(found)
+
+    def _place(self, value: int, side: Literal["left", "right"]) -> int:
+        # Shard k has the ends behind k S, so `value` is among those of the one that it is behind.
+        number = max(0, -(-value // self._tokens.shard_tokens) - 1)
+        if number >= len(self._firsts) - 1:
+            return len(self)
+        return int(self._firsts[number] + np.searchsorted(self._of(number), value, side))
+
+    def _of(self, number: int) -> npt.NDArray[np.int64]:
+        if self._last[0] != number:
+            self._last = number, self._tokens.ends_of(number)
+        return self._last[1]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy.typing as npt
 
 from trainctl.config.text.remote import Tell, file_system_of, is_url, listed, patiently, say
+from trainctl.data.in_place import Tokens
 from trainctl.data.streaming.layout import (
     END,
     RECORD,
@@ -36,7 +37,7 @@ _BLOCK_BYTES = 1 << 24
 _AT_ONCE = 4
 """Shards that are written at once, each of which is in memory as a whole."""
 
-Side = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+Side = tuple[Tokens, npt.NDArray[Any]]
 """The ids of a side, and the ends of its documents."""
 
 
@@ -122,8 +123,9 @@ def write_elsewhere(
     def write(job: tuple[str, int, tuple[int, int]]) -> ShardFacts:
         side, number, (start, stop) = job
         ids, ends = sides[side]
-        raw = packed(ids, ends, start, stop)
-        documents = (len(raw) - len(ids[start : stop + 1]) * ids.itemsize) // END.itemsize
+        raw = packed(ids, ends, start, stop, record.dtype)
+        tokens = min(stop + 1, len(ids)) - start
+        documents = (len(raw) - tokens * record.dtype.itemsize) // END.itemsize
         name = name_of(side, number)
         if there.get(name) != len(raw):
             _put(f"{folder}/{name}", raw, tell)

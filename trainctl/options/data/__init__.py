@@ -7,12 +7,12 @@ the same for all of them, and know no kind.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trainctl.config.codec import to_plain
-from trainctl.config.registry import Spec, load
+from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.registry import Spec, load, section_class
 from trainctl.config.schema import DataConfig, DataFromPaths, SourceConfig
 from trainctl.config.text.check import FileProblem
 from trainctl.config.text.files import Choose
@@ -51,6 +51,8 @@ class DataSource(Spec):
         is_tokenized: Whether its files have ids, which are used where they are. Its `build` is then
             called as ``open(section, file)`` and gives a `data.tokenized.Tokenized`, and `problem`
             has what is known of the tokenizer, a `TokenizerFacts` or None, as its first argument.
+        is_prepared: Whether it names a corpus that lies prepared elsewhere, and has no files here.
+            Its `build` is then called as ``open(section, tokenizer, tell)`` and gives the corpus.
     """
 
     endings: tuple[str, ...] = ()
@@ -63,6 +65,7 @@ class DataSource(Spec):
     places: Callable[[File], list[int | None]] | None = None
     identity: Callable[[Any], str] | None = None
     is_tokenized: bool = False
+    is_prepared: bool = False
 
 
 def spec_of(section: DataConfig) -> DataSource:
@@ -74,6 +77,12 @@ def spec_of(section: DataConfig) -> DataSource:
     spec = load("data", section.kind)
     assert isinstance(spec, DataSource)
     return spec
+
+
+def read_section(plain: Mapping[str, Any]) -> DataConfig:
+    """A section from plain data, of a run or of one of its sources, as what reads it needs it."""
+    own = {item.name for item in fields(section_class("data", plain["kind"]))}
+    return from_plain(DataConfig, {key: value for key, value in plain.items() if key in own})
 
 
 def identity_of(section: DataConfig) -> str:

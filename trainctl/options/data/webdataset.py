@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -121,6 +120,8 @@ def _members(
 
     tarfile takes a header that is cut off, or is none, for the end; so the end is looked at.
     """
+    import tarfile  # which takes longer than all other options together
+
     try:
         with tarfile.open(fileobj=watched, mode="r|") as tar:  # type: ignore[call-overload]
             for member in tar:

@@ -127,6 +127,9 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC356", quality.filters_keep_something),
     ("TC357", quality.chosen_documents_are_whole),
     ("TC361", data.ids_are_no_text),
+    ("TC362", data.bins_have_one_length),
+    ("TC363", data.infilling_has_its_tokens),
+    ("TC365", data.stream_has_its_place),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 

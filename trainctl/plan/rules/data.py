@@ -8,10 +8,12 @@ from fractions import Fraction
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import section_class
-from trainctl.config.schema import CompileKind, DataFromPaths, OnBadText, StageConfig
+from trainctl.config.schema import CompileKind, DataFromPaths, OnBadText, Packing, StageConfig
 from trainctl.errors import Finding
 from trainctl.options.data import spec_of
+from trainctl.options.data.stream import StreamConfig, shards_needed
 from trainctl.options.precision import precision_of
+from trainctl.options.tokenizer import spec_of as tokenizer_of
 from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.mixture import (
     add_up,
@@ -92,6 +94,51 @@ def ids_are_no_text(draft: Draft) -> Iterator[Finding]:
             )
 
 
+def bins_have_one_length(draft: Draft) -> Iterator[Finding]:
+    """Best-fit packing makes bins of a length: they are no shorter ones, and have no shards."""
+    data, length = draft.config.data, draft.config.training.sequence_length
+    if data.packing is Packing.stream:
+        return
+    for number, stage in enumerate(data.stages):
+        if stage.sequence_length not in (None, length):
+            yield error(
+                "data.stages",
+                f"data.stages[{number}]: sequence_length={stage.sequence_length} with data.packing="
+                f"{data.packing.value}, whose bins are of training.sequence_length={length}",
+                "data.packing=stream, or the same length in all stages",
+            )
+    for name, source in data.sources.items():
+        if source.shuffle_shards is not None:
+            yield error(
+                f"data.sources.{name}.shuffle_shards",
+                f"data.sources.{name}.shuffle_shards={source.shuffle_shards} with data.packing="
+                f"{data.packing.value}: a bin's documents are from anywhere in the source",
+                "data.packing=stream",
+            )
+
+
+def infilling_has_its_tokens(draft: Draft) -> Iterator[Finding]:
+    """Three tokens announce what has been moved; and the tokenizer of bytes has none."""
+    data = draft.config.data
+    for name, section in sources_of(data).items():
+        key = f"data.sources.{name}" if data.sources else "data"
+        if not section.fim_rate:
+            continue
+        if len(set(section.fim_tokens)) != 3 or len(section.fim_tokens) != 3:
+            yield error(
+                f"{key}.fim_tokens",
+                f"{key}.fim_tokens={section.fim_tokens} are not three tokens",
+                "those of prefix, middle and suffix, in this order",
+            )
+        if tokenizer_of(draft.config.tokenizer).file is None:
+            yield error(
+                f"{key}.fim_rate",
+                f"{key}.fim_rate={section.fim_rate:g} needs tokens that announce prefix, middle "
+                f"and suffix, and tokenizer.kind={draft.config.tokenizer.kind} has none",
+                f"{key}.fim_rate=0, or a tokenizer with such tokens",
+            )
+
+
 def run_of_sources_has_a_length(draft: Draft) -> Iterator[Finding]:
     """Passes over one text say nothing of several; and the section of one is not read."""
     config, data = draft.config, draft.config.data
@@ -119,6 +166,40 @@ def run_of_sources_has_a_length(draft: Draft) -> Iterator[Finding]:
                 f"data.{name}",
                 f"data.{name} has no effect: data.sources has sections of its own",
                 f"data.sources.NAME.{name}",
+            )
+
+
+def stream_has_its_place(draft: Draft) -> Iterator[Finding]:
+    """A corpus elsewhere is named, and its cache holds what the order of the run needs at once."""
+    config, data = draft.config, draft.config.data
+    for name, section in sources_of(data).items():
+        key = f"data.sources.{name}" if data.sources else "data"
+        if not isinstance(section, StreamConfig):
+            continue
+        if not section.url:
+            yield error(f"{key}.url", f"{key}.kind=stream needs {key}.url", f"{key}.url=s3://...")
+        if data.packing is not Packing.stream:
+            yield error(
+                "data.packing",
+                f"data.packing={data.packing.value} with {key}.kind=stream: a bin's documents are "
+                "from anywhere in the source",
+                "data.packing=stream",
+            )
+        shards = shards_needed(section.shuffle_shards, shuffle=data.shuffle)
+        if section.shuffle_shards is None or shards is None or not data.shuffle:
+            continue  # who has the corpus knows how long it is
+        width = 2 if config.model.vocab_size <= 1 << 16 else 4
+        needed = shards * SHARD_TOKENS * width
+        if section.cache_bytes < needed:
+            fits = section.cache_bytes // (2 * SHARD_TOKENS * width)
+            fewer = f", or {key}.shuffle_shards={fits}" if fits else ""
+            yield error(
+                f"{key}.cache_bytes",
+                f"{key}.cache_bytes={section.cache_bytes} holds less than two windows of "
+                f"{section.shuffle_shards} shards, the one that is read and the one that is "
+                f"fetched: {needed} bytes of ids",
+                f"{key}.cache_bytes={needed + needed // 16} has room for the ends of documents "
+                f"too{fewer}",
             )
 
 
@@ -200,7 +281,9 @@ def stages_know_their_sources(draft: Draft) -> Iterator[Finding]:
 def batches_keep_their_tokens(draft: Draft) -> Iterator[Finding]:
     """Samples of a stage's length fill a batch, a rank's share of it and its sequence ranks."""
     config, batches = draft.config, draft.batches
-    windows = [n for n, s in config.data.sources.items() if s.shuffle_shards is not None]
+    sections = sources_of(config.data).items()
+    windows = [n for n, s in sections if getattr(s, "shuffle_shards", None) is not None]
+    prefix = f"data.sources.{windows[0]}" if windows and config.data.sources else "data"
     lengths = [(f"data.stages[{n}]: ", s.sequence_length) for n, s in enumerate(config.data.stages)]
     for where, length in [("training.", config.training.sequence_length), *lengths]:
         if length is None:
@@ -210,7 +293,7 @@ def batches_keep_their_tokens(draft: Draft) -> Iterator[Finding]:
             yield error(
                 key,
                 f"{where}sequence_length={length} does not divide a shard of {SHARD_TOKENS} "
-                f"tokens, and data.sources.{windows[0]}.shuffle_shards needs that",
+                f"tokens, and {prefix}.shuffle_shards needs that",
                 f"nearest legal: {1 << (length.bit_length() - 1)} or {1 << length.bit_length()}",
             )
         if key == "training.sequence_length":

@@ -1,0 +1,126 @@
+"""The commands: listed from a table, and each imported when it is invoked or asked about.
+
+So `--help` and completion stay light, and a command's module imports what it needs at its top.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+TRAIN, USE, PLAN = "Train", "Use what was trained", "Plan"
+
+COMMANDS = {
+    "launch": (TRAIN, "launch:launch", "Check a configuration against the hardware, then train."),
+    "resume": (
+        TRAIN,
+        "launch:resume",
+        "Continue a run (the newest, if none is named) from its newest complete checkpoint.",
+    ),
+    "sweep": (
+        TRAIN,
+        "sweep:sweep",
+        "Train every combination of several values: here one after another, in Slurm as an array.",
+    ),
+    "runs": (TRAIN, "runs:app", "List, follow, stop and remove runs."),
+    "data": (TRAIN, "data:app", "Look at what a run is trained on."),
+    "evaluate": (USE, "evaluate:evaluate", "Evaluate a checkpoint on the run's held-out text."),
+    "sample": (USE, "sample:sample", "Continue a text with the model of a checkpoint."),
+    "export": (
+        USE,
+        "export:export",
+        "Write a checkpoint as a directory that transformers loads.",
+    ),
+    "checkpoint": (USE, "checkpoint:app", "List, verify, remove and save checkpoints."),
+    "validate": (
+        PLAN,
+        "validate:validate",
+        "Report every problem of a configuration, or of a DeepSpeed JSON, at once.",
+    ),
+    "estimate-memory": (
+        PLAN,
+        "estimate_memory:estimate_memory",
+        "Estimate memory on device, host, NVMe and disk.",
+    ),
+    "plan": (
+        PLAN,
+        "plan_search:plan",
+        "Search the fastest layouts, batches and recomputation that are legal and fit.",
+    ),
+    "recipes": (
+        PLAN,
+        "recipes:recipes",
+        "List the recipes, for which hardware each is, and whether this machine can launch it.",
+    ),
+    "doctor": (
+        PLAN,
+        "doctor:doctor",
+        "Check whether this machine can run a configuration: packages, compilers, limits, devices.",
+    ),
+    "config": (PLAN, "config:app", "Look at a configuration: its values, and why."),
+    "schedule": (PLAN, "schedule:app", "Look at the learning rate over the run."),
+}
+"""Of each its panel in the listing, `module:name` here, and the first paragraph of its help."""
+
+WITH_WORDS = ("launch", "resume", "validate", "estimate-memory")
+"""Commands that may have a script's arguments after `--`."""
+
+_WORDS = "trainctl.words"
+
+
+class Commands(TyperGroup):
+    """All commands: what `COMMANDS` says of them, until one is resolved."""
+
+    def __init__(self, **settings: Any) -> None:
+        listed = {
+            name: TyperCommand(name, help=summary, rich_help_panel=panel)
+            for name, (panel, _, summary) in COMMANDS.items()
+        }
+        super().__init__(**{**settings, "commands": listed})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The command that arguments begin with, imported."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, imported(name) if name else None, rest
+
+
+def imported(name: str) -> Any:
+    """A command of the table with its parameters, or a group with its commands."""
+    module, _, attribute = COMMANDS[name][1].partition(":")
+    app = getattr(import_module(f"trainctl.cli.{module}"), attribute)
+    if not isinstance(app, typer.Typer):
+        function, app = app, typer.Typer(add_completion=False)
+        app.command(name, cls=CommandWithWords if name in WITH_WORDS else None)(function)
+    command = typer.main.get_command(app)
+    _join_lines(command)
+    return command
+
+
+def _join_lines(command: Any) -> None:
+    """Paragraphs of docstrings as one line each: where they wrap is the terminal's business."""
+    if command.help:
+        paragraphs = command.help.split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    for part in getattr(command, "commands", {}).values():
+        _join_lines(part)
+
+
+class CommandWithWords(TyperCommand):
+    """A command whose words after `--` are a script's, whatever they look like."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Set them aside, and parse the rest."""
+        if "--" in args:
+            where = args.index("--")
+            ctx.meta[_WORDS] = args[where + 1 :]
+            args = args[:where]
+        return super().parse_args(ctx, args)
+
+
+def words_of(context: typer.Context) -> list[str] | None:
+    """The words after `--`; None where there was no `--`."""
+    words: list[str] | None = context.meta.get(_WORDS)
+    return words

@@ -1,0 +1,116 @@
+"""Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): documents whose middle comes last.
+
+A document is cut at two random places into prefix, middle and suffix, and is then read as
+
+    PREFIX prefix SUFFIX suffix MIDDLE middle      (PSM), or
+    PREFIX SUFFIX suffix MIDDLE prefix middle      (SPM, in the paper's second variant)
+
+with three tokens of the tokenizer's that say so. It keeps its place and its length: its last three
+tokens before the end of the document make room for the sentinels. So samples, packing and counts
+are those of the text as it is. The cuts are between tokens, not characters, as ids are what there
+is.
+
+What becomes of a document is a function of (seed, source, epoch, document) alone, and any range of
+it is read without the rest: so a document that two samples share is the same in both, whatever
+layout reads them and after every resume, and another one in the next epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.data.in_place import Tokens
+from trainctl.data.permutation import Words, key_of
+
+SENTINELS = 3
+_RANDOM = 4
+"""Numbers that a document needs: whether, which of the two forms, and two places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Infilling:
+    """How documents of a source are rearranged.
+
+    Attributes:
+        key: Of the source, with the seed in it.
+        rate: Share of the documents.
+        spm_rate: Of these, share in the form SPM.
+        prefix: Id before a prefix.
+        middle: Id before a middle.
+        suffix: Id before a suffix.
+        end_of_document: Id that closes a document and stays last; None if nothing does.
+    """
+
+    key: Words
+    rate: float
+    spm_rate: float
+    prefix: int
+    middle: int
+    suffix: int
+    end_of_document: int | None
+
+    def apply(
+        self,
+        row: npt.NDArray[np.int64],
+        start: int,
+        tokens: Tokens,
+        ends: npt.NDArray[np.integer],
+        epoch: int,
+    ) -> None:
+        """Rearrange the documents of a range of the text, in place.
+
+        Args:
+            row: The ids of the range, as the text has them.
+            start: Its first token in the text.
+            tokens: The text.
+            ends: Of its documents.
+            epoch: Of the source, from 0.
+        """
+        if not len(row):
+            return
+        stop = start + len(row)
+        bounds = np.array([start, stop - 1], dtype=ends.dtype)
+        touched = np.searchsorted(ends, bounds, side="right").tolist()
+        documents = np.arange(touched[0], min(touched[1] + 1, len(ends)))
+        chosen = key_of(self.key, np.int64(epoch), documents)
+        numbers = np.stack([key_of(chosen, n) for n in range(_RANDOM)], axis=1)
+        for document, of_it in zip(documents.tolist(), numbers, strict=True):
+            begin, end = int(ends[document - 1]) if document else 0, int(ends[document])
+            if end > begin and _share(of_it[0]) < self.rate:
+                closed = int(tokens[end - 1 : end][0]) == self.end_of_document
+                at = begin
+                for part in self.parts(end - begin - closed, of_it):
+                    size = 1 if isinstance(part, int) else len(part)
+                    low, high = max(at, start), min(at + size, stop)
+                    if low < high:
+                        to = slice(low - start, high - start)
+                        if isinstance(part, int):
+                            row[to] = part
+                        else:
+                            first = begin + part.start + low - at
+                            row[to] = tokens[first : first + high - low]
+                    at += size
+
+    def parts(self, length: int, numbers: Words) -> tuple[int | range, ...]:
+        """What a document becomes: ids of sentinels, and ranges of its tokens.
+
+        Args:
+            length: Its tokens without its end.
+            numbers: Random ones of it, (4,), of 64 bits.
+        """
+        kept = length - SENTINELS
+        if kept < 1:
+            return (range(length),)
+        low, high = sorted(int(number) % (kept + 1) for number in numbers[2:])
+        prefix, middle, suffix = range(low), range(low, high), range(high, kept)
+        if _share(numbers[1]) < self.spm_rate:
+            return self.prefix, self.suffix, suffix, self.middle, prefix, middle
+        return self.prefix, prefix, self.suffix, suffix, self.middle, middle
+
+
+def _share(number: np.uint64) -> float:
+    """From 0 to below 1."""
+    return (int(number) >> 11) / (1 << 53)

@@ -1,0 +1,60 @@
+"""A corpus that `trainctl data prepare --to` wrote elsewhere, read through a folder here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema import DataConfig
+from trainctl.config.schema.option import option
+from trainctl.options.data import DataSource
+
+
+@dataclass
+class StreamConfig(DataConfig):
+    """Its own keys."""
+
+    url: str | None = option(
+        None, "URL or folder that `trainctl data prepare --to` wrote it to; required."
+    )
+    cache_bytes: int = option(
+        1 << 36,
+        "What of it is on a node at a time: at least two windows of shards, and one of what is "
+        "held out.",
+        unit="bytes",
+        minimum=1,
+    )
+    cache_folder: str | None = option(
+        None, "Where that is, on a disk of each node; none is TRAINCTL_CACHE_DIR."
+    )
+    shuffle_shards: int | None = option(
+        None,
+        "Shuffle so many shards of 64 Mi tokens at a time; none shuffles all of it, which then has "
+        "to have room.",
+        unit="shards",
+        minimum=1,
+    )
+
+
+def shards_needed(shuffle_shards: int | None, *, shuffle: bool) -> int | None:
+    """Shards that have to be here at a time, of what is trained on; None is all of them.
+
+    Two windows: while one is read, the next is fetched. Without shuffling a rank is in one shard or
+    at the border of two.
+
+    Args:
+        shuffle_shards: Of the section.
+        shuffle: Of the run.
+    """
+    if not shuffle:
+        return 4
+    return None if shuffle_shards is None else 2 * shuffle_shards
+
+
+SPEC = DataSource(
+    name="stream",
+    keys=StreamConfig,
+    build="trainctl.train.streams:corpus_elsewhere",
+    files=lambda section: [],
+    identity=lambda section: str(section.url),
+    is_prepared=True,
+)

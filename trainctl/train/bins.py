@@ -1,0 +1,174 @@
+"""The bins of best-fit packing: made once for a side of a corpus and a length, and kept. No torch.
+
+packing-KEY/starts.bin    u64: first token of each piece in the side's text, bin after bin
+packing-KEY/lengths.bin   u32: its tokens
+packing-KEY/firsts.bin    u64: number of each bin's first piece, and the number of pieces
+packing-KEY/packing.json  what they are of, with sizes and CRC-32; written last
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.config.schema import Packing, RunConfig
+from trainctl.config.text.files import digest_of
+from trainctl.data.packing import Bins, pack, pieces_of
+from trainctl.data.part import writing
+from trainctl.data.tokenized import ends_by_id
+from trainctl.runs.atomic import sync_directory, write_json
+from trainctl.train.corpus import Tell, cache_folder
+from trainctl.train.corpus_file import Corpus, Split
+from trainctl.train.corpus_folder import locked
+
+FORMAT = 1
+_TYPES = {"starts": "<u8", "lengths": "<u4", "firsts": "<u8"}
+_BLOCK = 1 << 24
+
+
+def _unheard(message: str) -> None:
+    """Nobody listens."""
+
+
+def bins_of(config: RunConfig, corpus: Corpus, split: Split, tell: Tell = _unheard) -> Bins | None:
+    """The bins of a side for a run, from the cache if they are there and whole, else made.
+
+    Args:
+        config: Of the run.
+        corpus: Of one of its sources.
+        split: A side of it.
+        tell: Called with a sentence where another process is waited for, or what was kept is
+            damaged.
+
+    Returns:
+        None where the run packs nothing, or the side is empty.
+
+    Raises:
+        TrainctlError: The cache cannot be written (exit code 4).
+    """
+    if config.data.packing is Packing.stream or not split.tokens:
+        return None
+    length, cache = config.training.sequence_length, cache_folder()
+    of = {
+        "format": FORMAT,
+        "digest": corpus.digest,
+        "side": "train" if split == corpus.train else "held_out",
+        "length": length,
+    }
+    folder = cache / f"packing-{digest_of(json.dumps(of, sort_keys=True))[:24]}"
+    bins, _ = _read(folder)
+    if bins is None:
+        with locked(folder, tell):
+            bins, problem = _read(folder)
+            if bins is None:
+                if problem:
+                    tell(f"{folder} is damaged ({problem}): packing the documents again")
+                _write(folder, pack(pieces_of(_ends(corpus, split), length), length), of)
+                bins, problem = _read(folder)
+                assert bins is not None, problem
+    return bins
+
+
+def drawn_tokens(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> int:
+    """How long a source's training text is as a run draws it: with the padding of its bins.
+
+    The order counts samples of a length L by N tokens, as floor((N - 1) / L).
+
+    Args:
+        config: Of the run.
+        corpus: Of the source.
+        tell: As for `bins_of`; and called with how much of the samples is text.
+
+    Raises:
+        TrainctlError: As `bins_of`.
+    """
+    bins = bins_of(config, corpus, corpus.train, tell)
+    if bins is None:
+        return corpus.train.tokens
+    tokens = len(bins) * config.training.sequence_length
+    tell(
+        f"best-fit packing: {len(bins):,} samples of {config.training.sequence_length:,} tokens, "
+        f"{corpus.train.tokens / tokens:.2%} of them text, the rest padding"
+    )
+    return tokens + 1
+
+
+def _ends(corpus: Corpus, split: Split) -> npt.NDArray[np.integer]:
+    ends = corpus.ends(split)
+    if ends is not None:
+        return ends
+    tokens = corpus.tokens(split)[: split.tokens]  # of before they were kept
+    if corpus.end_of_document is None:
+        return np.array([split.tokens][: split.tokens], dtype=np.int64)
+    return ends_by_id(tokens, corpus.end_of_document)
+
+
+def _write(folder: Path, bins: Bins, of: dict[str, Any]) -> None:
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    try:
+        with writing(folder):
+            temporary.mkdir(parents=True)
+            files = {}
+            for name, dtype in _TYPES.items():
+                raw = getattr(bins, name).astype(dtype).tobytes()
+                with (temporary / f"{name}.bin").open("wb") as stream:
+                    stream.write(raw)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                files[name] = {"bytes": len(raw), "crc32": zlib.crc32(raw)}
+            write_json(temporary / "packing.json", {**of, "files": files})
+            sync_directory(temporary)
+            shutil.rmtree(folder, ignore_errors=True)
+            temporary.rename(folder)
+            sync_directory(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _read(folder: Path) -> tuple[Bins | None, str]:
+    """What a folder has, if it is whole; else what is wrong, if there is one."""
+    record = folder / "packing.json"
+    if not record.is_file():
+        return None, ""
+    arrays = {}
+    try:
+        files = json.loads(record.read_bytes())["files"]
+        for name, dtype in _TYPES.items():
+            path = folder / f"{name}.bin"
+            if path.stat().st_size != files[name]["bytes"]:
+                return None, f"{path.name} has {path.stat().st_size:,} bytes"
+            if _crc32(path) != files[name]["crc32"]:
+                return None, f"{path.name} has another checksum"
+            arrays[name] = _mapped(path, dtype)
+    except OSError as error:
+        return None, f"{error.filename}: {error.strerror}"
+    except (ValueError, TypeError, KeyError):
+        return None, "packing.json is none"
+    return Bins(**arrays), ""
+
+
+def _crc32(path: Path) -> int:
+    found = 0
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            found = zlib.crc32(block, found)
+    return found
+
+
+def _mapped(path: Path, dtype: str) -> npt.NDArray[Any]:
+    if path.stat().st_size == 0:
+        return np.empty(0, dtype)
+    with path.open("rb") as stream:
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):  # Windows has none
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, dtype)
