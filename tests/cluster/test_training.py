@@ -296,7 +296,7 @@ def test_a_lost_node_without_the_others_leave_to_go_on_is_waited_for(
     cluster: Cluster, launch: Callable[..., Launch]
 ) -> None:
     """It comes back, and the run starts again on both."""
-    running = launch("forever", max_restarts=1, node_wait_seconds=90.0, preflight_seconds=10.0)
+    running = launch("forever,gloo", max_restarts=1, node_wait_seconds=90.0, preflight_seconds=15.0)
     n2 = cluster.nodes[1]
     try:
         running.wait_for_step()
