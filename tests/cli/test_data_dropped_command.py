@@ -95,3 +95,19 @@ def test_without_anything_asked_nothing_is_left_out(capsys: pytest.CaptureFixtur
     assert "nothing is asked of the documents" in capsys.readouterr().err
     assert run(["data", "show", "runs/none"]) == ExitCode.bad_input
     assert "--samples 12,40-44" in capsys.readouterr().err
+
+
+def test_what_the_sources_are_made_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["data", "stats", "mix"]) == ExitCode.run_state
+    assert "the text of code is not prepared" in capsys.readouterr().err
+    assert run(["data", "prepare", "mix", "data.dedup=none"]) == 0
+    capsys.readouterr()
+    assert run(["data", "stats", "mix", "data.dedup=none", "--plot", "corpus.svg"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("source") and "\nprose" in shown
+    assert Path("corpus.svg").stat().st_size > 1000
+    assert run(["data", "stats", "mix", "data.dedup=none", "--json"]) == 0
+    sources = json.loads(capsys.readouterr().out)["sources"]
+    assert sources["code"]["documents"] == 9 and sources["prose"]["documents"] == 12
+    assert sources["code"]["copies"] == 0 and sources["prose"]["copies"] == 1
+    assert sources["code"]["bytes_per_token"] == pytest.approx(1, abs=0.01)

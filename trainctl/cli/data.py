@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainctl.cli import data_find, data_plan, data_prepare
+from trainctl.cli import data_find, data_plan, data_prepare, data_stats
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
 from trainctl.cli.console import print_json, printable, put
 from trainctl.cli.data_dropped import show_dropped
@@ -28,6 +28,7 @@ app = typer.Typer(help="Look at what a run is trained on.", add_completion=False
 app.command()(data_prepare.prepare)
 app.command()(data_plan.plan)
 app.command()(data_find.find)
+app.command()(data_stats.stats)
 
 
 @app.command()
