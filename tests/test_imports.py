@@ -181,6 +181,10 @@ PLANNING = (
 )
 
 
+def test_checking_loads_no_numpy() -> None:
+    assert "numpy" not in _loaded(["estimate-memory", *PLANNED])
+
+
 def test_planning_loads_no_torch() -> None:
     """One command after the other in one process; the first that loads it is named."""
     script = (

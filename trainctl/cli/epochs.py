@@ -35,8 +35,6 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
     Raises:
         TrainctlError: A file is missing or cannot be read, where it is to be tokenized.
     """
-    from trainctl.train.bins import drawn_tokens
-
     config = composed.config
     training = config.training
     is_known = training.epoch_tokens is not None
@@ -47,6 +45,8 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
     corpus = _tokenized(config) if tokenize else _cached(config)
     if corpus is None:
         return composed
+    from trainctl.train.bins import drawn_tokens  # with numpy, which few plans need
+
     tokens = drawn_tokens(config, corpus)
     key = "training.epoch_tokens"
     layers = {**composed.layers, key: (*composed.layers.get(key, ()), Layer(COUNTED, tokens))}

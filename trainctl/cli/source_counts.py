@@ -67,11 +67,11 @@ def check_amounts(plan: RunPlan) -> list[Finding]:
 
     Of others the run finds out before its ranks start.
     """
-    from trainctl.data.mixture import plan_data
-
     data = plan.config.data
     if not plan.config.trains_itself or not (data.sources or data.stages) or data.factory:
         return []
+    from trainctl.data.mixture import plan_data
+
     counts, unread = count_sources(plan.config)
     if unread or any(count.is_estimate for count in counts.values()):
         return []
