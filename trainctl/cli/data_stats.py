@@ -13,6 +13,7 @@ from trainctl.cli.console import print_json, print_table, say
 from trainctl.cli.meter import Meter
 from trainctl.cli.planning import compose_target
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.reports.corpus import chart
 
 if TYPE_CHECKING:
     from trainctl.config.schema import RunConfig
@@ -51,7 +52,6 @@ def stats(
             lambda done, total: meter("looking through the tokens", done, total),
         )
     if plot is not None:
-        from trainctl.reports.corpus import chart
         from trainctl.reports.figure import save_figure
 
         title = f"Text of {config.recipe or config.model.name}"

@@ -49,7 +49,7 @@ class SourceStatistics:
         tokens: Theirs, with the ends of documents.
         held_out_documents: Number of those that are held out.
         held_out_tokens: Theirs.
-        bytes_per_token: Of text in UTF-8, by documents all over the source; None without any.
+        bytes_per_token: Bytes of text in UTF-8, by documents all over the source; None without any.
         mean_length: Tokens of a document.
         percentiles: Length that so many of a hundred documents have at most, in tokens.
         longest: Tokens of the longest document.

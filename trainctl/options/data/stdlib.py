@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -15,9 +16,11 @@ _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 
 def files(section: DataConfig) -> list[Path]:
     """Its modules, sorted."""
-    root = Path(sysconfig.get_path("stdlib"))
-    found = root.rglob("*.py")
-    return sorted(file for file in found if not _SKIPPED & set(file.parts[len(root.parts) :]))
+    found = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = [name for name in folders if name not in _SKIPPED]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found)
 
 
 SPEC = DataSource(
