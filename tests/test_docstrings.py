@@ -1,4 +1,4 @@
-"""What the docstrings say of attributes reads by itself, without the name before it."""
+"""What a reader is told by names: attributes that read by themselves, classes of one meaning."""
 
 from __future__ import annotations
 
@@ -45,3 +45,12 @@ def test_an_attribute_s_description_begins_with_what_it_is(room: str) -> None:
     described = [each for path in (PACKAGE / room).rglob("*.py") for each in attributes(path)]
     assert described
     assert [each for each in described if RELATION.match(each[1])] == []
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    found: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}

@@ -26,13 +26,13 @@ import numpy as np
 
 from trainctl.config.registry import function_of, load, names
 from trainctl.data.quality import minhash
-from trainctl.data.quality.batches import Batch, Entry, batches
+from trainctl.data.quality.batches import DocumentBatch, Entry, batches
 from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
 from trainctl.data.quality.exact import same_texts
 from trainctl.data.quality.hashing import mix
-from trainctl.data.quality.measure import Part, Wanted, measure, text_hashes
+from trainctl.data.quality.measure import PartToMeasure, WantedColumns, measure, text_hashes
 from trainctl.data.quality.near import near_pairs
 from trainctl.data.quality.passages import shared_passages
 from trainctl.data.quality.selection import Contamination, Rules
@@ -55,7 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         held_out = write_held_out(folder / "held_out", _entries(texts[::50]))
-        steps: dict[str, Callable[[Batch], object]] = {
+        steps: dict[str, Callable[[DocumentBatch], object]] = {
             "copies: 128-bit hashes": text_hashes,
             "near copies: signatures and sketches": _near,
             "shared passages: anchors": anchors,
@@ -100,7 +100,7 @@ def _planted(text: str, draw: random.Random) -> list[str]:
     return []
 
 
-def _timed(function: Callable[[Batch], object], texts: list[str]) -> float:
+def _timed(function: Callable[[DocumentBatch], object], texts: list[str]) -> float:
     """CPU seconds over all texts, with what the step alone needs of a batch."""
     total = 0.0
     for batch in batches(_entries(texts)):
@@ -110,13 +110,13 @@ def _timed(function: Callable[[Batch], object], texts: list[str]) -> float:
     return total
 
 
-def _near(batch: Batch) -> None:
+def _near(batch: DocumentBatch) -> None:
     values, counts = minhash.ngram_sets(batch)
     minhash.signatures(values, counts)
     minhash.sketches(values, counts)
 
 
-def _plainly(batch: Batch) -> None:
+def _plainly(batch: DocumentBatch) -> None:
     drawn = mix(np.arange(2 * minhash.HASHES, dtype=np.uint64))
     odd, added = drawn[: minhash.HASHES] | np.uint64(1), drawn[minhash.HASHES :]
     for text in batch.lowered:
@@ -132,8 +132,8 @@ def _plainly(batch: Batch) -> None:
         ((grams[:, None] * odd + added) >> np.uint64(16)).min(0)
 
 
-def _measure(name: str) -> Callable[[Batch], object]:
-    measured: Callable[[Batch], object] = function_of("filter", name)
+def _measure(name: str) -> Callable[[DocumentBatch], object]:
+    measured: Callable[[DocumentBatch], object] = function_of("filter", name)
     return measured
 
 
@@ -146,12 +146,12 @@ def _decide(texts: list[str], megabytes: float, folder: Path) -> None:
     """Measure into columns, find duplicates, decide; each once."""
     filters = {name: load("filter", name).keys() for name in names("filter") if _is_plain(name)}
     parts = [
-        Part("all", str(number), "", partial(_entries, texts[number::PARTS]), filters)
+        PartToMeasure("all", str(number), "", partial(_entries, texts[number::PARTS]), filters)
         for number in range(PARTS)
     ]
     start = time.process_time()
     for part in parts:
-        measure(part, folder, Wanted(held_out=folder / "held_out", passages=True))
+        measure(part, folder, WantedColumns(held_out=folder / "held_out", passages=True))
     measured = time.process_time()
     corpus = Measured.load(parts, folder)
     same = same_texts(corpus, folder / "scratch")

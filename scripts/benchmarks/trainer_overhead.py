@@ -139,7 +139,7 @@ class _BareLoop:
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            for batch in self.training.step(self.samples, self.batch.gradient_accumulation_steps):
+            for batch in self.training.step(self.samples, self.batch):
                 ids = batch.input_ids.to(self.engine.device)
                 loss = self.engine(input_ids=ids, labels=ids, use_cache=False).loss
                 self.engine.backward(loss)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from trainctl.cli.activity import Activity
-from trainctl.cli.follow import Follower
+from trainctl.cli.follow import LiveFollower
 from trainctl.cli.live_line import LiveLine
 from trainctl.cli.progress import Progress, clock, event_lines, step_line
 from trainctl.runs.heartbeats import Heartbeat, Phase
@@ -361,5 +361,5 @@ def test_a_terminal_that_is_closed_does_not_change_how_a_launch_ends() -> None:
 
 def test_a_log_that_cannot_be_read_does_not_change_how_a_launch_ends(tmp_path: Path) -> None:
     run = RunPaths(tmp_path / ("x" * 300))  # as with a stale handle, every look fails
-    with Follower(run) as follower:
+    with LiveFollower(run) as follower:
         follower({"event": "program", "attempt": 1})

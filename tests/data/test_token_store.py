@@ -20,7 +20,7 @@ from trainctl.config.text.files import split_files
 from trainctl.data import budget, tasks
 from trainctl.data.claims import Claims
 from trainctl.data.preparation import do_tasks
-from trainctl.data.progress import Standing, in_words
+from trainctl.data.progress import PreparationStanding, in_words
 from trainctl.data.store import Store
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import SOLE
@@ -336,7 +336,7 @@ def test_shares_are_all_of_it_and_the_corpus_is_joined_from_them(texts, monkeypa
     config = section("mixed")
     left = [do_share(config, ByteTokenizer(), (number, 3)) for number in (1, 2, 3)]
     assert left == sorted(left, reverse=True) and left[-1] == 0 < left[1]
-    calls: list[Standing] = []
+    calls: list[PreparationStanding] = []
     corpus = build_corpus(config, ByteTokenizer(), calls.append)
     assert corpus.digest == BEFORE["mixed"][0] and not calls
     with pytest.raises(TrainctlError, match="one task"):
@@ -423,8 +423,8 @@ def test_a_claim_that_was_taken_over_is_not_given_back_twice(tmp_path):
 
 
 def test_progress_in_words():
-    assert str(Standing(1234)) == "tokenizing: 1,234 documents"
-    standing = Standing(10, size=25_000_000, whole=100_000_000, seconds=10)
+    assert str(PreparationStanding(1234)) == "tokenizing: 1,234 documents"
+    standing = PreparationStanding(10, size=25_000_000, whole=100_000_000, seconds=10)
     assert str(standing) == "tokenizing: 10 documents, 25%, 2.5 MB/s, 30 s left"
     assert [in_words(each) for each in (5, 600, 7300)] == ["5 s", "10 min", "2 h 2 min"]
 

@@ -25,7 +25,7 @@ from trainctl.memory.stages import stages
 from trainctl.options.optimizer.adamw_8bit import AT_ONCE
 from trainctl.plan.groups import parameter_groups
 from trainctl.train.optimizers import own_optimizer
-from trainctl.train.optimizers.partitioned import Part
+from trainctl.train.optimizers.partitioned import ParameterPart
 
 SHAPE = torch.Size((512, 512))
 
@@ -58,7 +58,9 @@ def one_update(kind: str, compute: DataType, count: int) -> tuple[int, int]:
     assert isinstance(optimizer, Optimizer)
     if hasattr(optimizer, "bind"):
         parts = [
-            Part(name=f"{index}", shape=SHAPE, ranges=((0, size),), index=0, offset=index * size)
+            ParameterPart(
+                name=f"{index}", shape=SHAPE, ranges=((0, size),), index=0, offset=index * size
+            )
             for index in range(count)
         ]
         optimizer.bind({tensor: parts}, None)

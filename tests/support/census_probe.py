@@ -35,7 +35,7 @@ def _of(case: Any, process: Any) -> int:
     session = assemble(case.plan, case.run, process)
     engine = session.engine
     engine.set_learning_rate(1.0)
-    engine.accumulate(session.training.step(0, case.plan.batch.gradient_accumulation_steps))
+    engine.accumulate(session.training.step(0, case.plan.batch))
     engine.update(norm=session.gradients.norms().total, clip_at=1.0)
     after = storages()
     new = sum(

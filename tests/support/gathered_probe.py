@@ -34,7 +34,7 @@ def _of(case: Any, process: Any) -> int:
     engine.set_learning_rate(1.0)
     for step in range(STEPS):
         seen[0] = 0
-        engine.accumulate(session.training.step(step, case.plan.batch.gradient_accumulation_steps))
+        engine.accumulate(session.training.step(step, case.plan.batch))
         engine.update(norm=session.gradients.norms().total, clip_at=1.0)
     session.engine.close()
     return seen[0]

@@ -50,9 +50,7 @@ def _distance(case: Case, process: Process) -> dict[str, float]:
     worst = dict.fromkeys(own, 0.0)
     for step in range(case.plan.stop_step):
         batch = case.plan.batch
-        passes = batch.gradient_accumulation_steps
-        first = step * batch.global_batch_size
-        engine.accumulate(session.training.step(first, passes))
+        engine.accumulate(session.training.step(step * batch.global_batch_size, batch))
         before = {name: p.detach().clone() for name, p in own.items()}
         for name, parameter in own.items():
             copies[name].grad = parameter.grad.detach().clone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 from rank_processes import Case
@@ -13,8 +13,10 @@ from rank_processes import Case
 from trainctl.engines import stopwatch
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.engines.process import Process
+from trainctl.plan.batches import Batch
 from trainctl.runs.records import EventWriter
 from trainctl.train import stragglers
+from trainctl.train.data import TrainingData
 from trainctl.train.session import Session, assemble
 from trainctl.train.trainer import Trainer
 
@@ -38,16 +40,22 @@ def train(cases: list[Case], process: Process) -> None:
         session.engine.close()
 
 
-def _data(session: Session) -> None:
-    data = session.training
+class _SlowData:
+    """Training data that takes its time."""
 
-    def step(first_sample: int, passes: int) -> list[MicroBatch]:
+    def __init__(self, data: TrainingData) -> None:
+        self._data = data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+    def step(self, first_sample: int, batch: Batch) -> list[MicroBatch]:
         time.sleep(3 * SECONDS)  # some of it passes behind the steps before
-        return list(data.step(first_sample, passes))
+        return self._data.step(first_sample, batch)
 
-    session.training = SimpleNamespace(  # type: ignore[assignment]
-        step=step, data_rank=data.data_rank, data_size=data.data_size
-    )
+
+def _data(session: Session) -> None:
+    session.training = _SlowData(session.training)  # type: ignore[assignment]
 
 
 def _stall(session: Session) -> None:

@@ -19,7 +19,7 @@ from trainctl.train.build import whole_pieces
 from trainctl.train.model import skeleton
 from trainctl.train.optimizers import adamw_8bit
 from trainctl.train.optimizers.muon import MatrixOptimizer, orthogonalised
-from trainctl.train.optimizers.partitioned import Part
+from trainctl.train.optimizers.partitioned import ParameterPart
 
 Curve = dict[int, tuple[float, float]]
 
@@ -100,7 +100,7 @@ def test_muon_s_step_is_as_large_whichever_way_a_matrix_lies(shape):
             iterate_in=torch.float32,
         )
         size, lies = flat.numel(), turn(matrix).shape
-        part = Part("matrix", lies, ((0, size),), 0, 0, inputs_first=inputs_first)
+        part = ParameterPart("matrix", lies, ((0, size),), 0, 0, inputs_first=inputs_first)
         optimizer.bind({flat: [part]}, None)
         optimizer.step()
         changes.append(turn(flat.view(lies)) - matrix)
@@ -190,9 +190,11 @@ def test_eight_bit_states_do_not_depend_on_how_much_is_updated_at_once(
 ) -> None:
     """Of a part that starts and ends within a block, with another parameter before it."""
     shape, start, end = torch.Size((96, 128)), 1_000, 11_500
-    small = Part(name="small", shape=torch.Size((100,)), ranges=((0, 100),), index=0, offset=0)
+    small = ParameterPart(
+        name="small", shape=torch.Size((100,)), ranges=((0, 100),), index=0, offset=0
+    )
     cut = ((0, start), (start, end), (end, shape.numel()))
-    parts = [small, Part(name="matrix", shape=shape, ranges=cut, index=1, offset=100)]
+    parts = [small, ParameterPart(name="matrix", shape=shape, ranges=cut, index=1, offset=100)]
     first = torch.randn(100 + end - start)
     gradients = [torch.randn_like(first) for _ in range(3)]
     results = []

@@ -19,7 +19,7 @@ from trainctl.errors import TrainctlError
 from trainctl.reports.mixture import chart
 
 if TYPE_CHECKING:
-    from trainctl.data.mixture import Count, DataPlan, StageUse, Use
+    from trainctl.data.mixture import Count, DataPlan, SourceUse, StageUse
 
 BAR = 60
 """Characters of a stage in the picture."""
@@ -106,7 +106,7 @@ def _document(found: DataPlan, problems: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _use(use: Use) -> dict[str, Any]:
+def _use(use: SourceUse) -> dict[str, Any]:
     return {
         "tokens": use.tokens,
         "samples": use.samples,
@@ -150,11 +150,11 @@ def _show(found: DataPlan) -> None:
         )
 
 
-def _row(name: str, use: Use) -> tuple[str, ...]:
+def _row(name: str, use: SourceUse) -> tuple[str, ...]:
     return (name, f"{use.tokens:,}", f"{use.samples:,}", f"{use.share:.2%}", f"{use.epochs:.3f}")
 
 
-def _unseen(use: Use, count: Count) -> str:
+def _unseen(use: SourceUse, count: Count) -> str:
     if not use.unseen:
         return "-"
     about = "about " if count.is_estimate else ""
@@ -172,7 +172,7 @@ def _bar(stage: StageUse, names: list[str], is_terminal: bool) -> Any:
     return line.append(f" {stage.end_step:,}")
 
 
-def _widths(uses: Mapping[str, Use], names: list[str]) -> list[tuple[int, int]]:
+def _widths(uses: Mapping[str, SourceUse], names: list[str]) -> list[tuple[int, int]]:
     """Characters of each source, together `BAR`."""
     found, before = [], 0.0
     for number, name in enumerate(names):

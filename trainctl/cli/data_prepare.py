@@ -18,7 +18,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 
 if TYPE_CHECKING:
-    from trainctl.data.progress import Standing
+    from trainctl.data.progress import PreparationStanding
     from trainctl.train.corpora import Corpora
     from trainctl.train.corpus import Corpus
     from trainctl.train.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ def prepare(
     Examples: trainctl data prepare recipe=tiny; trainctl data prepare my-recipe --workers 32;
     trainctl data prepare my-recipe --to s3://bucket/corpus
     """
-    from trainctl.data.progress import Standing
+    from trainctl.data.progress import PreparationStanding
     from trainctl.train.bins import drawn_tokens
     from trainctl.train.corpora import build_corpora, do_shares
     from trainctl.train.prepare import TokenizingProgress, say
@@ -76,10 +76,10 @@ def prepare(
     config = compose_target(name, overrides, config_dir).config
     _require_text(config)
     tokenizer = load_tokenizer(config.tokenizer)
-    last = Standing(0)
+    last = PreparationStanding(0)
     tell_of = TokenizingProgress()
 
-    def show(standing: Standing) -> None:
+    def show(standing: PreparationStanding) -> None:
         nonlocal last
         last = standing if standing.is_tokenizing else last
         tell_of(standing)
@@ -132,7 +132,7 @@ def _written(
     return places
 
 
-def _as_json(corpora: Corpora, last: Standing, *, is_mixture: bool) -> dict[str, object]:
+def _as_json(corpora: Corpora, last: PreparationStanding, *, is_mixture: bool) -> dict[str, object]:
     found = {name: _corpus(corpus) for name, corpus in corpora.items()}
     told: dict[str, object] = {"sources": found}
     if not is_mixture:

@@ -16,7 +16,7 @@ from trainctl.runs.layout import RunPaths
 _POLL_SECONDS = 0.1
 
 
-class Follower:
+class LiveFollower:
     """Copies the log of rank 0 of the running attempt to stdout.
 
     A reader that goes away (`| head`, a closed terminal) ends the copying, never the program.

@@ -18,7 +18,7 @@ from trainctl.errors import TrainctlError
 from trainctl.options.schedule import WithPatience
 from trainctl.plan.schedule import Curve
 from trainctl.plan.types import RunPlan
-from trainctl.reports.schedule import Point, chart, points_of, title_of
+from trainctl.reports.schedule import CurvePoint, chart, points_of, title_of
 
 ROWS = 18
 """Of a chart in the terminal."""
@@ -76,7 +76,7 @@ def show(
             put(line)
 
 
-def _document(plan: RunPlan, points: list[Point]) -> dict[str, object]:
+def _document(plan: RunPlan, points: list[CurvePoint]) -> dict[str, object]:
     return {
         "schema": 1,
         "kind": plan.config.schedule.kind,
@@ -88,7 +88,7 @@ def _document(plan: RunPlan, points: list[Point]) -> dict[str, object]:
     }
 
 
-def _drawing(plan: RunPlan, points: list[Point]) -> str:
+def _drawing(plan: RunPlan, points: list[CurvePoint]) -> str:
     """The curve in characters, as wide as the console (80 columns where there is none)."""
     import plotext
 

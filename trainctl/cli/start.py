@@ -11,7 +11,7 @@ import typer
 from trainctl.cli.budget_view import show_brief_budget, show_budget
 from trainctl.cli.console import go_on_without_reader, print_json, put, say
 from trainctl.cli.findings import findings_to_json, show_error, show_findings
-from trainctl.cli.follow import Follower
+from trainctl.cli.follow import LiveFollower
 from trainctl.cli.plan_view import show_commands, show_plan
 from trainctl.cli.planning import Planned, plan, show_suggestions
 from trainctl.cli.progress import Progress
@@ -125,7 +125,7 @@ def run_attempt(
         if detach and not has_scheduler(made.config):
             _detach(run, attempt, lock, checkpoint_bytes, as_json=as_json)
             return
-        shown: Progress | Follower
+        shown: Progress | LiveFollower
         if made.config.trains_itself or as_json:
             shown = Progress(
                 stop_step=made.stop_step,
@@ -135,7 +135,7 @@ def run_attempt(
                 attempt=attempt.number,
             )
         else:
-            shown = Follower(run)
+            shown = LiveFollower(run)
         with shown as on_event:
             outcome = run_launch(
                 Launch(

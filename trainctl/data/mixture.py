@@ -41,7 +41,7 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
+class SourceUse:
     """What is seen of a source in a stage, or in the whole run.
 
     Attributes:
@@ -70,7 +70,7 @@ class StageUse:
     tokens: int
     sequence_length: int
     global_batch_size: int
-    sources: Mapping[str, Use]
+    sources: Mapping[str, SourceUse]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class DataPlan:
     """
 
     stages: tuple[StageUse, ...]
-    run: Mapping[str, Use]
+    run: Mapping[str, SourceUse]
     counts: Mapping[str, Count]
     problems: tuple[Finding, ...]
 
@@ -137,11 +137,11 @@ def plan_data(plan: RunPlan, counts: Mapping[str, Count]) -> DataPlan:
     order = order_of(plan, tokens)
     uses = tuple(_use_of(order, stage, tokens) for stage in stages)
     everything = sum(stage.tokens for stage in uses)
-    run: dict[str, Use] = {}
+    run: dict[str, SourceUse] = {}
     for name in tokens:
         mine = [stage.sources[name] for stage in uses if name in stage.sources]
         drawn, epochs = sum(use.tokens for use in mine), sum(use.epochs for use in mine)
-        run[name] = Use(
+        run[name] = SourceUse(
             tokens=drawn,
             samples=sum(use.samples for use in mine),
             share=drawn / everything if everything else 0.0,
@@ -175,7 +175,7 @@ def _use_of(order: Order, stage: DataStage, tokens: Mapping[str, int]) -> StageU
         sequence_length=length,
         global_batch_size=stage.batches.at(stage.first_step).global_batch_size,
         sources={
-            name: Use(
+            name: SourceUse(
                 tokens=samples * length,
                 samples=samples,
                 share=samples / stage.samples,
@@ -221,7 +221,7 @@ def _runs_out(
     config: RunConfig,
     order: Order,
     stages: tuple[DataStage, ...],
-    run: Mapping[str, Use],
+    run: Mapping[str, SourceUse],
     tokens: Mapping[str, int],
 ) -> list[Finding]:
     """Sources of which the run needs more than `max_epochs`: by how much, and from which step."""
@@ -261,7 +261,7 @@ def _epochs_before(
 
 
 def _off(
-    config: RunConfig, run: Mapping[str, Use], tokens: Mapping[str, int], everything: int
+    config: RunConfig, run: Mapping[str, SourceUse], tokens: Mapping[str, int], everything: int
 ) -> list[Finding]:
     """Sources whose tokens or epochs are not what the run comes to."""
     found = []

@@ -18,7 +18,7 @@ from typing import Any
 from trainctl.config.codec import to_plain
 from trainctl.config.schema import TokenizerConfig
 from trainctl.data.budget import require_space
-from trainctl.data.progress import Meter, Progress, unseen
+from trainctl.data.progress import PreparationMeter, Progress, unseen
 from trainctl.data.store import Store
 from trainctl.data.tasks import Task
 from trainctl.errors import ExitCode, TrainctlError
@@ -67,7 +67,7 @@ def work(store: Store, tasks: Sequence[Task], show: Progress = unseen) -> None:
         TrainctlError: As `Store.do`.
     """
     left = [task for task in tasks if not store.is_done(task)]
-    meter = Meter(sum(task.size for task in left), show)
+    meter = PreparationMeter(sum(task.size for task in left), show)
     while left:
         before = len(left)
         for task in left:
@@ -158,7 +158,7 @@ def _watch(
         TrainctlError: What one of them has said; or one was killed (exit code 4).
     """
     left = list(tasks)
-    meter = Meter(sum(task.size for task in left), show)
+    meter = PreparationMeter(sum(task.size for task in left), show)
     while True:
         codes = [process.poll() for process in processes]
         for process, code in zip(processes, codes, strict=True):

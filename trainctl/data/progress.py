@@ -10,7 +10,7 @@ TOKENIZING = "tokenizing"
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class PreparationStanding:
     """How far it has come.
 
     Attributes:
@@ -49,15 +49,15 @@ class Standing:
         return f"{text}, {share:.0%}, {rate:,.1f} MB/s, {in_words(left)} left"
 
 
-Progress = Callable[[Standing], None]
+Progress = Callable[[PreparationStanding], None]
 
 
-def unseen(standing: Standing) -> None:
+def unseen(standing: PreparationStanding) -> None:
     """Nobody looks."""
 
 
 @dataclass(slots=True)
-class Meter:
+class PreparationMeter:
     """Counts what one process has done.
 
     Attributes:
@@ -93,7 +93,7 @@ class Meter:
     def _tell(self) -> None:
         done = min(self.size + self._of_task, self.whole)
         seconds = time.monotonic() - self._began
-        self.show(Standing(self.documents, done, self.whole, seconds, self.doing))
+        self.show(PreparationStanding(self.documents, done, self.whole, seconds, self.doing))
 
 
 def in_words(seconds: float) -> str:

@@ -32,11 +32,11 @@ from trainctl.config.text.files import TextFiles, digest_of, split_files
 from trainctl.config.text.remote import version_of
 from trainctl.data.assembly import held_out_of
 from trainctl.data.preparation import processes_for
-from trainctl.data.progress import Meter, Progress, unseen
+from trainctl.data.progress import PreparationMeter, Progress, unseen
 from trainctl.data.quality.batches import Entry
 from trainctl.data.quality.hashing import Bool
 from trainctl.data.quality.judge import judge
-from trainctl.data.quality.measure import Part
+from trainctl.data.quality.measure import PartToMeasure
 from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.data.store import Store, read_documents
 from trainctl.data.tasks import Task
@@ -156,7 +156,7 @@ def choose(
         near=threshold_of(whole) if whole.dedup is Dedup.minhash else None,
         substring=threshold_of(whole) if whole.dedup is Dedup.substring else None,
     )
-    parts: list[Part] = []
+    parts: list[PartToMeasure] = []
     task_of: dict[tuple[str, str], tuple[Prepared, Task]] = {}
     fixed: dict[tuple[str, str], Bool] = {}
     for source in sources:
@@ -168,7 +168,7 @@ def choose(
             parts.append(part)
             task_of[source.name, part.name] = source, task
             fixed[source.name, part.name] = mask
-    meter = Meter(
+    meter = PreparationMeter(
         sum(task.size for each in sources for task in each.tasks), show, doing="judging documents"
     )
     selection = judge(
@@ -185,13 +185,13 @@ def choose(
     return _chosen(selection, task_of, fixed, sources)
 
 
-def _part(source: Prepared, task: Task, order: int, taken: Mapping[Any, object]) -> Part:
+def _part(source: Prepared, task: Task, order: int, taken: Mapping[Any, object]) -> PartToMeasure:
     content = source.store.part(task).folder.name
     name, number = content, 1
     while (source.name, name) in taken:  # two tasks of the same content
         number += 1
         name = f"{content}-{number}"
-    return Part(
+    return PartToMeasure(
         source=source.name,
         name=name,
         identity=" ".join((content, *lists_of(source.config))),
@@ -216,7 +216,7 @@ def _settings(source: Prepared) -> list[Any]:
 
 
 def _identity_of_texts(
-    whole: DataConfig, parts: Sequence[Part], fixed: Mapping[tuple[str, str], Bool]
+    whole: DataConfig, parts: Sequence[PartToMeasure], fixed: Mapping[tuple[str, str], Bool]
 ) -> str:
     named = [
         [to_plain(section), *map(version_of, split_files(section).train)]

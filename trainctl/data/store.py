@@ -37,7 +37,7 @@ from trainctl.data.part import (
     write_part,
     writing,
 )
-from trainctl.data.tasks import Piece, Task, tasks_of
+from trainctl.data.tasks import FilePiece, Task, tasks_of
 from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of, spec_of
 from trainctl.runs.atomic import write_json
@@ -207,7 +207,7 @@ def files_in_order(train: Sequence[File], held_out: Sequence[File]) -> list[File
     return sorted({*train, *held_out}, key=order) if held_out else list(train)
 
 
-def lines_before(piece: Piece) -> int:
+def lines_before(piece: FilePiece) -> int:
     """Lines of a file before one of its ranges; all that is before it is read."""
     found, left = 0, piece.start
     with piece.file.open("rb") as stream:
@@ -217,7 +217,7 @@ def lines_before(piece: Piece) -> int:
     return found
 
 
-def in_file(text: str, piece: Piece, before: int) -> str:
+def in_file(text: str, piece: FilePiece, before: int) -> str:
     """What says `FILE:LINE`, or `:LINE` at its beginning, with the line counted in all of the file.
 
     Args:
@@ -258,7 +258,7 @@ def _documents(
             raise
 
 
-def _facts(piece: Piece, reader: Reader, lines: int) -> PieceFacts:
+def _facts(piece: FilePiece, reader: Reader, lines: int) -> PieceFacts:
     examples = tuple(text.removeprefix(str(piece.file)) for text in reader.bad.examples)
     return PieceFacts(lines, reader.bad.replaced, reader.bad.skipped, examples)
 
@@ -294,12 +294,12 @@ def _content(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
     return digest.hexdigest(), lines
 
 
-def _lines_in(piece: Piece) -> int:
+def _lines_in(piece: FilePiece) -> int:
     """Line feeds of a piece, for the pieces of its file after it."""
     return sum(block.count(b"\n") for block in _blocks(piece))
 
 
-def _blocks(piece: Piece) -> Iterator[bytes]:
+def _blocks(piece: FilePiece) -> Iterator[bytes]:
     """The bytes of a piece."""
     left = piece.size if piece.end is None else piece.end - piece.start
     with piece.file.open("rb") as stream:

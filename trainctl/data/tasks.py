@@ -26,7 +26,7 @@ numbers are the source's own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """A file, or a range of it.
 
     Attributes:
@@ -68,7 +68,7 @@ class Task:
         key: Names it in a store: other files, or files that have changed, are other tasks.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
     size: int
     key: str = field(init=False)
 
@@ -100,7 +100,7 @@ def tasks_of(files: Iterable[File], ranges: Ranges | None) -> list[Task]:
 
 
 def _tasks(files: Iterable[File], ranges: Ranges | None) -> Iterator[Task]:
-    group: list[Piece] = []
+    group: list[FilePiece] = []
     size = 0
     for file in files:
         whole = _of(file)
@@ -122,18 +122,18 @@ def _tasks(files: Iterable[File], ranges: Ranges | None) -> Iterator[Task]:
         yield Task(tuple(group), size)
 
 
-def _of(file: File, start: int = 0, end: int | None = None) -> Piece:
+def _of(file: File, start: int = 0, end: int | None = None) -> FilePiece:
     """A file, or a range of it, as it is now."""
     if isinstance(file, RemoteFile):
-        return Piece(file, file.size, file.version, start, end)
+        return FilePiece(file, file.size, file.version, start, end)
     status = file.stat()
-    return Piece(file, status.st_size, str(status.st_mtime_ns), start, end)
+    return FilePiece(file, status.st_size, str(status.st_mtime_ns), start, end)
 
 
-def _piece(name: str, size: int, version: str, start: int, end: int | None) -> Piece:
-    """Of what `Piece.to_plain` gave."""
+def _piece(name: str, size: int, version: str, start: int, end: int | None) -> FilePiece:
+    """Of what `FilePiece.to_plain` gave."""
     file = RemoteFile(name, size, version) if is_url(name) else Path(name)
-    return Piece(file, size, version, start, end)
+    return FilePiece(file, size, version, start, end)
 
 
 def _ends_a_group(file: File) -> bool:

@@ -16,7 +16,7 @@ MOST_POINTS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class CurvePoint:
     """An optimizer step.
 
     Attributes:
@@ -32,7 +32,7 @@ class Point:
     global_batch_size: int
 
 
-def points_of(plan: RunPlan, most: int = MOST_POINTS) -> list[Point]:
+def points_of(plan: RunPlan, most: int = MOST_POINTS) -> list[CurvePoint]:
     """Every step of a run, or about `most` of a longer one, with all that are corners."""
     curve, total = Curve.of(plan), plan.total_steps
     steps = set(range(0, total, -(-total // most))) if total else set()
@@ -41,7 +41,7 @@ def points_of(plan: RunPlan, most: int = MOST_POINTS) -> list[Point]:
     corners += [plan.warmup_steps - 1, plan.warmup_steps, curve.stable_steps - 1, total - 1]
     steps |= {step for step in corners if 0 <= step < total}
     return [
-        Point(
+        CurvePoint(
             step=step + 1,
             tokens=plan.batches.tokens_before(step),
             learning_rate=plan.peak_lr * curve.factor(step),
@@ -56,7 +56,7 @@ def title_of(plan: RunPlan) -> str:
     return f"Learning rate of {plan.config.recipe or plan.config.model.name}"
 
 
-def chart(plan: RunPlan, points: list[Point]) -> Figure:
+def chart(plan: RunPlan, points: list[CurvePoint]) -> Figure:
     """The learning rate over the steps; with a batch ramp the batch size below it."""
     from matplotlib.figure import Figure
 

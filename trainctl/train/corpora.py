@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import DataConfig, RunConfig
-from trainctl.data.progress import Progress, Standing, unseen
+from trainctl.data.progress import PreparationStanding, Progress, unseen
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import SOLE, sources_of
 from trainctl.runs.atomic import write_json
@@ -48,7 +48,7 @@ class _Together:
         self._before, self._last = self._before + self._last, 0
         return self
 
-    def __call__(self, standing: Standing) -> None:
+    def __call__(self, standing: PreparationStanding) -> None:
         if not standing.is_tokenizing:
             self._progress(standing)
             return

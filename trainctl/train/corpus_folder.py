@@ -22,7 +22,7 @@ from trainctl.data.assembly import Chunk
 from trainctl.data.encoding import dtype_for, encoded
 from trainctl.data.in_place import Span, digest_of_spans
 from trainctl.data.part import writing
-from trainctl.data.progress import Progress, Standing, unseen
+from trainctl.data.progress import PreparationStanding, Progress, unseen
 from trainctl.runs.access import open_lock
 from trainctl.runs.atomic import sync_directory, write_json
 from trainctl.train.corpus_file import (
@@ -125,7 +125,7 @@ def chunks_of(
     """
     for done, (side, _, ids) in enumerate(encoded(texts, tokenizer), 1):
         yield Chunk(side, ids, np.array([len(ids)]))
-        progress(Standing(done))
+        progress(PreparationStanding(done))
 
 
 def _written(

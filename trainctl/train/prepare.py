@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from trainctl.data.mixture import Count, plan_data
-from trainctl.data.progress import Standing
+from trainctl.data.progress import PreparationStanding
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.mixture import SOLE, sources_of
@@ -158,7 +158,7 @@ class TokenizingProgress:
         self._last = self._shown = time.monotonic()
         self._show = show
 
-    def __call__(self, standing: Standing) -> None:
+    def __call__(self, standing: PreparationStanding) -> None:
         now = time.monotonic()
         if now - self._shown >= 0.5:
             self._shown = now

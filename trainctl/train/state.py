@@ -18,7 +18,7 @@ from trainctl.config.schema import OptimizerConfig
 from trainctl.engines.fragments import Fragment
 from trainctl.engines.protocol import Engine
 from trainctl.options.optimizer import spec_of
-from trainctl.train.optimizers.partitioned import Part, PartitionedOptimizer, SideState
+from trainctl.train.optimizers.partitioned import ParameterPart, PartitionedOptimizer, SideState
 
 MASTER = "master"
 """Name of the master weights among the states."""
@@ -164,7 +164,7 @@ class OptimizerState:
         """Bring the optimizer where its steps would have brought it, beyond the states."""
         self._states.catch_up(scalars)
 
-    def _parts(self) -> dict[torch.Tensor, list[Part]]:
+    def _parts(self) -> dict[torch.Tensor, list[ParameterPart]]:
         """What each of the tensors has of which parameter, on all replicas."""
         pieces = {piece.name: piece for piece in self._engine.pieces.values()}
         mine = [(f.tensor, f.name, f.start, f.start + f.numel) for f in self.fragments]
@@ -179,10 +179,12 @@ class OptimizerState:
             for tensor, name, start, end in listed:
                 places = ranges.setdefault((tensor, name), [(0, 0)] * len(replicas))
                 places[replica] = (start, end)
-        parts: dict[torch.Tensor, list[Part]] = {tensor: [] for tensor in self.tensors}
+        parts: dict[torch.Tensor, list[ParameterPart]] = {tensor: [] for tensor in self.tensors}
         for (index, name), places in ranges.items():
             piece, offset = pieces[name], offsets.get((index, name), 0)
-            part = Part(name, piece.shape, tuple(places), place, offset, piece.inputs_first)
+            part = ParameterPart(
+                name, piece.shape, tuple(places), place, offset, piece.inputs_first
+            )
             parts[self.tensors[index]].append(part)
         return parts
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from trainctl.data.quality.batches import Entry
-from trainctl.data.quality.measure import Part
+from trainctl.data.quality.measure import PartToMeasure
 
 
 @cache
@@ -108,10 +108,10 @@ def planted(seed: int = 0, code_files: int = 80) -> Planted:
 
 def parts_of(
     texts: Mapping[tuple[str, str], list[str]], **filters: Mapping[str, object]
-) -> list[Part]:
+) -> list[PartToMeasure]:
     """Parts to measure, with the filters of each source."""
     return [
-        Part(source, name, "1", partial(entries, tuple(every)), filters.get(source, {}))
+        PartToMeasure(source, name, "1", partial(entries, tuple(every)), filters.get(source, {}))
         for (source, name), every in texts.items()
     ]
 

@@ -18,7 +18,7 @@ from planted_corpus import parts_of, texts_of_python
 from trainctl.data.quality import duplicates
 from trainctl.data.quality.batches import Entry
 from trainctl.data.quality.judge import judge
-from trainctl.data.quality.measure import Part
+from trainctl.data.quality.measure import PartToMeasure
 from trainctl.data.quality.selection import Contamination, Rules
 from trainctl.data.quality.shown import shown
 from trainctl.options.filter.gopher_quality import GopherQualityConfig
@@ -26,7 +26,7 @@ from trainctl.options.filter.gopher_quality import GopherQualityConfig
 CHUNKS = 12
 
 
-def parts() -> list[Part]:
+def parts() -> list[PartToMeasure]:
     """Python's documentation in parts, with copies."""
     texts = texts_of_python(20)
     prose = [*texts["prose"][:60], *texts["prose"][:10]]

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted_corpus import entries, parts_of
 
-from trainctl.data.quality.batches import Batch
+from trainctl.data.quality.batches import DocumentBatch
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
 from trainctl.data.quality.exact import same_texts
 from trainctl.data.quality.groups import MEMORY
-from trainctl.data.quality.measure import Wanted, measure_all
+from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.passages import shared_passages
 from trainctl.data.quality.selection import SUBSTRING, Rules
 from trainctl.data.quality.winnowing import SHARED, WORDS, anchors, covered
@@ -42,7 +42,7 @@ def test_what_two_documents_share(shared: int, sides: list[int], seed: int) -> N
         text([*drawn(before, draw), *words, *drawn(after, draw)])
         for before, after in (sides[:2], sides[2:])
     ]
-    hashes, at, counts = anchors(Batch(entries(["x", *texts])))
+    hashes, at, counts = anchors(DocumentBatch(entries(["x", *texts])))
     split = [set(each.tolist()) for each in np.split(hashes, np.cumsum(counts)[:-1])]
     assert not split[0]
     common = split[1] & split[2]
@@ -76,7 +76,7 @@ def test_documents_of_passages_of_others_go(tmp_path: Path, memory: int) -> None
         ],
     }
     parts = parts_of(texts)
-    measure_all(parts, tmp_path, Wanted(passages=True))
+    measure_all(parts, tmp_path, WantedColumns(passages=True))
     corpus = Measured.load(parts, tmp_path)
     same = same_texts(corpus, tmp_path / "scratch")
     passages = shared_passages(corpus, same, tmp_path / "scratch", memory)

@@ -15,7 +15,7 @@ from trainctl.data.quality.contamination import passage, write_held_out
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
 from trainctl.data.quality.exact import same_texts
-from trainctl.data.quality.measure import Wanted, measure_all
+from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.near import Pairs, near_pairs
 from trainctl.data.quality.selection import (
     CONTAMINATED,
@@ -77,7 +77,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     held_out = folder / "held_out"
     write_held_out(held_out, entries(corpus.held_out))
     parts = parts_of(corpus.texts)
-    measure_all(parts, folder, Wanted(held_out=held_out))
+    measure_all(parts, folder, WantedColumns(held_out=held_out))
     measured = Measured.load(parts, folder, ["code", "prose"])
     same = same_texts(measured, folder / "scratch")
     pairs = near_pairs(measured, same, min(THRESHOLDS), folder / "scratch")

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_corpus import edited, entries, five_grams, jaccard, parts_of, texts_of_python
 
-from trainctl.data.quality.batches import Batch, Entry, batches
+from trainctl.data.quality.batches import DocumentBatch, Entry, batches
 from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
 from trainctl.data.quality.exact import same_texts
 from trainctl.data.quality.groups import MEMORY, components, equal_keys
 from trainctl.data.quality.hashing import Segments, mix
-from trainctl.data.quality.measure import Wanted, measure_all
+from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.minhash import SKETCH, Bands, ngram_sets, signatures, sketches
 from trainctl.data.quality.minhash import jaccard as jaccard_of_sketches
 from trainctl.data.quality.near import near_pairs
@@ -50,7 +50,7 @@ def outcome(
         folder = Path(name)
         write_held_out(folder / "held_out", HELD_OUT)
         parts = parts_of(texts, **RULES.filters)
-        wanted = Wanted(held_out=folder / "held_out")
+        wanted = WantedColumns(held_out=folder / "held_out")
         measure_all(parts, folder, wanted, processes=processes)
         corpus = Measured.load(parts, folder, ["two", "one"])
         same = same_texts(corpus, folder / "scratch", memory)
@@ -172,7 +172,7 @@ def test_jaccard_of_long_documents_is_estimated(share: float) -> None:
     long = "\n".join(texts_of_python(80)["code"][:30])
     assert len(five_grams(long)) > 4 * SKETCH
     other = edited(long, share, random.Random(1))
-    sets = [ngram_sets(Batch([Entry(0, text)])) for text in (long, other)]
+    sets = [ngram_sets(DocumentBatch([Entry(0, text)])) for text in (long, other)]
     found = float(jaccard_of_sketches(sketches(*sets[0]), sketches(*sets[1]))[0])
     assert found == pytest.approx(jaccard(five_grams(long), five_grams(other)), abs=0.03)
     alike = (signatures(*sets[0]) == signatures(*sets[1])).mean()

@@ -18,7 +18,13 @@ from trainctl.data.quality.contamination import HeldOut, write_held_out
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
 from trainctl.data.quality.exact import same_texts
-from trainctl.data.quality.measure import Part, Wanted, folder_of, measure, measure_all
+from trainctl.data.quality.measure import (
+    PartToMeasure,
+    WantedColumns,
+    folder_of,
+    measure,
+    measure_all,
+)
 from trainctl.data.quality.near import near_pairs
 from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.errors import TrainctlError
@@ -46,7 +52,7 @@ def decide(
     parts = parts_of(texts, **rules.filters)
     if held_out is not None:
         write_held_out(folder / "held_out", entries(held_out))
-    wanted = Wanted(held_out=folder / "held_out" if held_out is not None else None)
+    wanted = WantedColumns(held_out=folder / "held_out" if held_out is not None else None)
     measure_all(parts, folder, wanted)
     corpus = Measured.load(parts, folder, precedence)
     same = same_texts(corpus, folder / "scratch")
@@ -158,7 +164,7 @@ def test_another_held_out_text_has_all_measured_again(tmp_path: Path) -> None:
     for words in (range(13), range(13), range(14)):
         write_held_out(held_out, entries([text(*words)]))
         assert HeldOut.load(held_out).ngrams.size == len(words) - 12
-        measure(part, tmp_path, Wanted(held_out=held_out))
+        measure(part, tmp_path, WantedColumns(held_out=held_out))
         keys.append(Columns.load(folder_of(part, tmp_path)).manifest["key"])
     assert keys[0] == keys[1] != keys[2]
 
@@ -178,9 +184,9 @@ def broken(after: int) -> list[Entry]:
 def test_a_part_that_fails_is_not_there(tmp_path: Path) -> None:
     """And those that are done stay."""
     (good,) = parts_of({("one", "a"): ["text"]})
-    bad = Part("one", "b", "1", partial(broken, 2))
+    bad = PartToMeasure("one", "b", "1", partial(broken, 2))
     with pytest.raises(Broken):
-        measure_all([good, bad], tmp_path, Wanted())
+        measure_all([good, bad], tmp_path, WantedColumns())
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["a"]
     with pytest.raises(TrainctlError, match="No such file"):
         Measured.load([good, bad], tmp_path)
@@ -200,7 +206,7 @@ def test_damaged_columns_are_refused(
     tmp_path: Path, damage: Callable[[Path], None], file: str
 ) -> None:
     (part,) = parts_of({("one", "a"): ["a text of a few words more"]})
-    measure(part, tmp_path, Wanted())
+    measure(part, tmp_path, WantedColumns())
     damage(folder_of(part, tmp_path) / file)
     if file == "manifest.json" and damage is cut:  # only its last line feed
         Measured.load([part], tmp_path)

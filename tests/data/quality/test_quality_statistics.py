@@ -15,11 +15,11 @@ from planted_corpus import entries, parts_of, texts_of_python
 
 from trainctl.config.registry import load, names
 from trainctl.data.quality import lists, statistics
-from trainctl.data.quality.batches import Batch, Entry, Spans
+from trainctl.data.quality.batches import DocumentBatch, Entry, Spans
 from trainctl.data.quality.corpus import Measured
 from trainctl.data.quality.decide import select
 from trainctl.data.quality.exact import same_texts
-from trainctl.data.quality.measure import Wanted, measure_all
+from trainctl.data.quality.measure import WantedColumns, measure_all
 from trainctl.data.quality.selection import Rules
 from trainctl.errors import TrainctlError
 
@@ -34,7 +34,7 @@ TEXTS = st.lists(
 )
 
 
-def shown(batch: Batch, spans: Spans) -> list[list[str]]:
+def shown(batch: DocumentBatch, spans: Spans) -> list[list[str]]:
     """The spans of each document, as texts."""
     found: list[list[str]] = [[] for _ in range(len(batch))]
     for start, end, document in zip(spans.starts, spans.ends, spans.document, strict=True):
@@ -56,7 +56,7 @@ def paragraphs(text: str) -> list[str]:
 
 @given(TEXTS)
 def test_words_lines_and_paragraphs(texts: list[str]) -> None:
-    batch = Batch(entries(texts))
+    batch = DocumentBatch(entries(texts))
     lowered = [text.lower() for text in texts]
     words = [re.findall(r"[中国\U0001f600]|[ab_éa-z0-9]+", text) for text in lowered]
     assert shown(batch, batch.words) == words
@@ -72,7 +72,7 @@ def test_words_lines_and_paragraphs(texts: list[str]) -> None:
 
 @given(TEXTS, st.integers(1, 5))
 def test_equal_ngrams_have_equal_hashes(texts: list[str], size: int) -> None:
-    batch = Batch(entries(texts))
+    batch = DocumentBatch(entries(texts))
     hashes, begin = batch.ngrams(size, short=False)
     words = [word for every in shown(batch, batch.words) for word in every]
     grams = [tuple(words[at : at + size]) for at in begin.tolist()]
@@ -160,11 +160,11 @@ def test_on_real_text(plain: Callable[[str], dict[str, float]]) -> None:
 
 
 def compare(
-    measure: Callable[[Batch], statistics.Statistics],
+    measure: Callable[[DocumentBatch], statistics.Statistics],
     plain: Callable[[str], dict[str, float]],
     texts: list[str],
 ) -> None:
-    found = measure(Batch(entries(texts)))
+    found = measure(DocumentBatch(entries(texts)))
     for number, text in enumerate(texts):
         for name, value in plain(text.lower()).items():
             assert found[name][number] == pytest.approx(value, abs=1e-6), (name, text[:200])
@@ -173,7 +173,8 @@ def compare(
 def test_quality() -> None:
     text = "• The end of that… and so\n\n* be with 12 #\n  dots... \n-- 34"
     found = {
-        name: float(each[0]) for name, each in statistics.quality(Batch([Entry(0, text)])).items()
+        name: float(each[0])
+        for name, each in statistics.quality(DocumentBatch([Entry(0, text)])).items()
     }
     assert found == pytest.approx(plain_quality(text.lower()))
     assert found["stop_words"] == 6
@@ -185,11 +186,11 @@ def test_c4_and_fineweb() -> None:
         "This is a sentence. And one more!\nTurn on JavaScript, please now.\nno end\n"
         "{ lorem ipsum ..."
     )
-    found = statistics.c4(Batch([Entry(0, text), Entry(1, "")]))
+    found = statistics.c4(DocumentBatch([Entry(0, text), Entry(1, "")]))
     assert found["sentences"].tolist() == [4, 0]
     assert found["c4_lines"].tolist() == [0.25, 0]
     assert found["curly_brackets"].tolist() == found["lorem_ipsum"].tolist() == [1, 0]
-    web = statistics.fineweb(Batch([Entry(0, text + "\nno end")]))
+    web = statistics.fineweb(DocumentBatch([Entry(0, text + "\nno end")]))
     assert web["terminated_lines"].tolist() == pytest.approx([3 / 5])
     assert web["short_lines"].tolist() == pytest.approx([3 / 5])
     assert web["repeated_lines_characters"].tolist() == pytest.approx([6 / 93], abs=0.01)
@@ -205,16 +206,16 @@ def test_lists_of_words_and_addresses(tmp_path: Path) -> None:
         Entry(2, "", "http://fine.example/badness"),
         Entry(3, "boots"),
     ]
-    found = lists.words(Batch(given), file=str(words))
+    found = lists.words(DocumentBatch(given), file=str(words))
     assert found["listed"].tolist() == [3, 0, 0, 0]
     assert found["listed_share"][0] == pytest.approx(3 / 7)
-    assert lists.urls(Batch(given), file=str(urls))["matches"].tolist() == [1, 1, 0, 0]
+    assert lists.urls(DocumentBatch(given), file=str(urls))["matches"].tolist() == [1, 1, 0, 0]
     with pytest.raises(TrainctlError, match="cannot be read"):
-        lists.words(Batch(given), file=str(tmp_path / "none.txt"))
+        lists.words(DocumentBatch(given), file=str(tmp_path / "none.txt"))
 
 
 def test_a_function_of_the_user_s() -> None:
-    batch = Batch(entries(["abc", ""]))
+    batch = DocumentBatch(entries(["abc", ""]))
     assert lists.function(batch, call="builtins:len")["score"].tolist() == [3, 0]
     with pytest.raises(TrainctlError, match="failed with document 0: ValueError"):
         lists.function(batch, call="builtins:float")
@@ -237,7 +238,7 @@ def test_units_agree_with_what_is_measured(tmp_path: Path) -> None:
         code=filters,
         prose=filters,
     )
-    measure_all(parts, tmp_path, Wanted(near=False))
+    measure_all(parts, tmp_path, WantedColumns(near=False))
     corpus = Measured.load(parts, tmp_path)
     rules = Rules(filters={"code": filters, "prose": filters})
     selection = select(corpus, rules, same_texts(corpus, tmp_path / "scratch"))
@@ -249,14 +250,14 @@ def test_units_agree_with_what_is_measured(tmp_path: Path) -> None:
 
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("manifest.json")}
     filters["c4"].max_curly_brackets = None
-    measure_all(parts, tmp_path, Wanted(near=False))
+    measure_all(parts, tmp_path, WantedColumns(near=False))
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("manifest.json")}
     again = select(corpus, rules, same_texts(corpus, tmp_path / "scratch"))
     assert "c4.max_curly_brackets" not in again.counts["code"]
     assert again.stays.sum() >= selection.stays.sum()
 
     filters["function"].call = "builtins:hash"
-    measure_all(parts, tmp_path, Wanted(near=False))
+    measure_all(parts, tmp_path, WantedColumns(near=False))
     assert all(path.stat().st_mtime_ns != time for path, time in before.items())
 
 

@@ -72,7 +72,7 @@ class Spans:
         return self.ends - self.starts
 
 
-class Batch:
+class DocumentBatch:
     """Some documents, lower-cased, one after the other.
 
     Args:
@@ -195,7 +195,7 @@ class Batch:
         return Spans(starts, ends, np.searchsorted(self.ends, starts, side="right"))
 
 
-def batches(entries: Iterable[Entry], characters: int = CHARACTERS) -> Iterator[Batch]:
+def batches(entries: Iterable[Entry], characters: int = CHARACTERS) -> Iterator[DocumentBatch]:
     """Documents in batches of at least so many characters, except the last."""
     group: list[Entry] = []
     size = 0
@@ -203,10 +203,10 @@ def batches(entries: Iterable[Entry], characters: int = CHARACTERS) -> Iterator[
         group.append(entry)
         size += len(entry.text)
         if size >= characters:
-            yield Batch(group)
+            yield DocumentBatch(group)
             group, size = [], 0
     if group:
-        yield Batch(group)
+        yield DocumentBatch(group)
 
 
 @cache

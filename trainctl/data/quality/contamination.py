@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.quality.batches import Batch, Entry, batches
+from trainctl.data.quality.batches import DocumentBatch, Entry, batches
 from trainctl.data.quality.columns import Columns, ColumnWriter, key_of
 from trainctl.data.quality.hashing import I64, U64
 
@@ -102,7 +102,7 @@ class HeldOut:
         """
         return _load(folder, Columns.load(folder).manifest["key"])
 
-    def find(self, batch: Batch) -> tuple[npt.NDArray[np.uint32], I64, I64]:
+    def find(self, batch: DocumentBatch) -> tuple[npt.NDArray[np.uint32], I64, I64]:
         """Where documents have n-grams of these.
 
         Returns:
@@ -154,7 +154,7 @@ def _load(folder: Path, key: str) -> HeldOut:
 
 def passage(text: str, first: int, words: int = WORDS) -> str:
     """So many words of a text from one on, in lower case, for an example of what was found."""
-    batch = Batch([Entry(0, text)])
+    batch = DocumentBatch([Entry(0, text)])
     spans = batch.words
     last = min(first + words, len(spans.starts)) - 1
     return batch.lowered[0][spans.starts[first] : spans.ends[last]]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trainctl.data.quality.columns import Columns
 from trainctl.data.quality.hashing import I64, Bool
-from trainctl.data.quality.measure import Part, measured
+from trainctl.data.quality.measure import PartToMeasure, measured
 
 Array = npt.NDArray[Any]
 
@@ -63,7 +63,9 @@ class Measured:
     parts: Sequence[MeasuredPart]
 
     @classmethod
-    def load(cls, parts: Sequence[Part], folder: Path, precedence: Sequence[str] = ()) -> Measured:
+    def load(
+        cls, parts: Sequence[PartToMeasure], folder: Path, precedence: Sequence[str] = ()
+    ) -> Measured:
         """The columns of parts.
 
         Args:
@@ -75,7 +77,7 @@ class Measured:
             TrainctlError: A part is not measured, or damaged (exit code 5).
         """
 
-        def place(part: Part) -> tuple[int, str, int, str]:
+        def place(part: PartToMeasure) -> tuple[int, str, int, str]:
             known = part.source in precedence
             at = precedence.index(part.source) if known else len(precedence)
             return at, part.source, part.order, part.name

@@ -19,7 +19,7 @@ from trainctl.data.quality.decide import select
 from trainctl.data.quality.duplicates import find_duplicates, key_of_corpus
 from trainctl.data.quality.groups import MEMORY
 from trainctl.data.quality.hashing import Bool
-from trainctl.data.quality.measure import Part, Wanted, measure_all
+from trainctl.data.quality.measure import PartToMeasure, WantedColumns, measure_all
 from trainctl.data.quality.selection import Rules, Selection
 
 HELD_OUT, DUPLICATES, SELECTION = ".held_out", ".duplicates", ".selection"
@@ -27,7 +27,7 @@ HELD_OUT, DUPLICATES, SELECTION = ".held_out", ".duplicates", ".selection"
 
 
 def judge(
-    parts: Sequence[Part],
+    parts: Sequence[PartToMeasure],
     folder: Path,
     rules: Rules,
     *,
@@ -37,7 +37,7 @@ def judge(
     fixed: Callable[[MeasuredPart], Bool] | None = None,
     processes: int = 1,
     memory: int = MEMORY,
-    done: Callable[[Part], None] = lambda part: None,
+    done: Callable[[PartToMeasure], None] = lambda part: None,
 ) -> Selection:
     """Which documents of a corpus stay.
 
@@ -64,7 +64,7 @@ def judge(
     contaminates = rules.contamination is not None
     if contaminates:
         write_held_out(folder / HELD_OUT, held_out, identity=held_out_identity)
-    wanted = Wanted(
+    wanted = WantedColumns(
         near=rules.near is not None,
         held_out=folder / HELD_OUT if contaminates else None,
         passages=rules.substring is not None,

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.quality.batches import Batch, Entry
+from trainctl.data.quality.batches import DocumentBatch, Entry
 from trainctl.data.quality.hashing import U64
 from trainctl.data.quality.statistics import Statistics
 from trainctl.errors import TrainctlError
 
 
-def words(batch: Batch, *, file: str) -> Statistics:
+def words(batch: DocumentBatch, *, file: str) -> Statistics:
     """How many of a document's words are listed: `listed`, and `listed_share` of them.
 
     An entry of several words is found as they stand together, and counts as one.
@@ -33,14 +33,14 @@ def words(batch: Batch, *, file: str) -> Statistics:
     return {"listed": found.astype(np.float32), "listed_share": share.astype(np.float32)}
 
 
-def urls(batch: Batch, *, file: str) -> Statistics:
+def urls(batch: DocumentBatch, *, file: str) -> Statistics:
     """How many entries match a document's address: `matches`; 0 where it has none."""
     listed = _addresses(file)
     matches = [len(_above(entry.url) & listed) for entry in batch.entries]
     return {"matches": np.array(matches, dtype=np.float32)}
 
 
-def function(batch: Batch, *, call: str) -> Statistics:
+def function(batch: DocumentBatch, *, call: str) -> Statistics:
     """What a user's function gives for each text: `score`.
 
     Raises:
@@ -93,7 +93,7 @@ def _lines(path: str) -> list[str]:
 @cache
 def _hashed(path: str) -> dict[int, U64]:
     """Hashes of a list's entries, by their number of words."""
-    batch = Batch([Entry(number, line) for number, line in enumerate(_lines(path))])
+    batch = DocumentBatch([Entry(number, line) for number, line in enumerate(_lines(path))])
     counts = batch.total(batch.words)
     result: dict[int, U64] = {}
     for size in np.unique(counts[counts > 0]).astype(int).tolist():

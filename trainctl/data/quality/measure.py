@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from trainctl.config.registry import function_of, load
 from trainctl.data.quality import minhash
-from trainctl.data.quality.batches import Batch, Entry, batches
+from trainctl.data.quality.batches import DocumentBatch, Entry, batches
 from trainctl.data.quality.columns import Columns, ColumnWriter, key_of
 from trainctl.data.quality.contamination import HeldOut
 from trainctl.data.quality.winnowing import anchors
@@ -34,7 +34,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartToMeasure:
     """Documents that are measured by one process, in one go.
 
     Attributes:
@@ -55,7 +55,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedColumns:
     """What is measured of all parts.
 
     Attributes:
@@ -72,12 +72,12 @@ class Wanted:
 
 
 def measure_all(
-    parts: Sequence[Part],
+    parts: Sequence[PartToMeasure],
     folder: Path,
-    wanted: Wanted,
+    wanted: WantedColumns,
     *,
     processes: int = 1,
-    done: Callable[[Part], None] = lambda part: None,
+    done: Callable[[PartToMeasure], None] = lambda part: None,
 ) -> None:
     """Measure parts that are not done yet.
 
@@ -111,7 +111,7 @@ def measure_all(
             raise
 
 
-def measure(part: Part, folder: Path, wanted: Wanted) -> None:
+def measure(part: PartToMeasure, folder: Path, wanted: WantedColumns) -> None:
     """Measure a part, unless it is done.
 
     Raises:
@@ -146,12 +146,12 @@ def measure(part: Part, folder: Path, wanted: Wanted) -> None:
         writer.finish(source=part.source, name=part.name, characters=characters)
 
 
-def folder_of(part: Part, folder: Path) -> Path:
+def folder_of(part: PartToMeasure, folder: Path) -> Path:
     """Where a part's columns are."""
     return folder / part.source / part.name
 
 
-def measured(part: Part, folder: Path) -> Columns:
+def measured(part: PartToMeasure, folder: Path) -> Columns:
     """A part's columns.
 
     Raises:
@@ -160,7 +160,7 @@ def measured(part: Part, folder: Path) -> Columns:
     return Columns.load(folder_of(part, folder))
 
 
-def text_hashes(batch: Batch) -> npt.NDArray[np.uint64]:
+def text_hashes(batch: DocumentBatch) -> npt.NDArray[np.uint64]:
     """128 bits of BLAKE2b of each text, [documents, 2]."""
     digests = (
         blake2b(entry.text.encode(errors="surrogatepass"), digest_size=16).digest()
@@ -169,34 +169,34 @@ def text_hashes(batch: Batch) -> npt.NDArray[np.uint64]:
     return np.frombuffer(b"".join(digests), dtype="<u8").reshape(len(batch), 2)
 
 
-def _basics(batch: Batch) -> dict[str, npt.NDArray[Any]]:
+def _basics(batch: DocumentBatch) -> dict[str, npt.NDArray[Any]]:
     number = np.array([entry.number for entry in batch.entries], dtype=np.int64)
     return {"number": number, "characters": batch.ends - batch.starts}
 
 
-def _append_near(writer: ColumnWriter, batch: Batch) -> None:
+def _append_near(writer: ColumnWriter, batch: DocumentBatch) -> None:
     values, counts = minhash.ngram_sets(batch)
     writer.append({"ngrams": counts, "signature": minhash.signatures(values, counts)})
     writer.append_ragged("sketch", *minhash.sketches(values, counts))
 
 
-def _with_one_empty(every: Iterator[Batch]) -> Iterator[Batch]:
+def _with_one_empty(every: Iterator[DocumentBatch]) -> Iterator[DocumentBatch]:
     """The batches, or one without documents: a part of none has the same columns."""
     empty = True
     for batch in every:
         empty = False
         yield batch
     if empty:
-        yield Batch([])
+        yield DocumentBatch([])
 
 
-def _measures(filters: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Batch], Any]]]:
+def _measures(filters: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[DocumentBatch], Any]]]:
     for name, keys in filters.items():
         settings = {each: getattr(keys, each) for each in load("filter", name).settings}
         yield name, partial(function_of("filter", name), **settings)
 
 
-def _key(part: Part, wanted: Wanted, held_out: HeldOut | None) -> str:
+def _key(part: PartToMeasure, wanted: WantedColumns, held_out: HeldOut | None) -> str:
     """What a part's columns depend on."""
     settings = {
         name: {each: getattr(keys, each) for each in load("filter", name).settings}

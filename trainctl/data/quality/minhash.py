@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.quality.batches import Batch
+from trainctl.data.quality.batches import DocumentBatch
 from trainctl.data.quality.hashing import I64, U64, Bool, mix
 
 U32 = npt.NDArray[np.uint32]
@@ -69,7 +69,7 @@ class Bands:
         return keys
 
 
-def ngram_sets(batch: Batch) -> tuple[U32, I64]:
+def ngram_sets(batch: DocumentBatch) -> tuple[U32, I64]:
     """The distinct hashes of each document's n-grams, ascending, one document after the other.
 
     Returns:

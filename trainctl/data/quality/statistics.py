@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.quality.batches import LETTER, SPACE, Batch, Spans
+from trainctl.data.quality.batches import LETTER, SPACE, DocumentBatch, Spans
 from trainctl.data.quality.hashing import I64, U64, Bool, Segments, hash_of_word, mix
 
 Statistics = dict[str, npt.NDArray[np.float32]]
@@ -36,7 +36,7 @@ REPEATED_TOP = (2, 3, 4)
 REPEATED = (5, 6, 7, 8, 9, 10)
 
 
-def quality(batch: Batch) -> Statistics:
+def quality(batch: DocumentBatch) -> Statistics:
     """Gopher's rules of quality."""
     tokens, lines = batch.tokens, batch.lines
     words = batch.total(tokens)
@@ -62,7 +62,7 @@ def quality(batch: Batch) -> Statistics:
     )
 
 
-def repetition(batch: Batch) -> Statistics:
+def repetition(batch: DocumentBatch) -> Statistics:
     """Gopher's rules of repetition.
 
     What is repeated is every occurrence after the first. A character in several repeated n-grams
@@ -80,7 +80,7 @@ def repetition(batch: Batch) -> Statistics:
     return _as_columns(result)
 
 
-def c4(batch: Batch) -> Statistics:
+def c4(batch: DocumentBatch) -> Statistics:
     """C4's rules: of documents, and the share of lines that it would keep."""
     lines = batch.lines
     last = np.isin(batch.codes[lines.ends - 1], _TERMINAL) & ~_ends_in_dots(batch)[lines.ends - 1]
@@ -107,7 +107,7 @@ def c4(batch: Batch) -> Statistics:
     )
 
 
-def fineweb(batch: Batch) -> Statistics:
+def fineweb(batch: DocumentBatch) -> Statistics:
     """FineWeb's own rules."""
     lines = batch.lines
     count = batch.total(lines)
@@ -125,7 +125,7 @@ def fineweb(batch: Batch) -> Statistics:
     )
 
 
-def _repeated_ngrams(batch: Batch) -> dict[str, npt.NDArray[np.float64]]:
+def _repeated_ngrams(batch: DocumentBatch) -> dict[str, npt.NDArray[np.float64]]:
     """Shares of characters in n-grams of words that occur more than once.
 
     A run of n words that occurs twice begins with one of n - 1 that does: only those are looked at.
@@ -189,7 +189,7 @@ def _repeated(hashes: U64, document: I64) -> Bool:
     return again
 
 
-def _distinct_words(batch: Batch, words: tuple[str, ...]) -> npt.NDArray[np.float64]:
+def _distinct_words(batch: DocumentBatch, words: tuple[str, ...]) -> npt.NDArray[np.float64]:
     """How many of some words a document has, [documents]."""
     found = np.zeros((len(words), len(batch)), dtype=np.bool_)
     for number, word in enumerate(words):
@@ -198,7 +198,7 @@ def _distinct_words(batch: Batch, words: tuple[str, ...]) -> npt.NDArray[np.floa
     return counts.astype(np.float64)
 
 
-def _ends_in_dots(batch: Batch) -> Bool:
+def _ends_in_dots(batch: DocumentBatch) -> Bool:
     """Which characters are the last of three dots, or an ellipsis, [characters]."""
     dot = batch.codes == _DOT
     three: Bool = batch.codes == _ELLIPSIS
@@ -207,7 +207,7 @@ def _ends_in_dots(batch: Batch) -> Bool:
     return three
 
 
-def _count(batch: Batch, which: Bool) -> npt.NDArray[np.float64]:
+def _count(batch: DocumentBatch, which: Bool) -> npt.NDArray[np.float64]:
     """True ones of each document, [documents], without the line feeds between documents."""
     places = np.flatnonzero(which)
     places = places[~np.isin(places, batch.ends)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainctl.data.quality.batches import Batch
+from trainctl.data.quality.batches import DocumentBatch
 from trainctl.data.quality.hashing import I64, U64
 
 WORDS = 25
@@ -21,7 +21,7 @@ SHARED = WORDS + WINDOW - 1
 """Words of a shared passage that is surely found."""
 
 
-def anchors(batch: Batch) -> tuple[U64, I64, I64]:
+def anchors(batch: DocumentBatch) -> tuple[U64, I64, I64]:
     """The anchors of documents.
 
     Returns:

@@ -46,8 +46,8 @@ def at_most(**keys: str) -> tuple[Bound, ...]:
 class Filter(Spec):
     """What one filter measures, and what it refuses.
 
-    Its `build` is called with a `trainctl.data.quality.batches.Batch` of documents, and the values
-    of `settings` by name; it gives ``{statistic: [documents]}``. It runs in the processes that
+    Its `build` is called with a `trainctl.data.quality.batches.DocumentBatch`, and the values of
+    `settings` by name; it gives ``{statistic: [documents]}``. It runs in the processes that
     prepare a corpus, and imports no torch.
 
     Attributes:

@@ -24,12 +24,12 @@ class Tables:
     """
 
     def __init__(self, run: Followed, state: Mapping[str, Any] | None) -> None:
-        self._tables: dict[str, Table] = {}
+        self._tables: dict[str, CsvTable] = {}
         for kind in KINDS:
             path = run.folder / f"{kind}.csv"
             if state is None:
                 path.unlink(missing_ok=True)
-            self._tables[kind] = Table(path)
+            self._tables[kind] = CsvTable(path)
 
     def write(self, points: Sequence[Point]) -> None:
         for kind, table in self._tables.items():
@@ -48,7 +48,7 @@ class Tables:
         """Nothing stays open."""
 
 
-class Table:
+class CsvTable:
     """A CSV file whose steps ascend: a row with a step takes the place of all from that step on.
 
     Args:

@@ -206,7 +206,7 @@ Shape = Callable[[Course, int], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
+class ScheduleTurns:
     """Where a curve jumps, as far as its formula says.
 
     Attributes:
@@ -269,7 +269,7 @@ class Schedule(Spec):
     shape: Shape
     floor: tuple[float, str]
     rise: Callable[[Course, float], float] | None = None
-    turns: Turns | None = None
+    turns: ScheduleTurns | None = None
     is_flat: bool = False
     why_not_zero: str = ""
     in_unit: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ import torch
 from trainctl.options.optimizer.adafactor import AdafactorConfig
 from trainctl.plan import mup
 from trainctl.plan.types import RunPlan
-from trainctl.train.optimizers.partitioned import Part, PartitionedOptimizer
+from trainctl.train.optimizers.partitioned import ParameterPart, PartitionedOptimizer
 
 DECAY_POWER = -0.8
 """The second moment's weight on what is new is step ** this (section 7.2)."""
@@ -37,7 +37,7 @@ class Adafactor(PartitionedOptimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], eps: float) -> None:
         super().__init__(groups, {"eps": eps})
 
-    def side_ranges(self, part: Part) -> dict[str, tuple[int, int, bool]]:
+    def side_ranges(self, part: ParameterPart) -> dict[str, tuple[int, int, bool]]:
         sizes = {"variance": part.shape.numel()}
         if len(part.shape) > 1:
             columns = part.shape[-1]
@@ -79,7 +79,7 @@ class Adafactor(PartitionedOptimizer):
 
     @staticmethod
     def _statistics(
-        part: Part, weights: torch.Tensor, gradient: torch.Tensor
+        part: ParameterPart, weights: torch.Tensor, gradient: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """This replica's share of the squared gradient's means, and of the weights' square sum."""
         weight_square = part.of(weights).double().square().sum()
@@ -99,7 +99,9 @@ class Adafactor(PartitionedOptimizer):
         return {"row_var": row_mean, "col_var": col_mean}, weight_square
 
     def _sum_cut(
-        self, parts: Iterable[Part], statistics: list[tuple[dict[str, torch.Tensor], torch.Tensor]]
+        self,
+        parts: Iterable[ParameterPart],
+        statistics: list[tuple[dict[str, torch.Tensor], torch.Tensor]],
     ) -> None:
         """Sum, in one go, what the replicas know of the parts that several of them have."""
         cut = [index for index, part in enumerate(parts) if part.is_cut]
@@ -112,7 +114,7 @@ class Adafactor(PartitionedOptimizer):
             for mean, total in zip(means, together.split([m.numel() for m in means]), strict=True):
                 mean.copy_(total)
 
-    def _variance(self, tensor: torch.Tensor, part: Part, floor: float) -> torch.Tensor:
+    def _variance(self, tensor: torch.Tensor, part: ParameterPart, floor: float) -> torch.Tensor:
         """The second moment of the part's elements on this replica."""
         if len(part.shape) == 1:
             return self.side(tensor, part, "variance")[part.start : part.end].clone()
@@ -125,7 +127,7 @@ class Adafactor(PartitionedOptimizer):
         return table.view(-1)[part.start - first * width : part.end - first * width]
 
 
-def _whole_rows(part: Part, values: torch.Tensor) -> tuple[int, int, torch.Tensor]:
+def _whole_rows(part: ParameterPart, values: torch.Tensor) -> tuple[int, int, torch.Tensor]:
     """The rows that a range touches, [first, last), and its values in them, zeros elsewhere."""
     width = part.shape[-1]
     first, last = part.start // width, -(-part.end // width)

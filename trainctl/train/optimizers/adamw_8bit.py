@@ -24,7 +24,7 @@ from trainctl.options.optimizer import WithMoments
 from trainctl.options.optimizer.adamw_8bit import AT_ONCE
 from trainctl.plan import mup
 from trainctl.plan.types import RunPlan
-from trainctl.train.optimizers.partitioned import AdamLike, Part
+from trainctl.train.optimizers.partitioned import AdamLike, ParameterPart
 
 BLOCK = 256
 """Elements with one scale."""
@@ -39,7 +39,7 @@ class AdamW8bit(AdamLike):
     """The update is made with fp32 moments, of a stretch of a parameter at a time; what is kept of
     them has 8 bits and a scale a block."""
 
-    def side_ranges(self, part: Part) -> dict[str, tuple[int, int, bool]]:
+    def side_ranges(self, part: ParameterPart) -> dict[str, tuple[int, int, bool]]:
         if not part.is_here:
             return {}
         if not _is_quantised(part):
@@ -83,13 +83,18 @@ class AdamW8bit(AdamLike):
         return value
 
     def _moment(
-        self, tensor: torch.Tensor, part: Part, moment: str, slope: torch.Tensor, beta: float
+        self,
+        tensor: torch.Tensor,
+        part: ParameterPart,
+        moment: str,
+        slope: torch.Tensor,
+        beta: float,
     ) -> torch.Tensor:
         """A moment of the part with the new gradient in it, fp32."""
         new = slope if moment == MOMENTS[0] else slope.square()
         return self._kept(tensor, part, moment).lerp(new, 1 - beta)
 
-    def _kept(self, tensor: torch.Tensor, part: Part, moment: str) -> torch.Tensor:
+    def _kept(self, tensor: torch.Tensor, part: ParameterPart, moment: str) -> torch.Tensor:
         if not _is_quantised(part):
             return self.side(tensor, part, moment)
         codes = part.of(self.elementwise(tensor, f"{moment}.codes"))
@@ -101,7 +106,7 @@ class AdamW8bit(AdamLike):
     def _keep(
         self,
         tensor: torch.Tensor,
-        part: Part,
+        part: ParameterPart,
         moment: str,
         values: torch.Tensor,
         shared: dict[tuple[str, str, int], torch.Tensor],
@@ -120,7 +125,7 @@ class AdamW8bit(AdamLike):
         part.of(self.elementwise(tensor, f"{moment}.codes")).copy_(_out_of_blocks(codes, part))
         self._scale(tensor, part, moment).copy_(scale)
 
-    def _scale(self, tensor: torch.Tensor, part: Part, moment: str) -> torch.Tensor:
+    def _scale(self, tensor: torch.Tensor, part: ParameterPart, moment: str) -> torch.Tensor:
         """Scales of the blocks of a stretch, among those of all that is here of the parameter."""
         whole = next(each for each in self.parts(tensor) if each.name == part.name)
         first, last = _blocks(part.start, part.end)
@@ -152,18 +157,18 @@ class AdamW8bit(AdamLike):
         }
 
 
-def _is_quantised(part: Part) -> bool:
+def _is_quantised(part: ParameterPart) -> bool:
     return part.shape.numel() >= SMALLEST
 
 
-def _stretches(part: Part) -> Iterator[Part]:
+def _stretches(part: ParameterPart) -> Iterator[ParameterPart]:
     """The part in pieces of whole blocks, no larger than what is updated at a time."""
     for low in range(part.start - part.start % BLOCK, part.end, AT_ONCE):
         high = min(low + AT_ONCE, part.end)
         yield _stretch(part, max(low, part.start), high)
 
 
-def _stretch(part: Part, start: int, end: int) -> Part:
+def _stretch(part: ParameterPart, start: int, end: int) -> ParameterPart:
     """The elements [start, end) of it."""
     ranges = list(part.ranges)
     ranges[part.index] = (start, end)
@@ -175,7 +180,7 @@ def _blocks(start: int, end: int) -> tuple[int, int]:
     return start // BLOCK, -(-end // BLOCK)
 
 
-def _cut_blocks(part: Part) -> list[int]:
+def _cut_blocks(part: ParameterPart) -> list[int]:
     """Blocks of a parameter that a border between replicas goes through; the same on all."""
     if not _is_quantised(part):
         return []
@@ -183,7 +188,7 @@ def _cut_blocks(part: Part) -> list[int]:
     return sorted({border // BLOCK for border in borders if border % BLOCK})
 
 
-def _in_blocks(values: torch.Tensor, part: Part) -> torch.Tensor:
+def _in_blocks(values: torch.Tensor, part: ParameterPart) -> torch.Tensor:
     """The part's elements here as rows of a block each, with zeros where there are none."""
     first, last = _blocks(part.start, part.end)
     if part.numel == (last - first) * BLOCK:
@@ -193,7 +198,7 @@ def _in_blocks(values: torch.Tensor, part: Part) -> torch.Tensor:
     return padded.view(-1, BLOCK)
 
 
-def _out_of_blocks(blocks: torch.Tensor, part: Part) -> torch.Tensor:
+def _out_of_blocks(blocks: torch.Tensor, part: ParameterPart) -> torch.Tensor:
     first = part.start // BLOCK
     return blocks.view(-1)[part.start - first * BLOCK : part.end - first * BLOCK]
 

@@ -23,7 +23,7 @@ from trainctl.options.precision import precision_of
 from trainctl.plan import mup
 from trainctl.plan.optimizers import is_fused
 from trainctl.plan.types import RunPlan
-from trainctl.train.optimizers.partitioned import Part, PartitionedOptimizer
+from trainctl.train.optimizers.partitioned import ParameterPart, PartitionedOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -77,8 +77,8 @@ class MatrixOptimizer(PartitionedOptimizer):
             part.of(weights).add_(change, alpha=-lr * math.sqrt(max(1, outputs / inputs)))
 
     def _orthogonal(
-        self, parts: Sequence[Part], directions: torch.Tensor
-    ) -> Iterator[tuple[Part, torch.Tensor]]:
+        self, parts: Sequence[ParameterPart], directions: torch.Tensor
+    ) -> Iterator[tuple[ParameterPart, torch.Tensor]]:
         """Each part here with its share of its matrix, orthogonalised."""
         for part in parts:
             if part.is_here and not part.is_cut:
@@ -89,8 +89,8 @@ class MatrixOptimizer(PartitionedOptimizer):
                 yield from self._share(cut[first : first + self.replicas.size], directions)
 
     def _share(
-        self, parts: Sequence[Part], directions: torch.Tensor
-    ) -> Iterator[tuple[Part, torch.Tensor]]:
+        self, parts: Sequence[ParameterPart], directions: torch.Tensor
+    ) -> Iterator[tuple[ParameterPart, torch.Tensor]]:
         """At most as many cut parts as there are replicas, one for each to orthogonalise."""
         assert self.replicas is not None
         size, mine = self.replicas.size, self.replicas.index
@@ -107,7 +107,7 @@ class MatrixOptimizer(PartitionedOptimizer):
             if part.is_here:
                 yield part, change
 
-    def _whole(self, values: torch.Tensor, part: Part) -> torch.Tensor:
+    def _whole(self, values: torch.Tensor, part: ParameterPart) -> torch.Tensor:
         """A whole matrix, flat, orthogonalised."""
         return orthogonalised(values.view(part.shape), self._kind).reshape(-1)
 

@@ -22,7 +22,7 @@ from trainctl.engines.mesh import Axis
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParameterPart:
     """A parameter in one of the optimizer's tensors, and the range of it on this replica.
 
     Attributes:
@@ -99,10 +99,12 @@ class PartitionedOptimizer(Optimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, **defaults})
         self.replicas: Axis | None = None
-        self._parts: dict[torch.Tensor, Sequence[Part]] | None = None
+        self._parts: dict[torch.Tensor, Sequence[ParameterPart]] | None = None
         self._sides: dict[torch.Tensor, dict[str, dict[str, torch.Tensor]]] = {}
 
-    def bind(self, parts: Mapping[torch.Tensor, Sequence[Part]], replicas: Axis | None) -> None:
+    def bind(
+        self, parts: Mapping[torch.Tensor, Sequence[ParameterPart]], replicas: Axis | None
+    ) -> None:
         """Say what lies where.
 
         Args:
@@ -152,7 +154,7 @@ class PartitionedOptimizer(Optimizer):
             group: Of parameters, with its numbers.
         """
 
-    def side_ranges(self, part: Part) -> dict[str, tuple[int, int, bool]]:
+    def side_ranges(self, part: ParameterPart) -> dict[str, tuple[int, int, bool]]:
         """Of each state that is not of its part's size: first and last value, who saves it."""
         return {}
 
@@ -165,7 +167,7 @@ class PartitionedOptimizer(Optimizer):
             for state, (start, _, saved) in ranges.items()
         }
 
-    def side(self, tensor: torch.Tensor, part: Part, state: str) -> torch.Tensor:
+    def side(self, tensor: torch.Tensor, part: ParameterPart, state: str) -> torch.Tensor:
         """The values of one of them; zeros at first."""
         found = self._sides.setdefault(tensor, {}).setdefault(part.name, {})
         if state not in found:
@@ -173,7 +175,7 @@ class PartitionedOptimizer(Optimizer):
             found[state] = torch.zeros(end - start, device=tensor.device)
         return found[state]
 
-    def parts(self, tensor: torch.Tensor) -> Sequence[Part]:
+    def parts(self, tensor: torch.Tensor) -> Sequence[ParameterPart]:
         """Of one of the tensors, all those that some replica has of it."""
         assert self._parts is not None
         return self._parts[tensor]
