@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from trainctl.config.registry import new_section
-from trainctl.config.schema import DataConfig
+from trainctl.config.schema import DataConfig, TokenizerConfig
 from trainctl.config.text.files import split_files
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import identity_of
@@ -88,6 +88,27 @@ def test_tokens_are_the_documents_in_order_each_closed(texts):
     counts = Counter(ids)
     entropy = -sum(c / len(ids) * math.log(c / len(ids)) for c in counts.values())
     assert corpus.unigram_entropy == pytest.approx(entropy, rel=1e-12)
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+@pytest.mark.parametrize("max_bytes", [None, 10**6])
+def test_a_separator_closes_each_document(texts, monkeypatch, workers, max_bytes):
+    monkeypatch.setattr("trainctl.data.tasks.TASK_BYTES", 400)
+    plain, separated = (
+        build_corpus(
+            files_config(texts, held_out_fraction=0.0, max_bytes=max_bytes, **fields),
+            ByteTokenizer(),
+            section=TokenizerConfig(),
+            workers=workers,
+        )
+        for fields in ({}, {"separator": "\n--\n"})
+    )
+    ids = plain.tokens(plain.train).tolist()
+    closed = [each for one in ids for each in ([*b"\n--\n", one] if one == 256 else [one])]
+    assert separated.tokens(separated.train).tolist() == closed
+    ends = [place + 1 for place, one in enumerate(closed) if one == 256]
+    assert separated.ends(separated.train).tolist() == ends
+    assert separated.folder != plain.folder
 
 
 def test_the_cache_is_used_until_a_file_changes(texts):

@@ -11,6 +11,7 @@ from typing import Any
 from trainctl.config.codec import from_plain
 from trainctl.config.registry import function_of
 from trainctl.config.schema import TokenizerConfig
+from trainctl.data.encoding import separated
 from trainctl.data.preparation import work
 from trainctl.data.store import Store
 from trainctl.data.tasks import Task
@@ -26,8 +27,9 @@ def main() -> int:
     job: dict[str, Any] = json.loads(sys.stdin.buffer.read())
     try:
         section = from_plain(TokenizerConfig, job["tokenizer"])
-        tokenizer = function_of("tokenizer", section.kind)(section)
-        store = Store(Path(job["folder"]), read_section(job["data"]), tokenizer)
+        data = read_section(job["data"])
+        tokenizer = separated(function_of("tokenizer", section.kind)(section), data.separator)
+        store = Store(Path(job["folder"]), data, tokenizer)
         work(store, [Task.from_plain(task) for task in job["tasks"]])
     except TrainctlError as error:
         said = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}

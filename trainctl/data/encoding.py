@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -17,12 +19,54 @@ T = TypeVar("T")
 class Encoder(Protocol):
     """What a store needs of a tokenizer; see `train.tokenizer.Tokenizer`."""
 
-    vocab_size: int
-    end_of_document: int | None
-    fingerprint: str
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def end_of_document(self) -> int | None: ...
+
+    @property
+    def fingerprint(self) -> str: ...
 
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         """Ids of each text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Separated:
+    """An encoder that puts a text after each document.
+
+    Attributes:
+        encoder: What gives the ids.
+        separator: The text; it is encoded with the document, as it stands there.
+    """
+
+    encoder: Encoder
+    separator: str
+
+    @property
+    def vocab_size(self) -> int:
+        """As the encoder has it."""
+        return self.encoder.vocab_size
+
+    @property
+    def end_of_document(self) -> int | None:
+        """As the encoder has it; it comes after the separator."""
+        return self.encoder.end_of_document
+
+    @property
+    def fingerprint(self) -> str:
+        """Of both."""
+        return f"{self.encoder.fingerprint} {json.dumps(self.separator)}"
+
+    def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """Ids of each text and the separator after it."""
+        return self.encoder.encode_all([text + self.separator for text in texts])
+
+
+def separated(encoder: Encoder, separator: str) -> Encoder:
+    """An encoder as it is where nothing separates documents but their ends."""
+    return Separated(encoder, separator) if separator else encoder
 
 
 def dtype_for(vocab_size: int) -> str:

@@ -19,6 +19,7 @@ from trainctl.config.text.documents import BadText, Reader, is_one_document, sid
 from trainctl.config.text.files import TextFiles, digest_of, split_files
 from trainctl.config.text.remote import version_of
 from trainctl.data.assembly import bad_text, chunks
+from trainctl.data.encoding import separated
 from trainctl.data.part import DamagedPart
 from trainctl.data.preparation import do_tasks
 from trainctl.data.progress import Progress, unseen
@@ -113,9 +114,8 @@ def build_corpus(
             tell_of_format_1()
             reader = Reader(config)
             texts = ((side, document.text) for side, document in sides(config, files, reader))
-            write_corpus(
-                folder, tokenizer, chunks_of(texts, tokenizer, progress), lambda: reader.bad
-            )
+            encoder = separated(tokenizer, config.separator)
+            write_corpus(folder, tokenizer, chunks_of(texts, encoder, progress), lambda: reader.bad)
 
         return _from_cache(folder, write, tell)
 
@@ -244,7 +244,7 @@ def in_parts(config: DataConfig) -> bool:
 def _store_of(
     config: DataConfig, tokenizer: Tokenizer, files: TextFiles
 ) -> tuple[Store, list[Task]]:
-    store = Store.of(cache_folder(), config, tokenizer)
+    store = Store.of(cache_folder(), config, separated(tokenizer, config.separator))
     return store, store.tasks(files_in_order(files.train, files.held_out))
 
 
@@ -320,7 +320,8 @@ def build_users_corpus(
             for side in ("held_out", "train")
             for text in _users_texts(config, side, reader)
         )
-        write_corpus(folder, tokenizer, chunks_of(texts, tokenizer, progress), lambda: reader.bad)
+        encoder = separated(tokenizer, config.separator)
+        write_corpus(folder, tokenizer, chunks_of(texts, encoder, progress), lambda: reader.bad)
 
     with locked(folder, tell):
         migrate(folder, tell)
@@ -365,7 +366,8 @@ def _users_texts(config: DataConfig, split: str, reader: Reader) -> Iterator[str
 
 def _parts(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) -> list[str]:
     """All that the tokens depend on."""
-    parts = [tokenizer.fingerprint, identity_of(config), str(config.max_bytes)]
+    fingerprint = separated(tokenizer, config.separator).fingerprint
+    parts = [fingerprint, identity_of(config), str(config.max_bytes)]
     for name, of_side in (("train", files.train), ("held_out", files.held_out)):
         parts.append(name)
         for file in of_side:

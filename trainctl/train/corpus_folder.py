@@ -19,7 +19,7 @@ import numpy as np
 from trainctl.config.text.documents import BadText
 from trainctl.config.text.remote import File
 from trainctl.data.assembly import Chunk
-from trainctl.data.encoding import dtype_for, encoded
+from trainctl.data.encoding import Encoder, dtype_for, encoded
 from trainctl.data.in_place import Span, digest_of_spans
 from trainctl.data.part import writing
 from trainctl.data.progress import PreparationStanding, Progress, unseen
@@ -114,7 +114,7 @@ def write_corpus(
 
 
 def chunks_of(
-    texts: Iterable[tuple[str, str]], tokenizer: Tokenizer, progress: Progress = unseen
+    texts: Iterable[tuple[str, str]], tokenizer: Encoder, progress: Progress = unseen
 ) -> Iterator[Chunk]:
     """Each text by itself, tokenized here one after the other.
 

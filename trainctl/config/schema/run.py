@@ -72,6 +72,11 @@ class DataConfig:
         "that fits (arXiv:2404.10830), and pads.",
         whole=True,
     )
+    separator: str = option(
+        "",
+        "Text put after each document, before the tokenizer's end of a document.",
+        example='"\\n\\n"',
+    )
     fim_rate: float = option(
         0.0,
         "Share of the training documents whose middle comes last (arXiv:2207.14255), others in "

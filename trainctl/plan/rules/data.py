@@ -87,6 +87,11 @@ def ids_are_no_text(draft: Draft) -> Iterator[Finding]:
                 "are used",
                 "leave it out, and name fewer files",
             )
+        if section.separator:
+            yield warning(
+                f"{key}.separator",
+                f"{key}.separator has no effect: {kind} has ids, and no text",
+            )
         if section.on_bad_text is not OnBadText.error:
             yield warning(
                 f"{key}.on_bad_text",
