@@ -181,6 +181,32 @@ def test_sources_give_way_to_those_before_them(tmp_path: Path) -> None:
     assert second["web"] == [*TEXTS[2:8], "few words"]  # what a filter took keeps no copy away
 
 
+def test_a_corpus_is_another_where_other_sources_have_other_texts(tmp_path: Path) -> None:
+    """Their key of the text and their held-out share decide here, too."""
+    lines(tmp_path / "web.jsonl", TEXTS)
+    others = [text() for _ in range(20)]
+    bodies = zip(others, [*TEXTS[:10], *others[10:]], strict=True)
+    rows = [json.dumps({"text": other, "body": body}) for other, body in bodies]
+    (tmp_path / "books.jsonl").write_text("\n".join(rows))
+    of_each = (
+        f"{name}: {{paths: [{name}.jsonl], weight: 1, held_out_fraction: 0}}"
+        for name in ("web", "books")
+    )
+    sources = f"data.sources={{{', '.join(of_each)}}}"
+
+    def left(*more: str) -> int:
+        whole = compose([sources, *more]).config.data
+        corpus = build_corpus(whole.sources["web"], ByteTokenizer(), whole=whole, name="web")
+        return corpus.train.documents
+
+    copies = ["data.dedup=exact", "data.dedup_precedence=[books]"]
+    assert left(*copies) == 20
+    assert left(*copies, "data.sources.books.text_key=body") == 10
+    last = ["data.dedup=exact", "data.sources.books.text_key=body"]
+    assert left(*last) == 20
+    assert left(*last, "data.sources.books.held_out_fraction=0.5") < 20
+
+
 def test_nothing_left_says_what_took_it(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", [*TEXTS[:4], TEXTS[0]])
     asked = config(file, filters={"gopher_quality": {"min_words": 500}}, dedup=Dedup.exact)
