@@ -13,6 +13,7 @@ from trainctl.config.compose import compose
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Dedup
 from trainctl.data import selecting, tasks
+from trainctl.data.dropped import examples_of
 from trainctl.data.quality import measure
 from trainctl.errors import TrainctlError
 from trainctl.train.corpus import build_corpus, cached_corpus
@@ -232,6 +233,22 @@ def test_lists_and_functions_are_read_again_when_they_change(
     (tmp_path / "scores_of_mine.py").write_text("def length(text):\n    return len(text)\n")
     asked = config(file, filters={"function": {"call": "scores_of_mine:length", "minimum": 14}})
     assert documents(build_corpus(asked, ByteTokenizer())) == ["an apple a day", "nothing at all"]
+
+
+def test_a_function_may_give_numbers_that_are_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are within no bounds, and JSON has none of them."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = "def odd(text):\n    return float(text.split()[0])\n"
+    (tmp_path / "odd_scores.py").write_text(code)
+    file = lines(tmp_path / "a.jsonl", ["nan a", "inf b", "7 c"])
+    keys = {"function": {"call": "odd_scores:odd", "maximum": 9}}
+    corpus = build_corpus(config(file, filters=keys), ByteTokenizer())
+    assert documents(corpus) == ["7 c"]
+    assert {row.why for row in examples_of(dropped(corpus))} == {
+        "function: what is no finite number is beyond maximum"
+    }
 
 
 def test_the_same_in_any_number_of_processes(
