@@ -208,6 +208,22 @@ def test_a_corpus_is_another_where_other_sources_have_other_texts(tmp_path: Path
     assert left(*last, "data.sources.books.held_out_fraction=0.5") < 20
 
 
+def test_a_damaged_part_of_another_source_is_made_again(tmp_path: Path) -> None:
+    lines(tmp_path / "web.jsonl", TEXTS)
+    lines(tmp_path / "books.jsonl", TEXTS[:10])
+    sources = (
+        "data.sources={web: {paths: [web.jsonl], weight: 1, held_out_fraction: 0}, books: "
+        "{paths: [books.jsonl], weight: 1, held_out_fraction: 0, on_bad_text: skip}}"
+    )
+    asked = [sources, "data.dedup=exact", "data.dedup_precedence=[books]"]
+    whole = compose(asked).config.data
+    build_corpus(whole.sources["books"], ByteTokenizer())
+    (origin,) = (tmp_path / "cache").glob("store-*/parts/*/origin.bin")
+    origin.write_bytes(b"")
+    web = build_corpus(whole.sources["web"], ByteTokenizer(), whole=whole, name="web")
+    assert documents(web) == TEXTS[10:]
+
+
 def test_nothing_left_says_what_took_it(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", [*TEXTS[:4], TEXTS[0]])
     asked = config(file, filters={"gopher_quality": {"min_words": 500}}, dedup=Dedup.exact)
