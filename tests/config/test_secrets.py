@@ -115,6 +115,30 @@ def test_a_secret_in_a_file_is_refused_with_its_line(tmp_path) -> None:
     assert "launcher.environment.HF_TOKEN='${oc.env:HF_TOKEN}'" in finding.hint
 
 
+@pytest.mark.parametrize(
+    ("key", "override"),
+    [
+        ("data.paths", "data.paths=[a.txt,'https://me:{}@host/a.txt']"),
+        ("data.url", "data.url=ftp://me:{}@host/corpus"),
+        ("data.sources.a.paths", "data.sources={{a: {{paths: ['s3://ID:{}@b/a.txt']}}}}"),
+        ("data.decontaminate", "data.decontaminate=['https://:{}@host/a.txt']"),
+    ],
+)
+def test_a_password_in_a_url_of_a_corpus_is_refused(key: str, override: str) -> None:
+    kind = {"data.paths": ["data=files"], "data.url": ["data=stream"]}.get(key, [])
+    with pytest.raises(TrainctlError) as caught:
+        compose([*kind, override.format(CANARY)])
+    (finding,) = caught.value.findings
+    assert (finding.rule, finding.key) == ("TC167", key)
+    assert CANARY not in repr(finding)
+
+
+def test_a_url_with_a_user_is_none() -> None:
+    paths = ["abfs://box@account.host/a:b@c.txt", "hdfs://me@host:9000/a", "s3://b/a@b:c@d"]
+    config = compose(["data=files", f"data.paths={paths}"]).config
+    assert config.data.paths == paths  # type: ignore[attr-defined]
+
+
 def test_a_reference_stays_one_in_what_is_written_and_in_a_resume(
     monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:

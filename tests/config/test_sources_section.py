@@ -9,6 +9,7 @@ import pytest
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.compose import compose, examine, recompose
 from trainctl.config.schema import DataFromRecords, RunConfig, SourceConfig
+from trainctl.config.text.check import check_text
 from trainctl.config.text.files import split_files
 from trainctl.errors import TrainctlError
 from trainctl.options.data import identity_of
@@ -131,3 +132,14 @@ def test_a_file_names_the_line_of_a_key():
 
 def write(recipe):
     Path("recipes/mix.yaml").write_text(recipe)
+
+
+def test_what_is_wrong_with_a_source_names_its_keys_and_its_files(tmp_path):
+    (tmp_path / "data.x.jsonl").write_text('{"body": "x"}\n')
+    paths = "paths: [data.x.jsonl, data.jsonl]"
+    config = compose([f"data.sources={{a: {{kind: files, {paths}, weight: 1}}}}"]).config
+    missing, keyless = check_text(config)
+    assert missing.key == "data.sources.a.paths"
+    assert missing.message == "no file matches 'data.jsonl'"
+    assert keyless.message.startswith(f"{tmp_path}/data.x.jsonl:1: no text")
+    assert keyless.hint == "data.sources.a.text_key=body"

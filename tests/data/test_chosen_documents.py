@@ -13,6 +13,7 @@ from trainctl.config.compose import compose
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Dedup
 from trainctl.data import selecting, tasks
+from trainctl.data.dropped import examples_of
 from trainctl.data.quality import measure
 from trainctl.errors import TrainctlError
 from trainctl.train.corpus import build_corpus, cached_corpus
@@ -181,6 +182,48 @@ def test_sources_give_way_to_those_before_them(tmp_path: Path) -> None:
     assert second["web"] == [*TEXTS[2:8], "few words"]  # what a filter took keeps no copy away
 
 
+def test_a_corpus_is_another_where_other_sources_have_other_texts(tmp_path: Path) -> None:
+    """Their key of the text and their held-out share decide here, too."""
+    lines(tmp_path / "web.jsonl", TEXTS)
+    others = [text() for _ in range(20)]
+    bodies = zip(others, [*TEXTS[:10], *others[10:]], strict=True)
+    rows = [json.dumps({"text": other, "body": body}) for other, body in bodies]
+    (tmp_path / "books.jsonl").write_text("\n".join(rows))
+    of_each = (
+        f"{name}: {{paths: [{name}.jsonl], weight: 1, held_out_fraction: 0}}"
+        for name in ("web", "books")
+    )
+    sources = f"data.sources={{{', '.join(of_each)}}}"
+
+    def left(*more: str) -> int:
+        whole = compose([sources, *more]).config.data
+        corpus = build_corpus(whole.sources["web"], ByteTokenizer(), whole=whole, name="web")
+        return corpus.train.documents
+
+    copies = ["data.dedup=exact", "data.dedup_precedence=[books]"]
+    assert left(*copies) == 20
+    assert left(*copies, "data.sources.books.text_key=body") == 10
+    last = ["data.dedup=exact", "data.sources.books.text_key=body"]
+    assert left(*last) == 20
+    assert left(*last, "data.sources.books.held_out_fraction=0.5") < 20
+
+
+def test_a_damaged_part_of_another_source_is_made_again(tmp_path: Path) -> None:
+    lines(tmp_path / "web.jsonl", TEXTS)
+    lines(tmp_path / "books.jsonl", TEXTS[:10])
+    sources = (
+        "data.sources={web: {paths: [web.jsonl], weight: 1, held_out_fraction: 0}, books: "
+        "{paths: [books.jsonl], weight: 1, held_out_fraction: 0, on_bad_text: skip}}"
+    )
+    asked = [sources, "data.dedup=exact", "data.dedup_precedence=[books]"]
+    whole = compose(asked).config.data
+    build_corpus(whole.sources["books"], ByteTokenizer())
+    (origin,) = (tmp_path / "cache").glob("store-*/parts/*/origin.bin")
+    origin.write_bytes(b"")
+    web = build_corpus(whole.sources["web"], ByteTokenizer(), whole=whole, name="web")
+    assert documents(web) == TEXTS[10:]
+
+
 def test_nothing_left_says_what_took_it(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", [*TEXTS[:4], TEXTS[0]])
     asked = config(file, filters={"gopher_quality": {"min_words": 500}}, dedup=Dedup.exact)
@@ -206,6 +249,22 @@ def test_lists_and_functions_are_read_again_when_they_change(
     (tmp_path / "scores_of_mine.py").write_text("def length(text):\n    return len(text)\n")
     asked = config(file, filters={"function": {"call": "scores_of_mine:length", "minimum": 14}})
     assert documents(build_corpus(asked, ByteTokenizer())) == ["an apple a day", "nothing at all"]
+
+
+def test_a_function_may_give_numbers_that_are_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are within no bounds, and JSON has none of them."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = "def odd(text):\n    return float(text.split()[0])\n"
+    (tmp_path / "odd_scores.py").write_text(code)
+    file = lines(tmp_path / "a.jsonl", ["nan a", "inf b", "7 c"])
+    keys = {"function": {"call": "odd_scores:odd", "maximum": 9}}
+    corpus = build_corpus(config(file, filters=keys), ByteTokenizer())
+    assert documents(corpus) == ["7 c"]
+    assert {row.why for row in examples_of(dropped(corpus))} == {
+        "function: what is no finite number is beyond maximum"
+    }
 
 
 def test_the_same_in_any_number_of_processes(

@@ -311,6 +311,22 @@ def test_a_file_that_changes_meanwhile_is_refused(texts, monkeypatch):
     assert not list(cache_folder().glob("store-*/parts/*"))
 
 
+def test_who_has_slept_while_another_did_its_task_is_done_too(texts):
+    """The other has removed what looked like a dead one's."""
+    store, (task, *_) = store_of(section("files"))
+    other, _ = store_of(section("files"))
+    slept = []
+
+    def sleep(_):
+        if not slept:
+            slept.append(True)
+            other.do(task)
+            other.finish([task])
+
+    store.do(task, sleep)
+    assert slept and store.is_done(task)
+
+
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(texts, monkeypatch):
     monkeypatch.setattr(budget, "_free", lambda folder: 100_000)
     with pytest.raises(TrainctlError, match=r"0\.00 GB free, .* about 0\.00 GB") as caught:

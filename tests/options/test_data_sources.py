@@ -114,6 +114,15 @@ def test_a_missing_column_names_those_that_are_there(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", WRITERS)
+def test_a_column_that_is_there_twice_is_none(tmp_path, kind):
+    file = tmp_path / f"a.{kind}"
+    WRITERS[kind](file, pa.Table.from_arrays([["a"], ["b"], ["c"]], ["text", "body", "text"]))
+    with pytest.raises(TrainctlError, match="'text' of texts: it has 'text' twice, 'body'"):
+        read(kind, file)
+    assert texts(kind, file, text_key="body") == ["b"]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
 def test_bad_cells_by_each_policy(tmp_path, kind):
     file = tmp_path / f"a.{kind}"
     WRITERS[kind](file, pa.table({"text": pa.array([b"one", b"caf\xe9", None, b"two"])}))

@@ -224,6 +224,13 @@ ERRORS = [
     ),
     (
         "TC357",
+        {"data__decontaminate": ["bench.npy"]},
+        gpus(),
+        "data.decontaminate looks for texts, and bench.npy has ids",
+        "name the texts",
+    ),
+    (
+        "TC357",
         {"data__factory": "mine:texts", "data__filters": {"c4": {}}},
         gpus(),
         "data.filters looks at files, and data.factory=mine:texts gives the texts",

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from trainctl.config.codec import to_plain
 from trainctl.config.schema import RunConfig
 from trainctl.config.secrets import (
     ENVIRONMENT,
+    URL_PASSWORD,
     is_kept,
     is_plain_variable,
     is_secret_name,
@@ -46,6 +48,28 @@ def literal_secrets(config: RunConfig) -> Iterator[Finding]:
             hint=f"leave it out, and give ranks the variable that stands for it, such as "
             f"{ENVIRONMENT}.{name}='${{oc.env:{name}}}'",
         )
+    for key in _urls_with_passwords(to_plain(config.data), "data"):
+        yield Finding(
+            rule=LITERAL,
+            key=key,
+            message=f"{key} has a URL with a password, which would be written with the run",
+            hint="leave out what stands before its @: credentials are those of its client's own "
+            "variables and files, or fsspec's (~/.config/fsspec, FSSPEC_FTP_PASSWORD)",
+        )
+
+
+def _urls_with_passwords(value: Any, key: str) -> Iterator[str]:
+    """Dotted names of the keys that hold such; of a list, that of the list, once."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _urls_with_passwords(inner, f"{key}.{name}")
+    elif any(URL_PASSWORD.search(each) for each in _texts(value)):
+        yield key
+
+
+def _texts(value: Any) -> Iterator[str]:
+    items = value if isinstance(value, list) else [value]
+    return (each for each in items if isinstance(each, str))
 
 
 def _variable(name: str) -> Finding:

@@ -88,6 +88,8 @@ _NO_TOKEN_AFTER = re.compile(
     r"BUDGET|COUNT|DIM|DROP|DROPOUT|EMBEDDING|EMBEDDINGS|ID|IDS|LENGTH|LIMIT|LR|"
     r"SIZE|TYPE"
 )
+URL_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
+"""A user with a password, as a URL may have them."""
 _REFERENCE = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*\}")
 
 
@@ -177,14 +179,14 @@ def redact_setting(text: str) -> str:
     name, mark, value = _split(text)
     is_single = not value.lstrip().startswith(("{", "["))
     if not mark or (is_single and is_kept(value)):
-        return text
+        return URL_PASSWORD.sub(REDACTED, text)
     key = name.strip().lstrip("+~")
     if _is_of_variables(key) and not is_plain_variable(key.rpartition(".")[2]):
         return f"{name}{mark}{REDACTED}"
     is_list = key == "script_arguments" and any(secret_words(re.split(r"[\[\],]\s*", value)))
     if is_list or is_secret_name(key.rpartition(".")[2]) or _has_secret_name(value):
         return f"{name}{mark}{REDACTED}"
-    return text
+    return URL_PASSWORD.sub(REDACTED, text)
 
 
 def redact_words(words: Sequence[str]) -> list[str]:

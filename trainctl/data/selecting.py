@@ -41,7 +41,7 @@ from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.data.store import Store, read_documents
 from trainctl.data.tasks import Task
 from trainctl.errors import TrainctlError
-from trainctl.options.data import read_section
+from trainctl.options.data import identity_of, read_section
 
 DROPPED = "dropped.json"
 """Of a corpus, which has it if something was asked of its documents: what went, and why."""
@@ -84,6 +84,8 @@ def identity_of_choice(
 ) -> str:
     """What the choice depends on beside a source's own files: of the key of its corpus.
 
+    Of every source it is what its texts are, and which of them are held out.
+
     Args:
         whole: The `data` of the run.
         sources: Section and files of each source, by name.
@@ -92,11 +94,13 @@ def identity_of_choice(
         TrainctlError: A list or a held-out set cannot be read.
     """
     held_out = [
-        [section.kind, *map(version_of, split_files(section).train)]
+        [*_of_texts(section), *map(version_of, split_files(section).train)]
         for section in held_out_sections(whole)
     ]
     every = {
         name: [
+            *_of_texts(section),
+            section.held_out_fraction if files.by_document else None,
             section.filters,
             lists_of(section),
             [version_of(file) for file in files.train],
@@ -113,6 +117,11 @@ def identity_of_choice(
         every,
     ]
     return digest_of(json.dumps(what))
+
+
+def _of_texts(section: DataConfig) -> list[Any]:
+    """What the texts of a section depend on, beside its files."""
+    return [identity_of(section), section.on_bad_text.value, section.max_bytes]
 
 
 def folder_of_columns(cache: Path, whole: DataConfig, sources: Iterable[Prepared]) -> Path:

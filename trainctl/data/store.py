@@ -156,6 +156,10 @@ class Store:
                     )
                     _require_unchanged(task)
                     put_in_place(temporary, part)
+            except TrainctlError:
+                if not self.is_done(task):
+                    raise
+                return  # who has taken it over has swept this away
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         _require_unchanged(task)
@@ -163,13 +167,13 @@ class Store:
             write_json(self._record(task), {**task.to_plain(), "part": content})
 
     def discard(self, part: Path) -> None:
-        """Take a damaged part away.
+        """Take a damaged part away, of this store or of another source's.
 
         Raises:
             TrainctlError: It cannot be (exit code 4).
         """
         with writing(self.folder):
-            if part.parent == self.folder / "parts" and part.exists():
+            if part.parent.name == "parts" and part.exists():
                 away = part.with_name(f".{part.name}.damaged")
                 shutil.rmtree(away, ignore_errors=True)
                 part.rename(away)

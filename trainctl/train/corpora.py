@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import DataConfig, RunConfig
+from trainctl.config.text.check import under_source
 from trainctl.data.progress import PreparationStanding, Progress, unseen
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.mixture import SOLE, sources_of
@@ -168,12 +169,7 @@ def of_source(data: DataConfig, name: str, error: TrainctlError) -> TrainctlErro
     """What is wrong with a source, under the keys that it has in the mixture."""
     if not data.sources:
         return error
-    names = "|".join(field.name for field in fields(data.sources[name]))
-    key = re.compile(rf"(?<![\w./-])data\.(?=(?:{names})\b)")
-
-    def moved(text: str) -> str:
-        return key.sub(f"data.sources.{name}.", text)
-
+    moved = partial(under_source, name, data.sources[name])
     return TrainctlError(
         f"data.sources.{name}: {moved(error.message)}",
         hint=moved(error.hint),

@@ -177,11 +177,20 @@ def corpus_elsewhere(section: StreamConfig, tokenizer: Tokenizer, tell: Tell) ->
             f"data.url={section.url} was made with another tokenizer than this one",
             hint="the tokenizer that it was prepared with, in tokenizer",
         )
+    try:
+        corpus = Corpus.of(record.corpus)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise TrainctlError(
+            f"the record of the corpus at data.url={section.url} is not understood: "
+            f"{type(error).__name__}: {error}",
+            hint="the version of trainctl that wrote it, or a later one",
+            exit_code=ExitCode.environment,
+        ) from None
     folder = folder_here(section, record.digest)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_bytes(folder / RECORD, record.as_json())
-    return replace(Corpus.of(record.corpus), folder=as_url(section.url))
+    return replace(corpus, folder=as_url(section.url))
 
 
 def make_room(config: RunConfig, corpora: Mapping[str, Corpus]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +20,10 @@ from planted_corpus import parts_of, texts_of_python
 from trainctl.data.quality import duplicates
 from trainctl.data.quality.batches import Entry
 from trainctl.data.quality.judge import judge
-from trainctl.data.quality.measure import PartToMeasure
+from trainctl.data.quality.measure import PartToMeasure, WantedColumns, measure_all
 from trainctl.data.quality.selection import Contamination, Rules
 from trainctl.data.quality.shown import shown
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.filter.gopher_quality import GopherQualityConfig
 
 CHUNKS = 12
@@ -126,3 +129,11 @@ def test_a_kill_at_any_moment_changes_nothing(tmp_path: Path) -> None:
         process.stdout.close()
     judge(parts(), disturbed, RULES, precedence=["prose"], held_out=held_out())
     assert files(disturbed) == files(tmp_path / "whole")
+
+
+def test_a_process_that_is_killed_is_said_in_words(tmp_path: Path) -> None:
+    """As the kernel does where memory runs out."""
+    parts = [PartToMeasure("a", str(number), "", partial(os._exit, 9)) for number in range(2)]
+    with pytest.raises(TrainctlError, match="was killed") as raised:
+        measure_all(parts, tmp_path, WantedColumns(near=False), processes=2)
+    assert raised.value.exit_code is ExitCode.environment

@@ -214,6 +214,15 @@ def test_lists_of_words_and_addresses(tmp_path: Path) -> None:
         lists.words(DocumentBatch(given), file=str(tmp_path / "none.txt"))
 
 
+def test_a_list_may_lie_at_home_and_begin_with_a_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "urls.txt").write_text("\ufeffspam.example\n")
+    given = DocumentBatch([Entry(0, "Boo", "https://spam.example/x")])
+    assert lists.urls(given, file="~/urls.txt")["matches"].tolist() == [1]
+
+
 def test_a_function_of_the_user_s() -> None:
     batch = DocumentBatch(entries(["abc", ""]))
     assert lists.function(batch, call="builtins:len")["score"].tolist() == [3, 0]

@@ -100,6 +100,15 @@ def test_what_is_read_is_what_was_written(place, tmp_path):
         assert cache.size() <= 3 * max(facts.size for facts in record.shards["train"])
 
 
+def test_a_folder_may_have_any_name(tmp_path):
+    place = tmp_path / "my [corpus] 100%25 é?"
+    record = write_elsewhere(str(place), RECORD, SIDES, unheard)
+    assert [path.name for path in tmp_path.iterdir()] == [place.name]
+    assert read_record(str(place)) == record
+    tokens = StreamedTokens(record, "train", cache_of(tmp_path / "cache", str(place), record))
+    assert tokens[0:10].tolist() == SIDES["train"][0][:10].tolist()
+
+
 def test_writing_goes_on_where_it_was_cut_off(place, monkeypatch):
     from trainctl.data.streaming import transfer
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainctl.config.registry import new_section
 from trainctl.data.order import Order, OrderedSource, OrderedStage
 from trainctl.data.streaming.cache import to_remove
 from trainctl.data.streaming.layout import (
@@ -24,6 +25,8 @@ from trainctl.data.streaming.layout import (
 )
 from trainctl.data.streaming.lookahead import Lookahead
 from trainctl.errors import TrainctlError
+from trainctl.train.streams import corpus_elsewhere
+from trainctl.train.tokenizer import ByteTokenizer
 
 
 @settings(max_examples=40, deadline=None)
@@ -71,9 +74,21 @@ def test_names_and_records_are_read_as_they_were_written():
     corpus = {"digest": "d", "dtype": "<u2", "train": {"tokens": 3}, "held_out": {"tokens": 0}}
     record = StreamRecord(corpus, "fingerprint", 2, sides)
     assert StreamRecord.from_json(record.as_json(), "here") == record
-    for text in (b"{}", b"[", record.as_json().replace(b'"format": 1', b'"format": 2')):
+    elsewhere = record.as_json().replace(b'"d"', b'"/../../d"')
+    for text in (b"{}", b"[", record.as_json().replace(b'"format": 1', b'"format": 2'), elsewhere):
         with pytest.raises(TrainctlError, match="here is no record of a prepared corpus"):
             StreamRecord.from_json(text, "here")
+
+
+def test_a_corpus_of_a_later_version_is_refused_in_words(tmp_path):
+    sides = {"train": {"tokens": 0}, "held_out": {"tokens": 0}}
+    corpus = {"digest": "d", "dtype": "<u2", "of_later": 1, **sides}
+    tokenizer = ByteTokenizer()
+    record = StreamRecord(corpus, tokenizer.fingerprint, 2, {"train": (), "held_out": ()})
+    (tmp_path / "stream.json").write_bytes(record.as_json())
+    section = new_section("data", "stream", url=str(tmp_path), cache_folder=str(tmp_path))
+    with pytest.raises(TrainctlError, match="is not understood"):
+        corpus_elsewhere(section, tokenizer, print)
 
 
 uses = st.dictionaries(

@@ -22,16 +22,20 @@ def pyarrow(module: str = "") -> Any:
 
 
 def require_texts(schema: Any, file: File, column: str) -> None:
-    """Refuse a file whose schema has no such column, or not of texts.
+    """Refuse a file whose schema has no such column, or two, or not of texts.
 
     Raises:
         NoColumn: It names the columns that are there.
     """
     kinds = {field.name: field.type for field in schema}
-    if column in kinds and _is_text(kinds[column]):
+    twice = {name for name in kinds if schema.names.count(name) > 1}
+    if column in kinds and column not in twice and _is_text(kinds[column]):
         return
-    texts = [name for name, kind in kinds.items() if _is_text(kind)]
-    columns = [repr(n) if n in texts else f"{n!r} ({kind})" for n, kind in kinds.items()]
+    texts = [name for name, kind in kinds.items() if _is_text(kind) and name not in twice]
+    columns = [
+        f"{n!r} twice" if n in twice else repr(n) if n in texts else f"{n!r} ({kind})"
+        for n, kind in kinds.items()
+    ]
     raise NoColumn(file, column, columns, texts)
 
 

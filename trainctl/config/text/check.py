@@ -6,8 +6,9 @@ with the number of files that have it and the first of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -113,13 +114,22 @@ def _of_sources(config: RunConfig) -> list[Finding]:
     return [
         replace(
             finding,
-            key=finding.key.replace("data.", f"data.sources.{name}.", 1),
-            message=finding.message.replace("data.", f"data.sources.{name}."),
-            hint=finding.hint.replace("data.", f"data.sources.{name}."),
+            key=under_source(name, section, finding.key),
+            message=under_source(name, section, finding.message),
+            hint=under_source(name, section, finding.hint),
         )
         for name, section in config.data.sources.items()
         for finding in check_text(replace(config, data=cast(DataConfig, section)))
     ]
+
+
+def under_source(name: str, section: Any, text: str) -> str:
+    """A text that names keys of `data`, with those that a source has in their place.
+
+    Names of files may look like keys, such as `data.jsonl`.
+    """
+    names = "|".join(field.name for field in fields(section))
+    return re.sub(rf"(?<![\w./-])data\.(?=(?:{names})\b)", f"data.sources.{name}.", text)
 
 
 def _of_patterns(

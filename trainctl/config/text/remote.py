@@ -111,7 +111,8 @@ def version_of(file: File) -> str:
 def listed(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
     """The files of a URL, a folder's or a glob's, and whether it is a folder.
 
-    Of HTTP a `?` begins a query and only `*` is a glob; a page of links is its folder.
+    Of HTTP a `?` begins a query and only `*` is a glob; a page of links is its folder. A folder of
+    this machine is no glob.
 
     Raises:
         TrainctlError: The protocol is unknown or its package missing (exit code 4), or nothing
@@ -119,7 +120,8 @@ def listed(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
     """
     file_system, path = file_system_of(url)
     protocol = url.partition("://")[0]
-    is_glob = any(sign in url for sign in ("*" if protocol.startswith("http") else "*?["))
+    signs = {"http": "*", "https": "*", "file": ""}.get(protocol, "*?[")
+    is_glob = any(sign in url for sign in signs)
 
     def look() -> tuple[dict[str, Any], bool]:
         if is_glob:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -163,11 +164,12 @@ class _Judge:
         some = self._examples.setdefault(source, {}).setdefault(reason, [])
         for place in places[np.argsort(drawn)[:EXAMPLES]].tolist():
             number = int(ids[place])
+            value = float(values[place]) if values is not None else None
             some.append(
                 (
                     int(mix(np.uint64(number))),
                     number,
-                    float(values[place]) if values is not None else None,
+                    value if value is not None and isfinite(value) else None,  # as JSON has it
                     int(likes[place]) if likes is not None else None,
                 )
             )

@@ -81,7 +81,7 @@ def _imported(call: str) -> Callable[[str], float]:
 def _lines(path: str) -> list[str]:
     """What a list has: its lines, without blank ones and those that begin with #."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise TrainctlError(
             f"the list {path!r} of a filter cannot be read: {error}", hint="name a text file"

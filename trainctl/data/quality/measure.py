@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b, sha256
@@ -27,6 +28,7 @@ from trainctl.data.quality.batches import DocumentBatch, Entry, batches
 from trainctl.data.quality.columns import Columns, ColumnWriter, key_of
 from trainctl.data.quality.contamination import HeldOut
 from trainctl.data.quality.winnowing import anchors
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.processes import die_with_parent
 
 VERSION = 1
@@ -89,7 +91,8 @@ def measure_all(
         done: Called when a part is.
 
     Raises:
-        TrainctlError: What reading a part or a user's function raises; parts that are done stay.
+        TrainctlError: What reading a part or a user's function raises, or a process was killed
+            (exit code 4); parts that are done stay.
     """
     work = partial(measure, folder=folder, wanted=wanted)
     if processes == 1:
@@ -106,6 +109,12 @@ def measure_all(
             for future in as_completed(started):
                 future.result()
                 done(started[future])
+        except BrokenProcessPool:
+            raise TrainctlError(
+                "a process that judged documents was killed",
+                hint="start again: what it had finished is kept; fewer of them need less memory",
+                exit_code=ExitCode.environment,
+            ) from None
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -76,7 +76,7 @@ class Example:
         part: Its part.
         number: Its number in the part.
         value: The filter's number, the n-grams that it has of held-out texts, its Jaccard index, or
-            the share of its words that are in shared passages.
+            the share of its words that are in shared passages; None where it is not finite.
         like: The document that stays in its place: source, part and number.
         word: The first word of the first held-out passage (`contamination.passage`).
     """

@@ -65,7 +65,8 @@ def _why(reason: str, example: Example, like: str) -> str:
         return f"{value:.0%} of its words are in passages of documents before it"
     if reason == CONTAMINATED:
         return f"{value:.0f} n-grams of held-out texts"
-    return f"{reason.partition('.')[0]}: {value:g} is beyond {reason.partition('.')[2]}"
+    what = f"{value:g}" if example.value is not None else "what is no finite number"
+    return f"{reason.partition('.')[0]}: {what} is beyond {reason.partition('.')[2]}"
 
 
 def _excerpt(example: Example, text: str) -> str:

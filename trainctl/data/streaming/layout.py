@@ -12,6 +12,7 @@ last; and the documents that end behind k S and up to (k + 1) S, counted from k 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -102,6 +103,8 @@ class StreamRecord:
                 side: tuple(ShardFacts(**facts) for facts in data["shards"][side]) for side in SIDES
             }
             record = cls(**{**data, "shards": sides})
+            if not re.fullmatch("[0-9A-Za-z]+", record.digest):
+                raise ValueError("its digest, which folders are named after, is none")
             for side in SIDES:
                 if len(sides[side]) != len(list(spans(record.tokens(side), record.shard_tokens))):
                     raise ValueError(f"the shards of {side} do not have its tokens")

@@ -43,7 +43,9 @@ Side = tuple[Tokens, npt.NDArray[Any]]
 
 def as_url(place: str) -> str:
     """A URL as it is, and a folder as a URL."""
-    return place.rstrip("/") if is_url(place) else Path(place).resolve().as_uri()
+    if is_url(place):
+        return place.rstrip("/")
+    return f"file://{Path(place).expanduser().resolve()}"  # as it is: fsspec decodes no %20
 
 
 def read_record(place: str, tell: Tell = say) -> StreamRecord:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainctl.config.quality import HELD_OUT, asks, filters_of
+from trainctl.config.quality import HELD_OUT, asks, filters_of, held_out_sections
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths, Dedup
 from trainctl.errors import Finding
@@ -93,6 +93,13 @@ def chosen_documents_are_whole(draft: Draft) -> Iterator[Finding]:
             f"{asked} looks at files, and data.factory={data.factory} gives the texts",
             "have the function leave documents out",
         )
+    for section in held_out_sections(data):
+        if spec_of(section).is_tokenized and isinstance(section, DataFromPaths):
+            yield error(
+                "data.decontaminate",
+                f"data.decontaminate looks for texts, and {section.paths[0]} has ids",
+                "name the texts that they were made of",
+            )
     for where, section in _sections(data):
         if spec_of(section).is_tokenized and (section.filters or not data.sources):
             key = f"{where}.filters" if section.filters else asked
