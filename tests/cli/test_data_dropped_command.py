@@ -90,6 +90,24 @@ def test_what_cannot_be_asked_is_said_before_anything_is_read(
     assert "3 of 3 files end in .py: nearly all code goes" in said
 
 
+def test_what_a_launch_refuses_is_not_prepared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "data.dedup_threshold=0.1",
+        "data.dedup_precedence=[cod]",
+        "data.decontaminate=[held_out]",
+        "data.sources.prose.filters.gopher_quality={min_words: 40, max_words: 10}",
+        "data.sources.prose.weight=0.4",
+    ]
+    assert run(["data", "prepare", "mix", *asked]) == ExitCode.bad_input
+    captured = capsys.readouterr()
+    for rule in ("TC340", "TC353", "TC354", "TC355", "TC356"):
+        assert f"error[{rule}]" in captured.err
+    assert "set by: data.dedup_threshold=0.1" in captured.err
+    assert not captured.out and not (tmp_path / "cache").exists()
+
+
 def test_without_anything_asked_nothing_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["data", "show", "tiny", "--dropped"]) == ExitCode.bad_input
     assert "nothing is asked of the documents" in capsys.readouterr().err
