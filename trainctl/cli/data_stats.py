@@ -60,7 +60,8 @@ def stats(
     if as_json:
         print_json({"schema": 1, "sources": {name: asdict(each) for name, each in found.items()}})
         return
-    print_table(HEADS, [_row(*each) for each in found.items()], right=range(1, len(HEADS)))
+    rows = [_row(*each) for each in found.items()]
+    print_table(HEADS, rows, right=range(1, len(HEADS)), wraps=False)
 
 
 def _prepared(config: RunConfig, tokenizer: Tokenizer) -> dict[str, SourceText]:
