@@ -137,3 +137,24 @@ def test_a_wide_table_in_a_file_is_cut_nowhere(capsys: pytest.CaptureFixture[str
     print_table(HEADS, [["notes", *["10,983,038,000"] * 10]], right=range(1, 11), wraps=False)
     shown = capsys.readouterr().out
     assert "…" not in shown and shown.count("10,983,038,000") == 10 and shown.count("\n") == 2
+
+
+def test_what_lies_elsewhere_is_neither_counted_nor_written_elsewhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["data", "stats", "tiny", "data=stream", "data.url=gone"]) == ExitCode.bad_input
+    assert "the text of data lies elsewhere" in capsys.readouterr().err
+    asked = ["data=stream", "data.url=gone", "--to", "here"]
+    assert run(["data", "prepare", "tiny", *asked]) == ExitCode.bad_input
+    assert "the text of data lies elsewhere already" in capsys.readouterr().err
+
+
+def test_preparation_says_what_bad_text_was_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "prose.jsonl").open("a") as file:
+        file.write('{"text": \n')
+    asked = ["data.dedup=none", "data.sources.prose.on_bad_text=skip"]
+    assert run(["data", "prepare", "mix", *asked]) == 0
+    told = capsys.readouterr().out
+    assert "prose: bad text: 1 document left out; the first: " in told and ":14: not JSON" in told

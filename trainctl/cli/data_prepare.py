@@ -12,11 +12,13 @@ from trainctl.cli.console import print_json, put
 from trainctl.cli.data_dropped import dropped_of, put_dropped, told
 from trainctl.cli.findings import show_findings
 from trainctl.cli.planning import compose_target, name_sources
+from trainctl.cli.progress import bad_text_lines
 from trainctl.config.compose import Composed
 from trainctl.config.files import missing_files
 from trainctl.config.quality import asks
 from trainctl.errors import TrainctlError
 from trainctl.hardware import resolve_hardware
+from trainctl.plan.mixture import sources_of
 from trainctl.plan.resolve import resolve
 
 if TYPE_CHECKING:
@@ -78,6 +80,14 @@ def prepare(
     composed = compose_target(name, overrides, config_dir)
     config = composed.config
     _require_text(composed)
+    elsewhere = [
+        each for each, section in sources_of(config.data).items() if section.kind == "stream"
+    ]
+    if to is not None and elsewhere:
+        raise TrainctlError(
+            f"the text of {elsewhere[0]} lies elsewhere already: --to writes what is prepared here",
+            hint="copy its folder",
+        )
     tokenizer = load_tokenizer(config.tokenizer)
     last = PreparationStanding(0)
     tell_of = TokenizingProgress()
@@ -111,6 +121,8 @@ def prepare(
         of = f"{name}: " if config.data.sources else ""
         for side, split in (("to train on", corpus.train), ("held out", corpus.held_out)):
             put(f"{of}{split.tokens:,} tokens {side}, of {split.documents:,} documents")
+        for line in bad_text_lines({"bad_text": corpus.bad_text}):
+            put(f"{of}{line}")
         drawn_tokens(config, corpus, put)
     just_now = f", {last.documents:,} documents tokenized just now" if last.documents else ""
     put(f"in {', '.join(corpus.folder for corpus in corpora.values())}{just_now}")
