@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from trainctl.cli.console import print_table
+from trainctl.cli.data_stats import HEADS
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
 
@@ -90,6 +92,24 @@ def test_what_cannot_be_asked_is_said_before_anything_is_read(
     assert "3 of 3 files end in .py: nearly all code goes" in said
 
 
+def test_what_a_launch_refuses_is_not_prepared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "data.dedup_threshold=0.1",
+        "data.dedup_precedence=[cod]",
+        "data.decontaminate=[held_out]",
+        "data.sources.prose.filters.gopher_quality={min_words: 40, max_words: 10}",
+        "data.sources.prose.weight=0.4",
+    ]
+    assert run(["data", "prepare", "mix", *asked]) == ExitCode.bad_input
+    captured = capsys.readouterr()
+    for rule in ("TC340", "TC353", "TC354", "TC355", "TC356"):
+        assert f"error[{rule}]" in captured.err
+    assert "set by: data.dedup_threshold=0.1" in captured.err
+    assert not captured.out and not (tmp_path / "cache").exists()
+
+
 def test_without_anything_asked_nothing_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["data", "show", "tiny", "--dropped"]) == ExitCode.bad_input
     assert "nothing is asked of the documents" in capsys.readouterr().err
@@ -111,3 +131,30 @@ def test_what_the_sources_are_made_of(capsys: pytest.CaptureFixture[str]) -> Non
     assert sources["code"]["documents"] == 9 and sources["prose"]["documents"] == 12
     assert sources["code"]["copies"] == 0 and sources["prose"]["copies"] == 1
     assert sources["code"]["bytes_per_token"] == pytest.approx(1, abs=0.01)
+
+
+def test_a_wide_table_in_a_file_is_cut_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(HEADS, [["notes", *["10,983,038,000"] * 10]], right=range(1, 11), wraps=False)
+    shown = capsys.readouterr().out
+    assert "…" not in shown and shown.count("10,983,038,000") == 10 and shown.count("\n") == 2
+
+
+def test_what_lies_elsewhere_is_neither_counted_nor_written_elsewhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["data", "stats", "tiny", "data=stream", "data.url=gone"]) == ExitCode.bad_input
+    assert "the text of data lies elsewhere" in capsys.readouterr().err
+    asked = ["data=stream", "data.url=gone", "--to", "here"]
+    assert run(["data", "prepare", "tiny", *asked]) == ExitCode.bad_input
+    assert "the text of data lies elsewhere already" in capsys.readouterr().err
+
+
+def test_preparation_says_what_bad_text_was_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "prose.jsonl").open("a") as file:
+        file.write('{"text": \n')
+    asked = ["data.dedup=none", "data.sources.prose.on_bad_text=skip"]
+    assert run(["data", "prepare", "mix", *asked]) == 0
+    told = capsys.readouterr().out
+    assert "prose: bad text: 1 document left out; the first: " in told and ":14: not JSON" in told

@@ -121,6 +121,7 @@ def test_other_trainers_names_point_to_keys_that_exist() -> None:
         ("lr", "optimizer.lr"),
         ("Optimizer.LR", "optimizer.lr"),
         ("optimiser.lr", "optimizer.lr"),
+        ("data.path", "data.paths"),
         ("training.n_layer", "model.num_layers"),
         ("sequence_lenght", "training.sequence_length"),
         ("offlaod", "offload"),

@@ -231,6 +231,13 @@ ERRORS = [
     ),
     (
         "TC357",
+        {"data__kind": "stream", "data__url": "s3://a", "data__dedup": "exact"},
+        gpus(),
+        "data.dedup looks at texts, and data.kind=stream has none",
+        "name the texts that the ids were made of",
+    ),
+    (
+        "TC357",
         {"data__factory": "mine:texts", "data__filters": {"c4": {}}},
         gpus(),
         "data.filters looks at files, and data.factory=mine:texts gives the texts",

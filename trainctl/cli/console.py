@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 100
 """Columns of a table when the output is no terminal."""
 
+FILE_WIDTH = 10_000
+"""The same of a table whose rows are not fitted to a width: more than any has."""
+
 STYLES = {"error": "31", "warning": "33", "good": "32"}
 """Codes of ANSI's Select Graphic Rendition: red, yellow, green."""
 
@@ -139,7 +142,10 @@ def print_table(
         table.columns[column].no_wrap = True
     for row in rows:
         table.add_row(*row)
-    console.print(table, soft_wrap=not wraps and not console.is_terminal)
+    if not wraps and not console.is_terminal:
+        # `soft_wrap` alone would still cut cells: a table is laid out for the console's width.
+        console.width = FILE_WIDTH
+    console.print(table)
 
 
 def gib(size: float) -> str:

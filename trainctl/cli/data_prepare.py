@@ -11,11 +11,15 @@ from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_ta
 from trainctl.cli.console import print_json, put
 from trainctl.cli.data_dropped import dropped_of, put_dropped, told
 from trainctl.cli.findings import show_findings
-from trainctl.cli.planning import compose_target
+from trainctl.cli.planning import compose_target, name_sources
+from trainctl.cli.progress import bad_text_lines
+from trainctl.config.compose import Composed
 from trainctl.config.files import missing_files
 from trainctl.config.quality import asks
-from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
+from trainctl.hardware import resolve_hardware
+from trainctl.plan.mixture import sources_of
+from trainctl.plan.resolve import resolve
 
 if TYPE_CHECKING:
     from trainctl.data.progress import PreparationStanding
@@ -73,8 +77,17 @@ def prepare(
             "--task does a share, and --to writes all", hint="--to without --task, after the shares"
         )
     name, overrides = split_target(target)
-    config = compose_target(name, overrides, config_dir).config
-    _require_text(config)
+    composed = compose_target(name, overrides, config_dir)
+    config = composed.config
+    _require_text(composed)
+    elsewhere = [
+        each for each, section in sources_of(config.data).items() if section.kind == "stream"
+    ]
+    if to is not None and elsewhere:
+        raise TrainctlError(
+            f"the text of {elsewhere[0]} lies elsewhere already: --to writes what is prepared here",
+            hint="copy its folder",
+        )
     tokenizer = load_tokenizer(config.tokenizer)
     last = PreparationStanding(0)
     tell_of = TokenizingProgress()
@@ -108,6 +121,8 @@ def prepare(
         of = f"{name}: " if config.data.sources else ""
         for side, split in (("to train on", corpus.train), ("held out", corpus.held_out)):
             put(f"{of}{split.tokens:,} tokens {side}, of {split.documents:,} documents")
+        for line in bad_text_lines({"bad_text": corpus.bad_text}):
+            put(f"{of}{line}")
         drawn_tokens(config, corpus, put)
     just_now = f", {last.documents:,} documents tokenized just now" if last.documents else ""
     put(f"in {', '.join(corpus.folder for corpus in corpora.values())}{just_now}")
@@ -169,12 +184,17 @@ def _share(text: str) -> tuple[int, int]:
     return number, count
 
 
-def _require_text(config: RunConfig) -> None:
-    """That there is something to tokenize, and nothing wrong with how it begins.
+def _require_text(composed: Composed) -> None:
+    """That there is something to tokenize, nothing wrong with how it begins, and that a launch
+    would take what is asked of it.
+
+    Stages are left to the launch: which are legal depends on its devices, and this machine may
+    have others.
 
     Raises:
         TrainctlError: With all that is wrong.
     """
+    config = composed.config
     if config.data.factory is not None:
         raise TrainctlError(
             "data.factory is asked when a run starts, and what it gives is kept with the run",
@@ -182,9 +202,13 @@ def _require_text(config: RunConfig) -> None:
         )
     found = [
         finding
-        for finding in missing_files(config)
-        if finding.key.partition(".")[0] in ("data", "tokenizer")
+        for finding in (
+            *resolve(config, resolve_hardware(config.hardware)).findings,
+            *missing_files(config),
+        )
+        if finding.key.partition(".")[0] in ("data", "tokenizer") and finding.key != "data.stages"
     ]
+    found = name_sources(composed, found)
     if any(finding.is_error for finding in found):
         raise TrainctlError.from_findings(found)
     show_findings(found)

@@ -13,6 +13,7 @@ from trainctl.cli.console import print_json, print_table, say
 from trainctl.cli.meter import Meter
 from trainctl.cli.planning import compose_target
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.mixture import sources_of
 from trainctl.reports.corpus import chart
 
 if TYPE_CHECKING:
@@ -60,20 +61,28 @@ def stats(
     if as_json:
         print_json({"schema": 1, "sources": {name: asdict(each) for name, each in found.items()}})
         return
-    print_table(HEADS, [_row(*each) for each in found.items()], right=range(1, len(HEADS)))
+    rows = [_row(*each) for each in found.items()]
+    print_table(HEADS, rows, right=range(1, len(HEADS)), wraps=False)
 
 
 def _prepared(config: RunConfig, tokenizer: Tokenizer) -> dict[str, SourceText]:
     """The text of each source of a configuration, which has been tokenized.
 
     Raises:
-        TrainctlError: One has not, or was before the ends of documents were kept (exit code 5).
+        TrainctlError: One has not, or was before the ends of documents were kept (exit code 5); or
+            one lies elsewhere.
     """
     from trainctl.data.statistics import SourceText
     from trainctl.train.corpora import cached_corpora
 
     if config.data.factory is not None:
         raise TrainctlError("data.factory gives its texts when a run starts, and no earlier")
+    for name, section in sources_of(config.data).items():
+        if section.kind == "stream":
+            raise TrainctlError(
+                f"the text of {name} lies elsewhere, and all of it would be fetched to count it",
+                hint="trainctl data stats of the configuration that it was prepared with",
+            )
     found = {}
     for name, corpus in cached_corpora(config, tokenizer).items():
         ends = None if corpus is None else corpus.ends(corpus.train)

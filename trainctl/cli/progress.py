@@ -167,7 +167,7 @@ def event_lines(event: Event) -> list[str]:
             begins = ["the average of the weights begins here: the checkpoint has none"]
             average = begins if event.get("ema_begins") else []
             told = f"{origin}: {size}, {text}"
-            return [*passed_over, told, *_bad_text_lines(event), *average]
+            return [*passed_over, told, *bad_text_lines(event), *average]
         case "corpus":
             return [printable(event["message"])]
         case "evaluation":
@@ -250,8 +250,12 @@ def event_lines(event: Event) -> list[str]:
     return []
 
 
-def _bad_text_lines(event: Event) -> list[str]:
-    """What `data.on_bad_text` did, and where first; nothing of a corpus that had no bad text."""
+def bad_text_lines(event: Event) -> list[str]:
+    """What `data.on_bad_text` did, and where first; nothing of a corpus that had no bad text.
+
+    Args:
+        event: A record with `bad_text`, if there is any.
+    """
     bad = event.get("bad_text")
     if not bad:
         return []

@@ -96,15 +96,19 @@ def nearest_keys(typed: str, keys: Iterable[str], groups: Iterable[str]) -> list
     """The keys or groups that were perhaps meant, the likeliest first; at most three.
 
     Looked up in turn: other trainers' names for the same thing, the last component anywhere in the
-    schema (`lr` is `optimizer.lr`), then spelling, of the whole key and of its last component.
+    schema (`lr` is `optimizer.lr`), then spelling, of the whole key and of its last component. A
+    key of the typed section that is spelled nearly so comes before the same name elsewhere.
     """
     keys, groups = list(keys), list(groups)
-    last = typed.rpartition(".")[2]
+    section, _, last = typed.rpartition(".")
     if last in OTHER_NAMES:
         return [OTHER_NAMES[last]]
     same_name = [key for key in keys if key.rpartition(".")[2] == last]
     if same_name:
-        return nearest(typed, same_name) or same_name[:3]
+        beside = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
+        close = get_close_matches(last[:LONGEST], beside, n=1, cutoff=0.8) if section else []
+        elsewhere = nearest(typed, same_name) or same_name
+        return [*(f"{section}.{name}" for name in close), *elsewhere][:3]
     by_last: dict[str, list[str]] = {}
     for key in keys:
         by_last.setdefault(key.rpartition(".")[2], []).append(key)

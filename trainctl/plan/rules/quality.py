@@ -101,7 +101,8 @@ def chosen_documents_are_whole(draft: Draft) -> Iterator[Finding]:
                 "name the texts that they were made of",
             )
     for where, section in _sections(data):
-        if spec_of(section).is_tokenized and (section.filters or not data.sources):
+        has_ids = spec_of(section).is_tokenized or spec_of(section).is_prepared
+        if has_ids and (section.filters or not data.sources):
             key = f"{where}.filters" if section.filters else asked
             yield error(
                 key,
