@@ -95,14 +95,19 @@ def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) 
 
     if not run.corpus.is_file():
         return
-    tokens = {
-        name: drawn_tokens(made.config, corpus) for name, corpus in recorded(run.corpus).items()
-    }
+    corpora = recorded(run.corpus)
+    tokens = {name: drawn_tokens(made.config, corpus) for name, corpus in corpora.items()}
     if not set(sources_of(made.config.data)) <= set(tokens):
         counts, _ = count_sources(made.config)
         tokens = {name: count.tokens for name, count in counts.items()} | tokens
+    packings = [plan.config.data.packing for plan in (before, made)]
     try:
-        changes = list(changes_of_past(order_of(before, tokens), order_of(made, tokens), samples))
+        if samples and packings[0] is not packings[1]:
+            changes = [f"data.packing is {packings[1].value}, and it was {packings[0].value}"]
+        else:
+            changes = list(
+                changes_of_past(order_of(before, tokens), order_of(made, tokens), samples)
+            )
     except (KeyError, ValueError):  # a source is missing or too short, which is said elsewhere
         return
     if changes:
