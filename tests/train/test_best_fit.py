@@ -1,6 +1,6 @@
 """Best-fit packing and fill-in-the-middle of a run: what a rank trains on, and what is kept."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,11 +15,12 @@ from trainctl.config.schema import Packing, RunConfig
 from trainctl.data.mixture import Count, plan_data
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
+from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
 from trainctl.train.bins import bins_of, drawn_tokens
 from trainctl.train.contents import samples_of
-from trainctl.train.corpora import build_corpora, load_corpora, save_corpora
+from trainctl.train.corpora import build_corpora, cached_corpora, load_corpora, save_corpora
 from trainctl.train.data import PackedDataset, TrainingData
 from trainctl.train.infilling import infilling_of
 from trainctl.train.prepare import prepare
@@ -200,6 +201,19 @@ def test_a_run_of_before_ends_were_kept_goes_on_without_what_needs_them(config, 
     prepare(plan, run)
     with pytest.raises(TrainctlError, match="where documents end"):
         prepare(tiny_plan(config, 1), run)
+
+
+def test_a_cached_text_of_before_ends_were_kept_is_tokenized_again_where_they_are_needed(config):
+    whole = build_corpora(config, ByteTokenizer())["data"]
+    record = Path(whole.folder) / "corpus.json"
+    write_json(record, asdict(whole.as_without_ends()))
+    said = []
+    plain = with_data(config, packing=Packing.stream)
+    assert not build_corpora(plain, ByteTokenizer(), tell=said.append)["data"].train.ends
+    assert not said and cached_corpora(plain, ByteTokenizer())["data"]
+    assert cached_corpora(config, ByteTokenizer())["data"] is None
+    assert build_corpora(config, ByteTokenizer(), tell=said.append)["data"] == whole
+    assert "where documents end" in said[0]
 
 
 def test_tokens_that_there_are_not_are_named(with_words):
