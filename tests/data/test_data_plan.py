@@ -122,3 +122,14 @@ def test_a_run_of_one_source_is_one():
     found = plan_data(plan, counts(data=100_000))
     assert found.run["data"].samples == 160 and not found.problems
     assert found.stages[0].sources["data"].share == 1
+
+
+def test_why_nothing_is_drawn_of_a_source_is_said_as_it_is():
+    cases = (
+        ({"a": {"weight": 1}, "b": {"tokens": 10**9}}, [], "take all of the run's 102,400"),
+        ({"a": {"weight": 1e-7}, "b": {"weight": 0.9999999}}, [], "less than one sample"),
+        ({"a": {"weight": 1}, "b": {"weight": 1}}, [{"weights": {"b": 1}}], "weights of its own"),
+    )
+    for sources, stages, why in cases:
+        found = plan_data(plan_of(sources, stages), counts(a=10_000, b=10_000))
+        assert any(why in problem.message for problem in found.problems), why

@@ -201,3 +201,25 @@ def test_a_long_file_is_looked_at_here_and_there(tmp_path):
     assert (
         "at token 1,234,567" in open_tokenized(file, "u2").problems(VOCABULARY, None, whole=True)[0]
     )
+
+
+def test_what_is_no_index_or_header_at_all_is_refused_in_words(tmp_path):
+    header = b"{'descr': '<u2', 'fortran_order': False, 'shape': (%d,), }\n" % 10**23
+    written = {
+        "long.npy": b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header,
+        "torn.npy": b"\x93NUMPY\x01\x00\x10\x00" + b"(" * 30,
+        "ids.npy": b"\x01\x00\x02\x00",
+        "ids.csv.gz": gzip.compress(b"0,%d\n" % 10**23),
+    }
+    for name, content in written.items():
+        (tmp_path / name).write_bytes(content)
+    for name in ("long.npy", "torn.npy", "ids.npy"):
+        with pytest.raises(TrainctlError, match="cannot be used"):
+            open_tokenized(tmp_path / name, "u2")
+    for name, content in {
+        "ids.ds": b"\x01\x00\x02\x00",
+        "ids.ds.index": struct.pack("<Q", 2),
+        "ids.ds.metadata": b"\xff\xfe|2\n",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    assert open_tokenized(tmp_path / "ids.ds").ids.tolist() == [1, 2]

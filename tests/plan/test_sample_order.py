@@ -37,6 +37,11 @@ def test_what_changes_nothing_says_nothing() -> None:
     assert said(replace_seed(in_order), in_order) == ""
 
 
+def test_another_packing_is_said() -> None:
+    text = said(plan_with(data__packing="best_fit"))
+    assert "data.packing=best_fit makes other samples" in text and "held-out losses" in text
+
+
 def replace_seed(plan: RunPlan) -> RunPlan:
     training = replace(plan.config.training, seed=plan.config.training.seed + 1)
     return replace(plan, config=replace(plan.config, training=training))

@@ -1,6 +1,6 @@
 """Best-fit packing and fill-in-the-middle of a run: what a rank trains on, and what is kept."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,13 +15,15 @@ from trainctl.config.schema import Packing, RunConfig
 from trainctl.data.mixture import Count, plan_data
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
+from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
 from trainctl.train.bins import bins_of, drawn_tokens
 from trainctl.train.contents import samples_of
-from trainctl.train.corpora import build_corpora
+from trainctl.train.corpora import build_corpora, cached_corpora, load_corpora, save_corpora
 from trainctl.train.data import PackedDataset, TrainingData
 from trainctl.train.infilling import infilling_of
+from trainctl.train.prepare import prepare
 from trainctl.train.tokenizer import ByteTokenizer, load_tokenizer
 
 LENGTH = 64
@@ -188,6 +190,30 @@ def test_a_document_is_the_same_in_all_its_samples_and_another_in_the_next_epoch
         assert (np.flatnonzero(whole == 50) + 1).tolist() == ends.tolist()
     sentinels = [(np.isin(whole, [51, 52, 53])).sum() for whole in epochs]
     assert 0.3 < sentinels[0] / (3 * len(ends)) < 0.7 and (epochs[0] != epochs[1]).any()
+
+
+def test_a_run_of_before_ends_were_kept_goes_on_without_what_needs_them(config, tmp_path):
+    run, plan = RunPaths(tmp_path / "run"), tiny_plan(with_data(config, packing=Packing.stream), 1)
+    run.root.mkdir()
+    prepare(plan, run)
+    corpora = load_corpora(run.corpus, plan.config.data)
+    save_corpora(run.corpus, {name: each.as_without_ends() for name, each in corpora.items()})
+    prepare(plan, run)
+    with pytest.raises(TrainctlError, match="where documents end"):
+        prepare(tiny_plan(config, 1), run)
+
+
+def test_a_cached_text_of_before_ends_were_kept_is_tokenized_again_where_they_are_needed(config):
+    whole = build_corpora(config, ByteTokenizer())["data"]
+    record = Path(whole.folder) / "corpus.json"
+    write_json(record, asdict(whole.as_without_ends()))
+    said = []
+    plain = with_data(config, packing=Packing.stream)
+    assert not build_corpora(plain, ByteTokenizer(), tell=said.append)["data"].train.ends
+    assert not said and cached_corpora(plain, ByteTokenizer())["data"]
+    assert cached_corpora(config, ByteTokenizer())["data"] is None
+    assert build_corpora(config, ByteTokenizer(), tell=said.append)["data"] == whole
+    assert "where documents end" in said[0]
 
 
 def test_tokens_that_there_are_not_are_named(with_words):

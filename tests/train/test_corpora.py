@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from rank_processes import tiny_config, tiny_plan
@@ -11,7 +12,7 @@ from trainctl.cli.data_prepare import prepare as prepare_command
 from trainctl.cli.extend import compare_with_checkpoint
 from trainctl.cli.source_counts import check_amounts
 from trainctl.config.codec import from_plain, to_plain
-from trainctl.config.schema import DataType, RunConfig
+from trainctl.config.schema import DataType, Packing, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_json
 from trainctl.runs.checkpoints import CheckpointInfo
@@ -128,7 +129,8 @@ def run_of(folder, plan, samples, step):
     prepare(plan, run)
     path = run.root / "checkpoints" / f"step-{step}"
     path.mkdir(parents=True)
-    (path / "manifest.json").write_text(json.dumps({"samples": samples, "step": step}))
+    manifest = {"samples": samples, "step": step, "tokens": 32 * samples}
+    (path / "manifest.json").write_text(json.dumps(manifest))
     return run, path
 
 
@@ -159,6 +161,39 @@ def test_the_past_of_a_run_is_kept_and_what_is_to_come_may_be_another(texts, tmp
             resume(*names, stages=others)
         assert message in told.value.message
         assert told.value.exit_code == ExitCode.bad_input
+
+
+def test_a_stage_begins_where_the_plan_says_or_the_resume_is_refused(texts, tmp_path, monkeypatch):
+    stages = [{"until_step": 3}, {"weights": {"code": 1}}]
+    config = mixed(texts, "code", "prose", stages=stages)
+    run, path = run_of(tmp_path / "run", tiny_plan(config, 1), 2 * 8, 2)
+    found = json.loads((path / "manifest.json").read_text())
+    monkeypatch.setattr("trainctl.cli.extend.read_manifest", lambda _: found)
+    checkpoint = CheckpointInfo(step=2, path=path, size_bytes=0, metrics={}, attempt=1)
+
+    def resume(**training):
+        changed = replace(config, training=replace(config.training, **training))
+        compare_with_checkpoint(run, checkpoint, tiny_plan(changed, 1))
+
+    resume()
+    for size in (16, 4):  # the second stage would never begin, and have begun already
+        with pytest.raises(TrainctlError, match=r"512 tokens in 2 steps") as told:
+            resume(global_batch_size=size)
+        assert "training.batch_ramp" in told.value.hint
+    resume(global_batch_size=16, batch_ramp=[{"until_steps": 2, "global_batch_size": 8}])
+    found["samples"] += 8  # of a batch that was passed over
+    resume()
+
+
+def test_another_packing_is_no_way_to_go_on(texts, tmp_path, monkeypatch):
+    config = mixed(texts, "code", "prose")
+    run, path = run_of(tmp_path / "run", tiny_plan(config, 1), 2 * 8, 2)
+    found = json.loads((path / "manifest.json").read_text())
+    monkeypatch.setattr("trainctl.cli.extend.read_manifest", lambda _: found)
+    checkpoint = CheckpointInfo(step=2, path=path, size_bytes=0, metrics={}, attempt=1)
+    changed = replace(config, data=replace(config.data, packing=Packing.best_fit))
+    with pytest.raises(TrainctlError, match=r"packing is best_fit, and it was stream"):
+        compare_with_checkpoint(run, checkpoint, tiny_plan(changed, 1))
 
 
 def test_samples_of_any_step_have_their_source_and_document(texts, tmp_path):

@@ -88,8 +88,12 @@ def _prepared(config: RunConfig, tokenizer: Tokenizer) -> dict[str, SourceText]:
         ends = None if corpus is None else corpus.ends(corpus.train)
         if corpus is None or ends is None:
             raise TrainctlError(
-                f"the text of {name} is not prepared",
-                hint="trainctl data prepare, with the same words",
+                f"the text of {name} is not prepared"
+                if corpus is None
+                else f"{corpus.folder} does not say where documents end: it is of before that",
+                hint="trainctl data prepare, with the same words"
+                if corpus is None
+                else "once no run reads it, remove the folder, and trainctl data prepare",
                 exit_code=ExitCode.run_state,
             )
         held_out = corpus.held_out

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from trainctl.cli.console import say
 from trainctl.cli.source_counts import count_sources
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.extension import change_of_rate, miscounts_tokens, step_before_decay
-from trainctl.plan.mixture import sources_of
+from trainctl.plan.mixture import sources_of, stages_of_plan
 from trainctl.plan.sample_order import changes_of_order
 from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import CheckpointInfo, list_checkpoints
@@ -66,8 +69,10 @@ def _compare_order(
     run: RunPaths, checkpoint: CheckpointInfo, before: RunPlan, made: RunPlan
 ) -> None:
     """Compare the order of the samples: of one text what changes is said, of several refused."""
-    samples = int(read_manifest(checkpoint.path)["samples"])
+    manifest = read_manifest(checkpoint.path)
+    samples = int(manifest["samples"])
     if any(data.sources or data.stages for data in (before.config.data, made.config.data)):
+        _keep_the_steps(run, manifest, made)
         _keep_the_past(run, samples, before, made)
         return
     starts = read_events(run.events, "start")
@@ -90,14 +95,19 @@ def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) 
 
     if not run.corpus.is_file():
         return
-    tokens = {
-        name: drawn_tokens(made.config, corpus) for name, corpus in recorded(run.corpus).items()
-    }
+    corpora = recorded(run.corpus)
+    tokens = {name: drawn_tokens(made.config, corpus) for name, corpus in corpora.items()}
     if not set(sources_of(made.config.data)) <= set(tokens):
         counts, _ = count_sources(made.config)
         tokens = {name: count.tokens for name, count in counts.items()} | tokens
+    packings = [plan.config.data.packing for plan in (before, made)]
     try:
-        changes = list(changes_of_past(order_of(before, tokens), order_of(made, tokens), samples))
+        if samples and packings[0] is not packings[1]:
+            changes = [f"data.packing is {packings[1].value}, and it was {packings[0].value}"]
+        else:
+            changes = list(
+                changes_of_past(order_of(before, tokens), order_of(made, tokens), samples)
+            )
     except (KeyError, ValueError):  # a source is missing or too short, which is said elsewhere
         return
     if changes:
@@ -107,4 +117,25 @@ def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) 
             hint="keep data.sources and data.stages as they were up to there, and change what is "
             "still to come: until_step says where a stage that has begun ends, whatever the length "
             "of the run",
+        )
+
+
+def _keep_the_steps(run: RunPaths, manifest: Mapping[str, Any], made: RunPlan) -> None:
+    """Refuse a plan that takes other batches for granted than the run has had, if it has stages.
+
+    Where a stage begins is counted in samples, of the plan's batches. Batches that were passed over
+    are in the run's own count of samples, and not in its tokens.
+
+    Raises:
+        TrainctlError: A stage is still to come, and the steps so far had other batches.
+    """
+    step, tokens = int(manifest["step"]), int(manifest["tokens"])
+    planned = made.batches.tokens_before(step)
+    if stages_of_plan(made)[-1].first_step > step and tokens != planned:
+        raise TrainctlError(
+            f"{run.root} has trained on {tokens:,} tokens in {step:,} steps, and this plan would "
+            f"have given them {planned:,}: its stages would not begin at the steps that it says",
+            hint="training.batch_ramp can say what the batches so far were, as in "
+            f"[{{until_steps: {step}, global_batch_size: NUMBER}}]; or keep "
+            "training.global_batch_size",
         )

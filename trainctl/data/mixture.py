@@ -273,8 +273,7 @@ def _off(
                 Finding(
                     rule=SHORT,
                     key=f"data.sources.{name}.weight",
-                    message=f"nothing is left for {name}: tokens and epochs of the other sources "
-                    f"take all of the run's {everything:,} tokens",
+                    message=f"nothing is left for {name}: {_why_nothing(config, everything)}",
                     hint="less of the others, or a longer run",
                 )
             )
@@ -293,6 +292,16 @@ def _off(
             )
         )
     return found
+
+
+def _why_nothing(config: RunConfig, everything: int) -> str:
+    """What keeps a source with a weight from being drawn from."""
+    data = config.data
+    if data.stages and all(stage.weights is not None for stage in data.stages):
+        return "every stage has weights of its own, and not of it"
+    if any(source.weight is None for source in data.sources.values()):
+        return f"tokens and epochs of the other sources take all of the run's {everything:,} tokens"
+    return f"its weight comes to less than one sample of the run's {everything:,} tokens"
 
 
 def _left_out(config: RunConfig, order: Order) -> list[Finding]:

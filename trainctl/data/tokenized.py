@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -188,7 +189,7 @@ def _datatrove(file: Path, dtype: str | None) -> Tokenized:
     index, metadata = (file.with_name(f"{file.name}.{end}") for end in ("index", "metadata"))
     tokenizer, width = "", ""
     if metadata.is_file():  # "NAME|BYTES", since the time when ids had two: "NAME"
-        first = metadata.read_text().partition("\n")[0]
+        first = metadata.read_text("utf-8", errors="replace").partition("\n")[0]
         tokenizer, _, width = first.rpartition("|") if "|" in first else (first, "", "2")
     known = dtype or (f"u{width}" if width in ("2", "4") else None)
     if index.is_file():
@@ -218,10 +219,18 @@ def _dolma_ends(file: Path) -> Ends | None:
             first = next(rows, [])
             named = [] if first[:1] == ["start"] else [first]
             found = [(int(row[0]), int(row[1])) for row in chain(named, rows) if row]
-    except (ValueError, IndexError, EOFError, csv.Error, zlib.error, gzip.BadGzipFile) as error:
+        places = np.array(found, np.int64)
+    except (
+        ValueError,
+        OverflowError,
+        IndexError,
+        EOFError,
+        csv.Error,
+        zlib.error,
+        gzip.BadGzipFile,
+    ) as error:
         why = f"its rows do not begin with two places, or it is cut off ({error})"
         raise _unfit(index, why) from None
-    places = np.array(found, np.int64)
     if len(places) == 0:
         return np.empty(0, np.int64)
     if places[0, 0] != 0 or (places[1:, 0] != places[:-1, 1]).any():
@@ -232,7 +241,7 @@ def _dolma_ends(file: Path) -> Ends | None:
 def _numpy(file: Path) -> Tokenized:
     try:
         ids = np.load(file, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, OverflowError, SyntaxError, TokenError) as error:
         raise _unfit(file, f"numpy cannot read it: {error}") from None
     if ids.ndim != 1 or ids.dtype.kind not in "ui":
         raise _unfit(file, f"it is an array of {ids.dtype} of shape {ids.shape}, not a list of ids")

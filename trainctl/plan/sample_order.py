@@ -46,6 +46,9 @@ def changes_of_order(before: RunPlan, now: RunPlan, samples: int, tokens: int) -
             here, there = samples % was * old, samples % becomes * new
             yield f"it begins at token {there:,} of the text, and was to begin at {here:,}"
         yield "held-out losses from here on are of other samples: they do not compare with earlier"
+    elif before.config.data.packing is not now.config.data.packing:
+        yield f"data.packing={now.config.data.packing.value} makes other samples: {_MIXED}"
+        yield "held-out losses from here on are of other samples: they do not compare with earlier"
     elif shuffled[0] != shuffled[1]:
         how = "at random" if shuffled[1] else "as the text has it"
         yield f"data.shuffle={str(shuffled[1]).lower()} takes what follows {how}: {_MIXED}"

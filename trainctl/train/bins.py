@@ -63,6 +63,7 @@ def bins_of(config: RunConfig, corpus: Corpus, split: Split, tell: Tell = _unhea
         "digest": corpus.digest,
         "side": "train" if split == corpus.train else "held_out",
         "length": length,
+        **({} if split.ends else {"ends": "by id"}),
     }
     folder = cache / f"packing-{digest_of(json.dumps(of, sort_keys=True))[:24]}"
     bins, _ = _read(folder)

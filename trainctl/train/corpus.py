@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainctl.config.quality import asks
 from trainctl.config.registry import function_of
-from trainctl.config.schema import DataConfig, TokenizerConfig
+from trainctl.config.schema import DataConfig, Packing, TokenizerConfig
 from trainctl.config.text.documents import BadText, Reader, is_one_document, sides
 from trainctl.config.text.files import TextFiles, digest_of, split_files
 from trainctl.config.text.remote import version_of
@@ -108,6 +108,7 @@ def build_corpus(
                 "this version needs the folder"
             )
 
+    needed = _needs_ends(config, whole)
     if not in_parts(config):
 
         def write() -> None:
@@ -117,12 +118,12 @@ def build_corpus(
             encoder = separated(tokenizer, config.separator)
             write_corpus(folder, tokenizer, chunks_of(texts, encoder, progress), lambda: reader.bad)
 
-        return _from_cache(folder, write, tell)
+        return _from_cache(folder, write, tell, needed)
 
     def do(store: Store, tasks: Sequence[Task]) -> None:
         do_tasks(store, tasks, section=section, workers=workers, show=progress)
 
-    corpus, problem = read_corpus(folder)
+    corpus, problem = _read(folder, needed)
     if corpus is not None:
         return corpus
     store, tasks = _store_of(config, tokenizer, files)
@@ -167,7 +168,7 @@ def build_corpus(
             exit_code=ExitCode.environment,
         )
 
-    return _from_cache(folder, put_together, tell)
+    return _from_cache(folder, put_together, tell, needed)
 
 
 def _prepared(config: DataConfig, tokenizer: Tokenizer, tell: Tell) -> Corpus:
@@ -270,7 +271,9 @@ def cached_corpus(
     if spec_of(config).is_tokenized:
         return _in_place(config, tokenizer, folder, files, _unheard)
     file = folder / "corpus.json"
-    return Corpus.load(file) if file.is_file() else None
+    corpus = Corpus.load(file) if file.is_file() else None
+    is_too_old = corpus and not corpus.train.ends and _needs_ends(config, whole or config)
+    return None if is_too_old else corpus
 
 
 def _cached_at(
@@ -328,13 +331,33 @@ def build_users_corpus(
     return _from_cache(folder, write, tell)
 
 
-def _from_cache(folder: Path, write: Callable[[], None], tell: Tell) -> Corpus:
+def _needs_ends(config: DataConfig, whole: DataConfig) -> bool:
+    """Whether a source is of no use without the ends of its documents, which were not always kept.
+
+    Args:
+        config: Of the source.
+        whole: The `data` of the run.
+    """
+    return whole.packing is not Packing.stream or bool(config.fim_rate)
+
+
+def _read(folder: Path, needs_ends: bool) -> tuple[Corpus | None, str]:
+    """As `read_corpus`; without ends that are needed it is as one that is damaged."""
+    corpus, problem = read_corpus(folder)
+    if corpus is not None and needs_ends and not corpus.train.ends:
+        return None, "it does not say where documents end"
+    return corpus, problem
+
+
+def _from_cache(
+    folder: Path, write: Callable[[], None], tell: Tell, needs_ends: bool = False
+) -> Corpus:
     """The corpus of a folder, written where there is none or it is damaged."""
-    corpus, _ = read_corpus(folder)
+    corpus, _ = _read(folder, needs_ends)
     if corpus is not None:
         return corpus
     with locked(folder, tell):  # another launch may be tokenizing the same
-        corpus, problem = read_corpus(folder)
+        corpus, problem = _read(folder, needs_ends)
         if corpus is None:
             if problem:
                 tell(f"{folder} is damaged ({problem}): tokenizing the text again")

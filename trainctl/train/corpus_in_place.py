@@ -180,7 +180,8 @@ def _of_another_tokenizer(
 def _is_copy(name: str, file: Path) -> bool:
     """Whether a name is that of a file with the same bytes."""
     try:
-        return Path(name).read_bytes() == file.read_bytes()
+        # A name that somebody else wrote may be a device's, which has no end.
+        return Path(name).is_file() and Path(name).read_bytes() == file.read_bytes()
     except (OSError, ValueError):
         return False
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from trainctl.config.schema import Packing, RunConfig
 from trainctl.data.mixture import Count, plan_data
 from trainctl.data.progress import PreparationStanding
 from trainctl.errors import ExitCode, TrainctlError
@@ -66,8 +67,10 @@ def prepare(
     for name in sources_of(config.data):
         infilling_of(config, name)
     _check_length(plan, corpora, tell)
+    kept = as_before(corpora, run.corpus)
+    _check_ends(config, kept)
     make_room(config, corpora)
-    save_corpora(run.corpus, as_before(corpora, run.corpus))
+    save_corpora(run.corpus, kept)
 
 
 def help_to_prepare(plan: RunPlan) -> None:
@@ -116,6 +119,26 @@ def _check_length(plan: RunPlan, corpora: Corpora, tell: Callable[[str], None]) 
             f"the corpus has {tokens} tokens to train on",
             hint=f"training.epoch_tokens={tokens}, or leave it out: it is counted",
         )
+
+
+def _check_ends(config: RunConfig, corpora: Corpora) -> None:
+    """That a run of before ends of documents were kept goes on without what needs them.
+
+    Raises:
+        TrainctlError: It would pack or rearrange documents (exit code 5).
+    """
+    for name, section in sources_of(config.data).items():
+        needs = [
+            *(["data.packing=best_fit"] if config.data.packing is Packing.best_fit else []),
+            *(["fim_rate"] if section.fim_rate else []),
+        ]
+        if needs and not corpora[name].train.ends:
+            raise TrainctlError(
+                f"{' and '.join(needs)} would need to know where documents end, which was not kept "
+                "yet when this run was started",
+                hint="leave it out, or start a new run from this run's weights",
+                exit_code=ExitCode.run_state,
+            )
 
 
 def corpora_of(plan: RunPlan, run: RunPaths) -> Corpora:
