@@ -276,3 +276,11 @@ def test_a_protocol_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
     (finding,) = missing_files(config_of("files", "gs://bucket/*.txt"))
     assert finding.hint == "pip install 'trainctl[gcs]'" and finding.exit_code == 4
+
+
+def test_a_login_in_the_configuration_of_fsspec_is_kept(monkeypatch):
+    own = {"http": {"client_kwargs": {"auth": "mine", "timeout": 1}}}
+    monkeypatch.setattr(fsspec.config, "conf", own)
+    file_system, _ = remote.file_system_of("http://example.invalid/a.jsonl")
+    assert file_system.client_kwargs["auth"] == "mine"
+    assert file_system.client_kwargs["timeout"].sock_read == remote.SILENCE

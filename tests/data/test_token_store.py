@@ -1,5 +1,6 @@
 """The store: the corpus that it gives is that of before, bit for bit, and what it takes back."""
 
+import gzip
 import json
 import os
 import shutil
@@ -345,6 +346,17 @@ def test_the_space_that_is_asked_for_is_about_what_is_taken(texts):
     folders = [Path(corpus.folder), *cache_folder().glob("store-*/parts/*")]
     taken = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
     assert taken <= needed < 1.5 * taken
+
+
+def test_a_packed_text_is_longer_than_its_file(tmp_path):
+    files = [tmp_path / "a.txt", tmp_path / "a.txt.gz"]
+    files[0].write_bytes(b"some words " * 1000)
+    files[1].write_bytes(gzip.compress(files[0].read_bytes()))
+    needed = []
+    for file in files:
+        store, todo = store_of(new_section("data", "files", paths=[str(file)]))
+        needed.append(budget.space_needed(store, todo, todo) / file.stat().st_size)
+    assert needed[1] == pytest.approx(3 * needed[0], rel=0.01)
 
 
 def test_shares_are_all_of_it_and_the_corpus_is_joined_from_them(texts, monkeypatch):

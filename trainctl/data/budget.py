@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from trainctl.config.text.documents import Reader
+from trainctl.config.text.stream import is_packed
 from trainctl.data.encoding import dtype_for
 from trainctl.data.part import DamagedPart
 from trainctl.data.store import Store
@@ -20,6 +21,8 @@ _OF_A_DOCUMENT = 40
 """Bytes beside its tokens: its end, origin and hash in the store, and its end in the corpus."""
 _SAMPLE = 1 << 18
 """Characters that tell how many tokens a text has, where nothing has been tokenized yet."""
+_UNPACKED = 3.0
+"""Bytes of text in a byte of a packed file, at least."""
 
 
 def space_needed(store: Store, tasks: Sequence[Task], left: Sequence[Task]) -> int:
@@ -91,7 +94,8 @@ def _sampled(store: Store, tasks: Sequence[Task]) -> float:
         return 1.0
     ids = sum(len(each) for each in store.tokenizer.encode_all(texts))
     width = np.dtype(dtype_for(store.tokenizer.vocab_size)).itemsize
-    return (ids * width + len(texts) * _OF_A_DOCUMENT) / size
+    unpacked = _UNPACKED if is_packed(tasks[0].pieces[0].file) else 1.0
+    return (ids * width + len(texts) * _OF_A_DOCUMENT) / size * unpacked
 
 
 def _free(folder: Path) -> int:

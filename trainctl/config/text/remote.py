@@ -302,6 +302,10 @@ def file_system_of(url: str) -> tuple[Any, str]:
     if is_s3:
         limits = {"connect_timeout": SILENCE, "read_timeout": SILENCE}
         options = {"config_kwargs": {**limits, "retries": {"max_attempts": 0}}}
+    # Ours would take the place of the user's, in which there may be a login.
+    for protocol in ("http", "https", "s3", "s3a"):
+        own = fsspec.config.conf.get(protocol, {})
+        options = {name: {**own.get(name, {}), **ours} for name, ours in options.items()}
     try:
         file_system, path = fsspec.core.url_to_fs(url, **options)
         if is_s3:
