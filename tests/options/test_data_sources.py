@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import tarfile
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.feather
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from trainctl.config.files import missing_files
 from trainctl.config.registry import load, new_section
 from trainctl.config.schema import OnBadText, RunConfig
+from trainctl.config.text.columns import NoColumn
 from trainctl.config.text.documents import Reader
 from trainctl.config.text.files import find, split_files
 from trainctl.config.text.stream import Damaged
@@ -312,3 +314,10 @@ def test_without_its_package_the_extra_is_named(tmp_path, monkeypatch, kind):
     (finding,) = missing_files(config_of(kind, file))
     assert "reading Parquet and Arrow needs a package that is missing" in finding.message
     assert finding.hint == "pip install 'trainctl[data]'" and finding.exit_code == 4
+
+
+def test_a_first_row_that_is_a_text_is_not_repeated_whole() -> None:
+    told = NoColumn(
+        Path("notes.csv"), "text", ["'" + "many words " * 1000 + "'"], ["many words " * 1000]
+    )
+    assert len(told.message) < 200 and len(told.hint) < 100

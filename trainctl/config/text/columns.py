@@ -14,6 +14,8 @@ from trainctl.config.text.stream import Damaged
 from trainctl.errors import ExitCode, TrainctlError
 
 _SHOWN = 12
+_LONGEST = 80
+"""Characters of a name: of a file without names, the first row may be a whole text."""
 _ROWS_READ = 20
 """Of each file, before the start."""
 
@@ -31,9 +33,13 @@ class NoColumn(TrainctlError):
     def __init__(
         self, file: File, column: str, columns: Sequence[str], names: Sequence[str]
     ) -> None:
+        shown = [
+            name if len(name) <= _LONGEST else f"{name[:_LONGEST]}…" for name in columns[:_SHOWN]
+        ]
         more = [f"{len(columns) - _SHOWN} more"] if len(columns) > _SHOWN else []
-        has = f"it has {', '.join([*columns[:_SHOWN], *more])}" if columns else "it has none"
-        meant = nearest(column, [*names], count=1) or [*names][:1]
+        has = f"it has {', '.join([*shown, *more])}" if columns else "it has none"
+        names = [name for name in names if len(name) <= _LONGEST]
+        meant = nearest(column, names, count=1) or names[:1]
         hint = f"data.text_key={meant[0]}" if meant else "write the text under one key"
         super().__init__(f"{file}: no column {column!r} of texts: {has}", hint=hint)
 
