@@ -119,6 +119,7 @@ FOUND_ELSEWHERE = {
     "TC346": "A source of which a run takes another number of tokens or epochs than was asked for.",
     "TC347": "Text that a longer sequence leaves out of an epoch that has begun.",
     "TC348": "A source whose files cannot be read.",
+    "TC350": "A source that trains on what another source holds out.",
     "TC359": "Filters made for pages of the web, on sources of programs.",
     "TC360": "A file of ids that does not fit its index, or whose ids are not the tokenizer's.",
 }

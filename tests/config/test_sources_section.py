@@ -143,3 +143,23 @@ def test_what_is_wrong_with_a_source_names_its_keys_and_its_files(tmp_path):
     assert missing.message == "no file matches 'data.jsonl'"
     assert keyless.message.startswith(f"{tmp_path}/data.x.jsonl:1: no text")
     assert keyless.hint == "data.sources.a.text_key=body"
+
+
+def test_a_source_does_not_train_on_what_another_holds_out(tmp_path):
+    (tmp_path / "c").mkdir()
+    for number in range(20):
+        (tmp_path / "c" / f"{number}.txt").write_text(f"{number} words, enough of them " * 200)
+    (tmp_path / "p.jsonl").write_text('{"body": "some words"}\n' * 2000)
+
+    def found(*overrides):
+        also = ["data.sources.prose.paths=[p.jsonl]", *overrides]
+        config = compose(["recipe=mix", "data.sources.code.held_out_fraction=0.2", *also]).config
+        return [finding for finding in check_text(config) if finding.rule == "TC350"]
+
+    more = "data.sources.more={kind:files,paths:[c],weight:1,held_out_fraction:%s}"
+    assert not found() and not found(more % "0.2"), "the same files are on the same side"
+    (finding,) = found(more % "0.05")
+    assert finding.key == "data.sources.more.held_out_fraction" and finding.is_error
+    assert ".txt and 2 more, which data.sources.code holds out" in finding.message
+    assert not found(more % "0.05", "data.decontaminate=[held_out]")
+    assert not found(more % "0.05", "data.dedup=exact")

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from trainctl.config.quality import HELD_OUT
 from trainctl.config.registry import load
-from trainctl.config.schema import DataConfig, DataFromPaths, RunConfig
+from trainctl.config.schema import DataConfig, DataFromPaths, Dedup, RunConfig
 from trainctl.config.special_tokens import TokenizerFacts
 from trainctl.config.text.files import (
     FoundFiles,
@@ -36,6 +37,7 @@ TEXT_KEY = "TC139"
 FOLDER = "TC140"
 SIDES = "TC141"
 BAD_TEXT = "TC142"
+OVERLAP = "TC350"
 UNFIT_IDS = "TC360"
 
 _FILES_OPENED = 1000
@@ -110,8 +112,8 @@ def _facts(config: RunConfig) -> TokenizerFacts | None:
 
 
 def _of_sources(config: RunConfig) -> list[Finding]:
-    """What is to be said of each source, under the keys that it has."""
-    return [
+    """What is to be said of each source, under the keys that it has, and of each beside others."""
+    found = [
         replace(
             finding,
             key=under_source(name, section, finding.key),
@@ -121,6 +123,31 @@ def _of_sources(config: RunConfig) -> list[Finding]:
         for name, section in config.data.sources.items()
         for finding in check_text(replace(config, data=cast(DataConfig, section)))
     ]
+    return found if any(each.is_error for each in found) else [*found, *_overlaps(config.data)]
+
+
+def _overlaps(data: DataConfig) -> Iterator[Finding]:
+    """Files that one source holds out, and another trains on; their texts may be left out yet."""
+    if data.dedup is not Dedup.none or HELD_OUT in data.decontaminate:
+        return
+    sides = {}
+    for name, section in data.sources.items():
+        if not load("data", section.kind).is_prepared:
+            files = split_files(cast(DataConfig, section))
+            sides[name] = TextFiles([], []) if files.by_document else files
+    for name, files in sides.items():
+        for other, others in sides.items():
+            both = sorted({*files.train} & {*others.held_out}, key=order) if name != other else []
+            if both:
+                more = f" and {len(both) - 1:,} more" if len(both) > 1 else ""
+                yield Finding(
+                    rule=OVERLAP,
+                    key=f"data.sources.{name}.held_out_fraction",
+                    message=f"data.sources.{name} trains on {both[0]}{more}, which "
+                    f"data.sources.{other} holds out",
+                    hint="data.decontaminate=[held_out] leaves them out; or the same share of the "
+                    "same files in both",
+                )
 
 
 def under_source(name: str, section: Any, text: str) -> str:
