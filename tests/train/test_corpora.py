@@ -217,7 +217,7 @@ def test_prepare_says_what_each_source_has(texts, tmp_path, monkeypatch, capsys)
     config = mixed(texts, "code", "prose")
     monkeypatch.setattr(
         "trainctl.cli.data_prepare.compose_target",
-        lambda *_: type("Composed", (), {"config": config})(),
+        lambda *_: type("Composed", (), {"config": config, "source_of": lambda *_: ""})(),
     )
     prepare_command([], as_json=True)
     answer = json.loads(capsys.readouterr().out)
