@@ -207,7 +207,7 @@ def test_a_data_source_has_keys_and_checks_of_its_own(trainctl, tmp_path: Path) 
     wrong = trainctl("validate", "recipe=tiny", "data=fortune", expect=2)
     assert "did you mean data=fortunes?" in wrong.stderr
     schema = json.loads(trainctl("config", "schema", "data").stdout)
-    assert schema["properties"]["separator"]["default"] == "%"
+    assert schema["properties"]["divider"]["default"] == "%"
     chosen = ("validate", "recipe=tiny", "data=fortunes")
     unnamed = trainctl(*chosen, expect=2)
     assert "data.kind=fortunes needs data.paths" in unnamed.stderr
@@ -234,7 +234,7 @@ def test_a_data_source_is_trained_on_and_found_again(trained: Trained) -> None:
     (passage, *_) = json.loads(shown)["samples"][0]["passages"]
     text = Path(passage["file"]).read_text().split("\n")[passage["line"] - 1]
     assert text.endswith(":") and Path(passage["file"]).parent == trained.run.parent / "texts"
-    separated = ("data.separator=--", "training.steps=6")
+    separated = ("data.divider=--", "training.steps=6")
     changed = trained.trainctl("resume", "run", *separated, expect=5)
     assert "the corpus is not the one that this run started with" in changed.stderr
 

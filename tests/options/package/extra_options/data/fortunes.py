@@ -17,7 +17,7 @@ from trainctl.options.data import DataSource
 class FortunesConfig(DataFromPaths):
     """Its own keys."""
 
-    separator: str = option("%", "Line between two texts.")
+    divider: str = option("%", "Line between two texts.")
 
 
 def problem(file: Path, section: DataConfig) -> FileProblem | None:
@@ -33,7 +33,7 @@ def read(reader: Reader, file: Path) -> Iterator[Document]:
     assert isinstance(section, FortunesConfig)
     whole = reader.decoded(file.read_bytes(), str(file), whole=True) or ""
     line = 1
-    for text in whole.split(f"\n{section.separator}\n"):
+    for text in whole.split(f"\n{section.divider}\n"):
         yield Document(text, file, line)
         line += text.count("\n") + 2
 
