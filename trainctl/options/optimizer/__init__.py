@@ -18,6 +18,9 @@ from trainctl.config.registry import Spec, load
 from trainctl.config.schema import OffloadDevice, OptimizerConfig
 from trainctl.config.schema.option import option
 
+ELEMENT = "the element"
+"""What an elementwise rule needs."""
+
 
 class Maker(Enum):
     """Whose code makes the update."""
@@ -175,6 +178,11 @@ class Optimizer(Spec):
     width_rule: WidthRule | None = None
     decays_gradient: bool = False
     deepspeed: OptimizerForm | None = None
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether one element's update depends on that element alone."""
+        return self.needs == ELEMENT
 
     @property
     def has_matrix_rule(self) -> bool:

@@ -15,6 +15,7 @@ from trainctl.plan.rules import (
     batch,
     data,
     deterministic,
+    engine,
     escape,
     kernels,
     layout,
@@ -130,6 +131,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC362", data.bins_have_one_length),
     ("TC363", data.infilling_has_its_tokens),
     ("TC365", data.stream_has_its_place),
+    ("TC405", engine.engine_has_what_is_asked),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 
