@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from trainctl.engines.fsdp2.settings import Settings
 from trainctl.engines.mesh import Axis
-from trainctl.engines.shards import Pieces, Read
+from trainctl.engines.shards import ParameterPiece, Pieces, Read
 
 
 def rows_of(count: int, axis: Axis) -> range:
@@ -42,7 +42,7 @@ class ShardMaker:
     def __init__(self, replicas: Axis, place: torch.device) -> None:
         self._replicas, self._place = replicas, place
 
-    def __call__(self, meta: nn.Parameter, read: Read) -> nn.Parameter:
+    def __call__(self, meta: nn.Parameter, piece: ParameterPiece, read: Read) -> nn.Parameter:
         """The shard that takes a skeleton's place until `shard` puts it into torch's."""
         rows = rows_of(meta.shape[0], self._replicas)
         shard = torch.empty((len(rows), *meta.shape[1:]), dtype=torch.float32, device=self._place)

@@ -19,7 +19,7 @@ from trainctl.config.schema import OffloadDevice, OptimizerConfig
 from trainctl.config.schema.option import option
 
 ELEMENT = "the element"
-"""What an elementwise rule needs."""
+"""What elementwise rules need: to them the pieces of a parameter are all the same."""
 
 
 class Maker(Enum):
