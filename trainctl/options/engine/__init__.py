@@ -39,6 +39,7 @@ class EngineSpec(Spec):
             `trainctl.plan.deepspeed.derived_settings`; empty for none.
         takes_json: Whether these are DeepSpeed's JSON, and what is known of that holds for it.
         phases: `module:function` of the memory of a rank, as `trainctl.memory.phases.phases`.
+        offloaded: The same of what a rank has in host memory, as `trainctl.memory.host.offloaded`.
         makers: Whose optimizers it can step.
         gradients: Format in which gradients are added up and sent, whatever the weights' is; None
             is what `precision` says.
@@ -49,6 +50,7 @@ class EngineSpec(Spec):
     settings: str = ""
     takes_json: bool = False
     phases: str = "trainctl.memory.phases:phases"
+    offloaded: str = "trainctl.memory.host:offloaded"
     makers: tuple[Maker, ...] = (Maker.torch, Maker.trainctl)
     gradients: DataType | None = None
     limits: tuple[Limit, ...] = ()

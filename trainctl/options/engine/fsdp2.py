@@ -167,6 +167,8 @@ SPEC = EngineSpec(
     keys=Fsdp2Config,
     build="trainctl.engines.fsdp2.room:Fsdp2Room",
     settings="trainctl.plan.fsdp2:derived_settings",
+    phases="trainctl.memory.fsdp2:phases",
+    offloaded="trainctl.memory.fsdp2:offloaded",
     gradients=DataType.fp32,
     limits=LIMITS,
 )
