@@ -60,12 +60,14 @@ def compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Compose
 
     Raises:
         TrainctlError: With every problem of the configuration: where some of it is wrong, the rest
-            is planned all the same, to say what else is.
+            is planned all the same, to say what else is. Of a model that could not be read nothing
+            else can be said.
     """
     composed = examine(overrides or (), config_dir=config_dir)
     if composed.has_error:
         wrong = {finding.key for finding in composed.findings if finding.is_error}
-        further = [f for f in plan(composed).findings if f.is_error and f.key not in wrong]
+        planned = () if composed.config.model.is_unread else plan(composed).findings
+        further = [f for f in planned if f.is_error and f.key not in wrong]
         raise TrainctlError.from_findings([*composed.findings, *further])
     return composed
 

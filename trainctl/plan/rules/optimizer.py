@@ -32,7 +32,7 @@ def groups_match_parameters(draft: Draft) -> Iterator[Finding]:
     if not config.optimizer.groups:
         return
     left = [tensor.name for tensor in all_tensors(config.model)]
-    names_are_known = config.model.has_closed_form or bool(config.model.tensors)
+    names_are_known = config.model.factory is None
     for index, entry in enumerate(config.optimizer.groups):
         key = f"optimizer.groups[{index}]"
         try:
