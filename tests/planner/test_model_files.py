@@ -11,7 +11,6 @@ import pytest
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerFromPath
-from trainctl.config.tensor_table import to_table
 from trainctl.plan.disk_names import parts_of
 from trainctl.plan.shapes import all_tensors
 from trainctl.planner.model_files import check_model_files
@@ -121,12 +120,13 @@ def test_published_experts_are_found_under_their_own_names(
         "model.layers.0.mlp.experts.down_proj": (2, 4, 3),
         "model.layers.0.mlp.gate.weight": (2, 4),
     }
+    fused_table = [f"{name} {'x'.join(map(str, shape))} weight" for name, shape in fused.items()]
     stored = {f"model.layers.0.{router}.gate.weight": (2, 4)}
     for expert in range(2):
         for pattern, shape in ((gate, (3, 4)), (up, (3, 4)), (down, (4, 3))):
             stored[f"model.layers.0.{pattern.format(e=expert)}.weight"] = shape
     save(tmp_path / "model.safetensors", stored, "BF16")
-    model = {"family": "hf", "path": "x", "tensors": to_table(fused.items())}
+    model = {"family": "hf", "path": "x", "anatomy": fused_table}
     assert check_model_files(config(tmp_path, **model)) == []
     parts = parts_of("model.layers.0.mlp.experts.gate_up_proj", (2, 6, 4), stored)
     words = [part.name.rsplit(".", 3)[1:3] for part in parts]

@@ -25,7 +25,7 @@ def blocks_of_stages(
         return tuple(parallelism.stage_blocks)
     layers, stages = model.num_layers, parallelism.pipeline
     uniform = parallelism.pipeline_partition is PipelinePartition.uniform
-    if uniform or layers < stages:
+    if uniform or stages == 1 or layers < stages:
         return tuple((layers + stages - 1 - stage) // stages for stage in range(stages))
     if parallelism.pipeline_partition is PipelinePartition.parameters:
         first, block, last = _parameters(model)

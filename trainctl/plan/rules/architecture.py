@@ -13,7 +13,7 @@ from trainctl.plan.shapes import anatomy
 def architecture_has_the_attention(draft: Draft) -> Iterator[Finding]:
     """`model.attention` is one that transformers has for the architecture."""
     model = draft.config.model
-    read = anatomy(model)
+    read = None if model.is_unread else anatomy(model)
     if read is None or model.attention.value in read.attentions:
         return
     on_gpus = {AttentionKind.flash_attention_2.value: " (on GPUs)"}
@@ -29,7 +29,7 @@ def architecture_has_the_attention(draft: Draft) -> Iterator[Finding]:
 def state_ends_with_its_document(draft: Draft) -> Iterator[Finding]:
     """A recurrent state has no mask: it goes on from one document of a sample into the next."""
     config = draft.config
-    read = anatomy(config.model)
+    read = None if config.model.is_unread else anatomy(config.model)
     if read is not None and read.is_recurrent and config.data.mask_documents:
         yield error(
             "data.mask_documents",

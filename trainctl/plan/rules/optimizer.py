@@ -29,7 +29,7 @@ def optimizer_fits_the_layout(draft: Draft) -> Iterator[Finding]:
 def groups_match_parameters(draft: Draft) -> Iterator[Finding]:
     """Each entry of optimizer.groups is the first to match some parameter."""
     config = draft.config
-    if not config.optimizer.groups:
+    if not config.optimizer.groups or config.model.is_unread:
         return
     left = [tensor.name for tensor in all_tensors(config.model)]
     names_are_known = config.model.factory is None
