@@ -1,4 +1,4 @@
-"""Any architecture: transformers saves it, trainctl reads, keeps and exports it, transformers loads.
+"""Any architecture: what transformers saves, trainctl reads and exports, and transformers loads.
 
 In one process, as a rank does it; that ranks train from such weights is in `test_architectures`.
 """
@@ -139,9 +139,8 @@ def test_every_parameter_starts_as_transformers_starts_it(kind, tmp_path):
             ratio = float(values.std(correction=0) / other.std(correction=0))
             assert abs(ratio - 1) < 2 * spread, (name, ratio)
         middle = parameter.numel() // 3
-        assert torch.equal(
-            source.read(name, parameter.shape, middle, middle + 1), values[middle:][:1]
-        )
+        one = source.read(name, parameter.shape, middle, middle + 1)
+        assert torch.equal(one, values[middle : middle + 1]), name
 
 
 def test_a_range_of_experts_is_read_from_their_own_files_alone(tmp_path):
@@ -164,11 +163,8 @@ def test_a_range_of_experts_is_read_from_their_own_files_alone(tmp_path):
     mine = read_shard(
         lambda start, end: source.read(FUSED, whole.shape, start, end), shard, 0, whole.numel() // 2
     )
-    gate, up = whole.chunk(2, dim=1)
-    assert torch.equal(
-        mine.view(4, -1, 32),
-        torch.cat([gate[:, gate.shape[1] // 2 :], up[:, up.shape[1] // 2 :]], 1),
-    )
+    halves = [part.chunk(2, dim=1)[1] for part in whole.chunk(2, dim=1)]  # of gate, and of up
+    assert torch.equal(mine.view(4, -1, 32), torch.cat(halves, 1))
 
 
 def test_wrong_files_are_told_with_the_tensor_and_its_file(tmp_path):

@@ -41,7 +41,7 @@ class Unit:
 
     Attributes:
         shapes: Theirs, by the names in the files.
-        dtype: Of buffers, which keep their own; None takes the file's.
+        dtype: That of a buffer, which keeps its own; None takes the file's.
         pieces: Their elements in that order, flat.
     """
 
