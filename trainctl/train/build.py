@@ -62,7 +62,7 @@ def materialise(
         if meta not in filled:
             piece = pieces[meta]
             read = partial(source.read, piece.name, piece.shape)
-            filled[meta] = make(meta, partial(read_shard, read, piece.shard))
+            filled[meta] = make(meta, piece, partial(read_shard, read, piece.shard))
         setattr(module, attribute, filled[meta])
     fill_buffers(persistent_buffers(model) if buffers is None else buffers, source)
     _move_buffers(model, device)
@@ -77,8 +77,10 @@ def fill_buffers(buffers: Iterable[Buffer], source: WeightSource) -> None:
             buffer.tensor.copy_(values.view(buffer.tensor.shape))
 
 
-def _whole(device: torch.device, meta: nn.Parameter, read: Read) -> nn.Parameter:
-    """All of a parameter."""
+def _whole(
+    device: torch.device, meta: nn.Parameter, piece: ParameterPiece, read: Read
+) -> nn.Parameter:
+    """All of what a rank has of a parameter."""
     data = read(0, meta.numel()).view(meta.shape).to(device=device, dtype=meta.dtype)
     return nn.Parameter(data, requires_grad=meta.requires_grad)
 
