@@ -34,7 +34,7 @@ Fetch = Callable[[str], torch.Tensor]
 
 
 @dataclass(slots=True)
-class Joined:
+class Converted:
     """Tensors of the files that become one or several of the model's.
 
     Attributes:
@@ -88,7 +88,7 @@ class StoredModel:
         state = model.state_dict()
         groups, self.unused = _grouped(model, stored, state)
         wanted = {name: tuple(tensor.shape) for name, tensor in canonical_tensors(model).items()}
-        self.joined: dict[str, Joined] = {}
+        self.joined: dict[str, Converted] = {}
         self.differing: list[str] = []
         self.unreadable = [
             f"{name} in {tensor.dtype}"
@@ -118,7 +118,7 @@ class StoredModel:
             said.append(f"quantised weights are not read: {some(self.unreadable)}")
         return said
 
-    def _shapes(self, group: Joined) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, group: Converted) -> dict[str, tuple[int, ...]]:
         """What a group makes, by running it on tensors without values; none where it fails."""
         if group.converter is None:
             return {group.first: self._stored[group.names[0]].shape}
@@ -142,7 +142,7 @@ class StoredModel:
 
 def _grouped(
     model: PreTrainedModel, stored: Iterable[str], state: dict[str, Any]
-) -> tuple[list[Joined], list[str]]:
+) -> tuple[list[Converted], list[str]]:
     """Names of files, by what they become; and those that become nothing.
 
     As `convert_and_load_state_dict_in_model` of transformers sorts them.
@@ -151,7 +151,7 @@ def _grouped(
     renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
     converters = [item for item in transforms if isinstance(item, WeightConverter)]
     by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
-    groups: dict[str, Joined] = {}
+    groups: dict[str, Converted] = {}
     unused: list[str] = []
     prefix = model.base_model_prefix
     for name in sorted(stored, key=dot_natural_key):
@@ -161,9 +161,9 @@ def _grouped(
         if renamed not in state:
             unused.append(name)
         elif pattern is None:
-            groups[renamed] = Joined(renamed, None, {"": [name]})
+            groups[renamed] = Converted(renamed, None, {"": [name]})
         else:
-            group = groups.setdefault(renamed, Joined(renamed, by_pattern[pattern]))
+            group = groups.setdefault(renamed, Converted(renamed, by_pattern[pattern]))
             group.sources.setdefault(pattern, []).append(name)
     for group in groups.values():
         if group.converter is not None:  # an expert's tensors lie at its place in each list
@@ -174,7 +174,7 @@ def _grouped(
     return list(groups.values()), unused
 
 
-def _is_by_row(group: Joined, shape: tuple[int, ...]) -> bool:
+def _is_by_row(group: Converted, shape: tuple[int, ...]) -> bool:
     """Whether each tensor of the files is a part of one row of the result."""
     assert group.converter is not None
     first, *others = group.converter.operations
@@ -191,7 +191,7 @@ def _leaves_rows(operation: ConversionOps) -> bool:
 
 def _differs(
     name: str,
-    group: Joined,
+    group: Converted,
     shape: tuple[int, ...],
     wanted: tuple[int, ...],
     stored: Mapping[str, StoredTensor],

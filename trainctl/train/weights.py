@@ -21,7 +21,7 @@ from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
 from trainctl.plan import mup
 from trainctl.train.initial import ONE, ZERO, Law, Laws, Stretch, initial_laws, normal
-from trainctl.train.stored import Joined, StoredModel
+from trainctl.train.stored import Converted, StoredModel
 
 CHUNK = 1 << 16
 """Elements drawn from one generator; part of what a seed means, so never change it."""
@@ -155,7 +155,7 @@ class SafetensorsWeights:
             return self._whole(joined.names[0])
         return self._converted(joined, None)[name]
 
-    def _converted(self, joined: Joined, row: int | None) -> dict[str, torch.Tensor]:
+    def _converted(self, joined: Converted, row: int | None) -> dict[str, torch.Tensor]:
         """What stored tensors become; the last result is kept for the ranges beside."""
         key = joined.first, row
         if self._last is None or self._last[0] != key:
