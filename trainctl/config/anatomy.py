@@ -63,7 +63,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Buffer:
+class SavedBuffer:
     """A tensor that is saved and has no gradient, such as the bias of a router.
 
     Attributes:
@@ -138,7 +138,7 @@ class Anatomy:
     parameters: tuple[Parameter, ...]
     blocks: tuple[Block, ...]
     ties: tuple[tuple[str, str], ...] = ()
-    buffers: tuple[Buffer, ...] = ()
+    buffers: tuple[SavedBuffer, ...] = ()
     attentions: tuple[str, ...] = field(default=("eager",))
     is_recurrent: bool = False
 
@@ -257,7 +257,7 @@ def _read(table: tuple[str, ...]) -> Anatomy:
     blocks = [_block(name, said) for name, said in entries if said.startswith("block ")]
     numbers = {block.name: number for number, block in enumerate(blocks)}
     parameters: list[Parameter] = []
-    buffers: list[Buffer] = []
+    buffers: list[SavedBuffer] = []
     ties: list[tuple[str, str]] = []
     attentions: tuple[str, ...] = ()
     is_recurrent = False
@@ -271,7 +271,7 @@ def _read(table: tuple[str, ...]) -> Anatomy:
             ties.append((name, words[0]))
         elif kind != "block":
             tensor = _tensor(name, said, numbers)
-            if isinstance(tensor, Buffer):
+            if isinstance(tensor, SavedBuffer):
                 buffers.append(tensor)
             else:
                 parameters.append(tensor)
@@ -285,14 +285,14 @@ def _read(table: tuple[str, ...]) -> Anatomy:
     )
 
 
-def _tensor(name: str, said: str, blocks: dict[str, int]) -> Parameter | Buffer:
+def _tensor(name: str, said: str, blocks: dict[str, int]) -> Parameter | SavedBuffer:
     found = _TENSOR.fullmatch(said)
     if found is None or found[2] not in {"buffer", *(role.value for role in Role)}:
         raise _no_entry(name, said)
     sizes, role, sharded = found.groups()
     shape = () if sizes == "scalar" else tuple(map(int, sizes.split("x")))
     if role == "buffer":
-        return Buffer(name=name, shape=shape)
+        return SavedBuffer(name=name, shape=shape)
     return Parameter(
         name=name,
         shape=shape,

@@ -24,7 +24,15 @@ from transformers import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.anatomy import Anatomy, Attention, Block, Buffer, Parameter, Role, block_of
+from trainctl.config.anatomy import (
+    Anatomy,
+    Attention,
+    Block,
+    Parameter,
+    Role,
+    SavedBuffer,
+    block_of,
+)
 from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
 from trainctl.engines import declared
 from trainctl.engines.patches import At
@@ -179,7 +187,7 @@ class _Reader:
                 (name, parameters[tensor]) for name, tensor in aliases if name != parameters[tensor]
             ),
             buffers=tuple(
-                Buffer(name=name, shape=tuple(t.shape))
+                SavedBuffer(name=name, shape=tuple(t.shape))
                 for name, t in built.state_dict(keep_vars=True).items()
                 if not isinstance(t, nn.Parameter)
             ),
