@@ -19,6 +19,12 @@ ZENFLOW = {
     "offload__zenflow": True,
     "optimizer__gradient_clipping": 0.0,
 }
+EXPERTS = {
+    "model__family": "hf",
+    "model__path": "m",
+    "model__num_experts": 8,
+    "parallelism__expert": 2,
+}
 NVME = {"zero_stage__stage": 3, "offload__optimizer": "nvme"}
 PARTITIONED = {
     "activation_checkpointing__mode": "full",
@@ -401,10 +407,64 @@ ERRORS = [
     ("TC009", {"parallelism__expert": 2}, gpus(8), "no experts", "parallelism.expert=1"),
     (
         "TC009",
-        {"parallelism__expert": 3, "model__family": "hf", "model__path": "m"},
+        {"parallelism__expert": 2, "model__family": "hf", "model__path": "m"},
+        gpus(8),
+        "the model of m has no experts",
+        "parallelism.expert=1",
+    ),
+    (
+        "TC009",
+        {**EXPERTS, "parallelism__expert": 3, "model__num_experts": 12},
         gpus(8),
         "data-parallel size 8",
         "expert=2 or 4",
+    ),
+    (
+        "TC009",
+        {**EXPERTS, "parallelism__expert": 8, "model__num_experts": 12},
+        gpus(8),
+        "the model's 12 experts",
+        "expert=4",
+    ),
+    *(
+        ("TC390", {**EXPERTS, **changes}, gpus(8), f"{text} with parallelism.expert=2", hint)
+        for changes, text, hint in (
+            ({"parallelism__tensor": 2}, "parallelism.tensor=2", "parallelism.tensor=1"),
+            ({"parallelism__sequence": 2}, "parallelism.sequence=2", "parallelism.sequence=1"),
+            ({"parallelism__pipeline": 2}, "parallelism.pipeline=2", "parallelism.pipeline=1"),
+            ({"optimizer__kind": "muon"}, "optimizer.kind=muon", "optimizer=adamw"),
+            ({"precision__compute": "fp16"}, "precision.compute=fp16", "precision=bf16"),
+            ({"precision__autocast": True}, "precision.autocast=true", "precision=bf16"),
+            (OFFLOAD, "offload.optimizer=cpu", "offload=none"),
+            (
+                {"zero_stage__stage": 3, "zero_stage__hpz_partition_size": 8},
+                "zero_stage.hpz_partition_size=8",
+                "zero_stage.hpz_partition_size=1",
+            ),
+            (
+                {"zero_stage__stage": 3, "zero_stage__quantized_weights": True},
+                "zero_stage.quantized_weights=true",
+                "zero_stage.quantized_weights=false",
+            ),
+            (
+                {"zero_stage__stage": 2, "zero_stage__reduce_scatter": False},
+                "zero_stage.reduce_scatter=false",
+                "zero_stage.reduce_scatter=true",
+            ),
+            ({"kernels__compile": "blocks"}, "kernels.compile=blocks", "kernels.compile=none"),
+            (
+                {"gradients__centralize": True},
+                "gradients.centralize=true",
+                "gradients.centralize=false",
+            ),
+        )
+    ),
+    (
+        "TC031",
+        {**EXPERTS, "zero_stage__stage": 0},
+        gpus(8),
+        "would clip by a gradient norm without experts",
+        "zero_stage=1",
     ),
     ("TC010", {"model__attention": "flash_attention_2"}, cpus(), "needs a GPU", "sdpa"),
     (

@@ -59,7 +59,6 @@ def test_what_can_be_trained_today_is_not_refused(changes):
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"parallelism__expert": 2}, "parallelism.expert=2"),
         ({"model__trust_remote_code": True}, "model.trust_remote_code=true"),
     ],
 )

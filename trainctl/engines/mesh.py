@@ -50,6 +50,8 @@ class ProcessMesh:
         tensor: Ranks with another shard of the same matrices.
         pipeline: Ranks with other blocks.
         replicas: data and sequence together: over these ZeRO partitions and gradients are averaged.
+        expert: Ranks next to each other on the data axis, each with other experts of every layer.
+        expert_replicas: Those of the replicas that have the same experts.
     """
 
     data: Axis
@@ -57,6 +59,8 @@ class ProcessMesh:
     tensor: Axis
     pipeline: Axis
     replicas: Axis
+    expert: Axis
+    expert_replicas: Axis
 
     @property
     def is_data_only(self) -> bool:
@@ -73,6 +77,7 @@ def join_mesh(shape: Mesh, rank: int, timeout: timedelta) -> ProcessMesh:
     The order of the ranks is that of `plan.types.Mesh`: tensor fastest, pipeline slowest.
     """
     sizes = (shape.pipeline, shape.data, shape.sequence, shape.tensor)
+    of_experts = (shape.pipeline, shape.data // shape.expert, shape.expert, *sizes[2:])
     ranks = np.arange(shape.world_size).reshape(sizes)
     pipeline, data, sequence, tensor = (int(index) for index in np.unravel_index(rank, sizes))
 
@@ -83,10 +88,15 @@ def join_mesh(shape: Mesh, rank: int, timeout: timedelta) -> ProcessMesh:
         group = dist.new_group(listed, timeout=timeout, use_local_synchronization=True)
         return Axis(listed.index(rank), tuple(listed), group)
 
+    replicas = axis(ranks[pipeline, :, :, tensor])
+    split, (copy, expert) = ranks.reshape(of_experts), divmod(data, shape.expert)
+    same_experts = split[pipeline, :, expert, :, tensor]
     return ProcessMesh(
         data=axis(ranks[pipeline, :, sequence, tensor]),
         sequence=axis(ranks[pipeline, data, :, tensor]),
         tensor=axis(ranks[pipeline, data, sequence, :]),
         pipeline=axis(ranks[:, data, sequence, tensor]),
-        replicas=axis(ranks[pipeline, :, :, tensor]),
+        replicas=replicas,
+        expert=axis(split[pipeline, copy, :, sequence, tensor]),
+        expert_replicas=replicas if shape.expert == 1 else axis(same_experts),
     )

@@ -20,7 +20,7 @@ from trainctl.engines.fragments import Fragment, Place
 from trainctl.engines.mesh import ProcessMesh
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.engines.process import Process
-from trainctl.engines.shards import Pieces, Read
+from trainctl.engines.shards import ParameterPiece, Pieces, Read
 from trainctl.engines.stopwatch import Stopwatch
 from trainctl.engines.updater import Updater
 from trainctl.plan.batches import Batch
@@ -33,9 +33,9 @@ CLIPPING_EPSILON = 1e-6
 Change = Callable[[Place, torch.Tensor], None]
 """Changes some elements of a gradient in place: flat, in any floating type."""
 
-MakeParameter = Callable[[nn.Parameter, Read], nn.Parameter]
-"""Of a skeleton's parameter, and a reader of the flattened values of this rank's shard of it: the
-real parameter."""
+MakeParameter = Callable[[nn.Parameter, ParameterPiece, Read], nn.Parameter]
+"""Of a skeleton's parameter, what of it this rank has, and a reader of the flattened values of
+that: the real parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

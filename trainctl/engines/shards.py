@@ -75,6 +75,8 @@ class ParameterPiece:
         is_embedding: Whether it is looked up (also where it is the output projection as well).
         is_head: Whether it is the weight of the output projection.
         inputs_first: Whether the rows of the matrix are its inputs, as gpt2 has them.
+        is_expert: Whether the shard is of experts, along the expert axis: other replicas have the
+            others.
     """
 
     name: str
@@ -85,6 +87,7 @@ class ParameterPiece:
     is_embedding: bool = False
     is_head: bool = False
     inputs_first: bool = False
+    is_expert: bool = False
 
 
 Pieces = dict[nn.Parameter, ParameterPiece]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainctl.engines.needs import MUP, RECOMPUTED, TENSOR
+from trainctl.engines.needs import EXPERTS, MUP, RECOMPUTED, TENSOR
 from trainctl.engines.patches import At, How, Table, Use
 
 _MODELS = "transformers.models"
@@ -45,6 +45,23 @@ USES = (
         why="a trace has no positions to find documents by",
         signature="(position_ids)",
         at=At.trace,
+    ),
+    Use(
+        target="transformers.integrations.moe:use_experts_implementation",
+        how=How.read,
+        why="a model's experts are found, and computed by trainctl's function, whose rows come "
+        "from all ranks of the expert axis",
+        contains="experts_interface.get_interface(self.config._experts_implementation, "
+        "original_forward)",
+        names=("_experts_implementation", "_is_expert_parallel", "num_experts", "expert_axis"),
+        need=EXPERTS,
+    ),
+    Use(
+        target="transformers.integrations.moe:grouped_mm_experts_forward",
+        how=How.called,
+        why="it multiplies the rows of a rank's own experts",
+        signature="(self, hidden_states, top_k_index, top_k_weights)",
+        need=EXPERTS,
     ),
     Use(
         target="transformers.integrations.moe:_can_use_grouped_mm",

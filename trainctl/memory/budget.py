@@ -297,5 +297,5 @@ def _notes(plan: RunPlan, traced: TracedModel | None) -> list[str]:
     if config.kernels.compile is not CompileKind.none:
         notes.append("Compiled blocks are counted as transformers' own code: they keep less.")
     if plan.mesh.expert > 1:
-        notes.append("Expert parallelism is not counted: no model here has experts yet.")
+        notes.append("Experts are counted as if every replica had all of them.")
     return notes

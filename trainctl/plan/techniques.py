@@ -23,5 +23,3 @@ def _wanted(config: RunConfig) -> Iterator[tuple[str, object, str]]:
         return
     if config.model.trust_remote_code:
         yield "model.trust_remote_code", "true", "a model's own code"
-    if config.parallelism.expert > 1:
-        yield "parallelism.expert", config.parallelism.expert, "expert parallelism"

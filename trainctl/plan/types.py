@@ -21,7 +21,8 @@ class Mesh:
     """Sizes of the process mesh; `world_size` is the product of data, tensor, pipeline, sequence.
 
     Ranks are ordered with tensor fastest, then sequence, then data, then pipeline slowest, so that
-    a tensor-parallel group stays inside a node.
+    a tensor-parallel group stays inside a node. The expert axis is a part of the data axis, and
+    its ranks lie next to each other there.
     """
 
     data: int
@@ -29,6 +30,11 @@ class Mesh:
     pipeline: int
     sequence: int
     expert: int = 1
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks of a stage that have the same experts."""
+        return self.data * self.sequence // self.expert
 
     @property
     def world_size(self) -> int:

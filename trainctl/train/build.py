@@ -58,14 +58,16 @@ def materialise(
         if meta not in filled:
             piece = pieces[meta]
             read = partial(source.read, piece.name, piece.shape)
-            filled[meta] = make(meta, partial(read_shard, read, piece.shard))
+            filled[meta] = make(meta, piece, partial(read_shard, read, piece.shard))
         setattr(module, attribute, filled[meta])
     _move_buffers(model, device)
     return {filled[meta]: piece for meta, piece in pieces.items() if meta in filled}
 
 
-def _whole(device: torch.device, meta: nn.Parameter, read: Read) -> nn.Parameter:
-    """All of a parameter."""
+def _whole(
+    device: torch.device, meta: nn.Parameter, piece: ParameterPiece, read: Read
+) -> nn.Parameter:
+    """All of what a rank has of a parameter."""
     data = read(0, meta.numel()).view(meta.shape).to(device=device, dtype=meta.dtype)
     return nn.Parameter(data, requires_grad=meta.requires_grad)
 

@@ -20,18 +20,23 @@ def group_key(piece: ParameterPiece, config: RunConfig) -> GroupKey:
 def parameter_groups(
     pieces: Pieces, config: RunConfig, *, lr_scale: float = 1.0
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups of what a rank has, by the plan's rule; empty ones are left out."""
-    members: dict[GroupKey, list[nn.Parameter]] = {}
+    """The optimizer's groups of what a rank has, by the plan's rule; empty ones are left out.
+
+    Experts that other replicas do not have are groups of their own (`moe`) under the same name.
+    """
+    members: dict[bool, dict[GroupKey, list[nn.Parameter]]] = {False: {}, True: {}}
     for parameter, piece in pieces.items():
-        members.setdefault(group_key(piece, config), []).append(parameter)
+        members[piece.is_expert].setdefault(group_key(piece, config), []).append(parameter)
     return [
         {
-            "params": members[key],
+            "params": found[key],
             "name": key.name(config),
+            "moe": is_expert,
             "uses_muon": key.uses_muon,
             "weight_decay": key.weight_decay,
             "lr": 0.0,
             "peak_lr": key.peak_lr(config) * lr_scale,
         }
-        for key in in_order(members)
+        for is_expert, found in members.items()
+        for key in in_order(found)
     ]

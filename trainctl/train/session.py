@@ -30,6 +30,7 @@ from trainctl.train.checkpoint import Checkpoint, CheckpointWeights, RunProgress
 from trainctl.train.clipping import NormHistory
 from trainctl.train.corpora import Corpora, load_corpora, others_than
 from trainctl.train.data import PackedDataset, TrainingData, held_out_data
+from trainctl.train.experts import cut_experts
 from trainctl.train.gradient_changes import centralize
 from trainctl.train.gradients import Gradients
 from trainctl.train.groups import parameter_groups
@@ -200,6 +201,8 @@ def place(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:
             for parameter, piece in pieces.items()
             if parameter in here
         }
+    if mesh.expert.size > 1:
+        pieces = cut_experts(model, pieces, mesh.expert)
     if mesh.tensor.size > 1:
         sharded = plan.config.parallelism.sequence_sharded_norms
         pieces = shard_model(model, pieces, mesh.tensor, sequence_sharded_norms=sharded)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trainctl.config.schema import CompileKind
+from trainctl.engines.deepspeed.experts import tell_of_experts
 from trainctl.engines.deepspeed.loss_scale import DeepSpeedLossScale, stop_at_smallest
 from trainctl.engines.deepspeed.model_parallel_unit import unit_of
 from trainctl.engines.deepspeed.sequence_parallel import SequenceParallelAttention
@@ -42,9 +43,12 @@ class DeepSpeedEngine(Engine):
         self._attention = SequenceParallelAttention(plan, mesh) if mesh.sequence.size > 1 else None
         for parameter, piece in job.pieces.items():
             # Of one that is not split, one tensor rank alone counts in DeepSpeed's norm.
-            parameter.model_parallel = not piece.shard.is_whole
+            parameter.model_parallel = not (piece.shard.is_whole or piece.is_expert)
+        module = self._wrap(job)
+        if mesh.expert.size > 1:
+            tell_of_experts(module, job)
         self.deepspeed, *_ = deepspeed.initialize(
-            model=self._wrap(job),
+            model=module,
             optimizer=job.optimizer,
             model_parameters=job.groups if job.optimizer is None else None,
             config=plan.deepspeed,
@@ -55,7 +59,7 @@ class DeepSpeedEngine(Engine):
         if is_compiled:
             self.deepspeed.compile()
         wrapper = self.deepspeed.optimizer
-        self.states = adapter_of(wrapper)(self.deepspeed, job.pieces, mesh.replicas)
+        self.states = adapter_of(wrapper)(self.deepspeed, job.pieces, mesh)
         self.states.show_gradients &= not is_compiled
         weights = formats(plan.config.precision).weights
         self.loss_scale = DeepSpeedLossScale.of(wrapper, weights)
@@ -106,6 +110,8 @@ class DeepSpeedEngine(Engine):
 
     def update(self, *, norm: float | None, clip_at: float | None) -> None:
         with self.times.part("optimizer"):
+            if norm is not None and self.mesh.expert.size > 1:
+                self.states.use_norm(norm)
             self.states.clip(norm, clip_at)
             with stop_at_smallest(self.loss_scale):
                 self._step()

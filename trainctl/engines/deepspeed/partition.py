@@ -11,9 +11,10 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.utils import groups
 from torch import nn
 
+from trainctl.engines.deepspeed.experts import partition_over
 from trainctl.engines.deepspeed.model_parallel_unit import unit_of
 from trainctl.engines.mesh import ProcessMesh
-from trainctl.engines.shards import Read
+from trainctl.engines.shards import ParameterPiece, Read
 
 
 class Partitioner:
@@ -39,16 +40,20 @@ class Partitioner:
         self._settings = settings
         self._unit = None if mesh is None else unit_of(mesh)
         self._group = None if mesh is None or mesh.is_data_only else mesh.replicas.group
+        self._experts = None if mesh is None else mesh.expert_replicas.group
         self._swapper: Any = None  # to NVMe, with buffers that all parameters share
         # One buffer for all of them in turn.
         parameters = list(skeleton.parameters())
         largest = max(parameter.numel() for parameter in parameters)
         self._whole = torch.empty(largest, dtype=parameters[0].dtype, device=device)
 
-    def __call__(self, meta: nn.Parameter, read: Read) -> nn.Parameter:
+    def __call__(self, meta: nn.Parameter, piece: ParameterPiece, read: Read) -> nn.Parameter:
         """The parameter that takes a skeleton's place, with the values of this rank's partition."""
         unset = self._whole[: meta.numel()].view(meta.shape)
         parameter = nn.Parameter(unset, requires_grad=meta.requires_grad)
+        if piece.is_expert:
+            assert self._experts is not None
+            partition_over(parameter, self._experts)
         holder = nn.Module()
         holder.weight = parameter
         deepspeed.zero.Init(

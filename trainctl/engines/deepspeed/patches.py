@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from trainctl.engines.needs import (
+    EXPERTS,
     FP16,
     OPTIMIZER_ON_HOST,
     OPTIMIZER_ON_NVME,
+    OWN_NORM,
     PARAMETERS_ON_NVME,
     PART_OFFLOADED,
     PARTITIONED,
@@ -86,9 +88,9 @@ USES = (
         target=f"{_STAGE_1_2}.scaled_global_norm",
         how=How.replaced,
         why="it takes the norm of one parameter group after the other over the stages, and waits "
-        "for ever where one stage has more of them",
+        "for ever where one stage has more of them; of experts trainctl's own is certain",
         signature="(self, norm_type=2)",
-        need=PIPELINE,
+        need=OWN_NORM,
         upstream="https://github.com/deepspeedai/DeepSpeed/issues/1522",
     ),
     Use(
@@ -267,6 +269,71 @@ USES = (
         contains="PIPE_REPLICATED = 'ds_pipe_replicated'",
         names=("ds_pipe_replicated",),
         need=PIPELINE,
+    ),
+    Use(
+        target="deepspeed.moe.layer:MoE.set_deepspeed_parallelism",
+        how=How.replaced,
+        why="by a module of that class DeepSpeed sees that there are experts; its groups are made "
+        "already",
+        signature="(self, use_data_before_expert_parallel_=False)",
+        need=EXPERTS,
+    ),
+    Use(
+        target="deepspeed.moe.utils:is_moe_param",
+        how=How.read,
+        why="it marks parameters that only some of the replicas have",
+        contains="hasattr(param, 'allreduce') and (not param.allreduce)",
+        names=("allreduce",),
+        need=EXPERTS,
+    ),
+    *(
+        Use(
+            target=f"deepspeed.utils.groups:{table}",
+            how=How.read,
+            why="the groups over which experts are exchanged, partitioned and averaged, by the "
+            "name of a parameter group",
+            contains=f"{table} = {{}}",
+            need=EXPERTS,
+        )
+        for table in (
+            "_EXPERT_PARALLEL_GROUP",
+            "_EXPERT_PARALLEL_GROUP_RANKS",
+            "_EXPERT_DATA_PARALLEL_GROUP",
+            "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
+        )
+    ),
+    Use(
+        target=f"{_ENGINE}._reduce_expert_gradients",
+        how=How.read,
+        why="experts have seen the tokens of all replicas: their gradients are divided by the "
+        "number of these, though summed over fewer",
+        contains="dp_world_size = dist.get_world_size(groups._get_data_parallel_group())",
+        names=("group_name",),
+        need=EXPERTS,
+    ),
+    Use(
+        target=f"{_STAGE_1_2}._configure_moe_settings",
+        how=How.read,
+        why="parameter groups of experts are partitioned over the replicas that have them",
+        contains="self.real_dp_process_group[i] = self.expert_dp_process_group[group['name']]",
+        names=("moe",),
+        need=EXPERTS,
+    ),
+    Use(
+        target=f"{_STAGE_3}._autoep_expert_parallel_group",
+        how=How.read,
+        why="the same at stage 3, where they are divided and their norms summed by this mark",
+        contains="families != {'autoep_expert'}",
+        names=("ds_zero_placement_family", "ds_zero_partition_group_name"),
+        need=EXPERTS,
+    ),
+    Use(
+        target="deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param",
+        how=How.read,
+        why="experts are partitioned over the replicas that have them",
+        contains="getattr(param, 'ds_zero_partition_process_group', self.ds_process_group)",
+        names=("ds_zero_partition_process_group",),
+        need=EXPERTS,
     ),
     Use(
         target=f"{_ENGINE}.is_gradient_accumulation_boundary",

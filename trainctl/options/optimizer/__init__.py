@@ -18,6 +18,9 @@ from trainctl.config.registry import Spec, load
 from trainctl.config.schema import OffloadDevice, OptimizerConfig
 from trainctl.config.schema.option import option
 
+ELEMENT = "the element"
+"""What elementwise rules need: to them the pieces of a parameter are all the same."""
+
 
 class Maker(Enum):
     """Whose code makes the update."""

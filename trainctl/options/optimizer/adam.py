@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainctl.options.optimizer import (
     ADAM,
+    ELEMENT,
     EVERYWHERE,
     Maker,
     Optimizer,
@@ -15,7 +16,7 @@ from trainctl.options.optimizer import (
 SPEC = Optimizer(
     name="adam",
     keys=WithMoments,
-    needs="the element",
+    needs=ELEMENT,
     states=("exp_avg", "exp_avg_sq"),
     offload=EVERYWHERE,
     low_precision_states=True,

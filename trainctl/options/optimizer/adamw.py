@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainctl.options.optimizer import (
     ADAM,
+    ELEMENT,
     EVERYWHERE,
     Maker,
     Optimizer,
@@ -15,7 +16,7 @@ from trainctl.options.optimizer import (
 SPEC = Optimizer(
     name="adamw",
     keys=WithMoments,
-    needs="the element",
+    needs=ELEMENT,
     states=("exp_avg", "exp_avg_sq"),
     offload=EVERYWHERE,
     offload_variants=("ratio", "zenflow", "super_offload"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainctl.options.optimizer import (
+    ELEMENT,
     HOST,
     NO_SWAP,
     ROUNDED,
@@ -20,7 +21,7 @@ SPEC = Optimizer(
     name="lion",
     keys=WithBetas,
     build="trainctl.train.optimizers.lion:build",
-    needs="the element",
+    needs=ELEMENT,
     states=("exp_avg",),
     offload=HOST,
     why_not={"nvme": NO_SWAP, "states": ROUNDED},

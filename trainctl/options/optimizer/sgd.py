@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from trainctl.config.schema import OptimizerConfig
 from trainctl.config.schema.option import option
 from trainctl.options.optimizer import (
+    ELEMENT,
     HOST,
     NO_SWAP,
     ROUNDED,
@@ -29,7 +30,7 @@ class SgdConfig(OptimizerConfig):
 SPEC = Optimizer(
     name="sgd",
     keys=SgdConfig,
-    needs="the element",
+    needs=ELEMENT,
     states=("momentum_buffer",),
     states_need="momentum",
     offload=HOST,

@@ -16,6 +16,7 @@ from trainctl.plan.rules import (
     data,
     deterministic,
     escape,
+    experts,
     kernels,
     layout,
     mup,
@@ -39,7 +40,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC006", layout.stages_have_layers),
     ("TC007", layout.pipeline_is_filled),
     ("TC008", layout.pipeline_without_sequence),
-    ("TC009", layout.experts_exist),
+    ("TC009", experts.experts_are_shared_out),
     ("TC010", layout.attention_kernel_runs_here),
     ("TC011", layout.vocabulary_splits_over_tensor),
     ("TC012", layout.attention_sees_the_whole_sequence),
@@ -130,6 +131,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC362", data.bins_have_one_length),
     ("TC363", data.infilling_has_its_tokens),
     ("TC365", data.stream_has_its_place),
+    ("TC390", experts.expert_axis_goes_with_the_rest),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 

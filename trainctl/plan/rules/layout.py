@@ -1,4 +1,4 @@
-"""Rules about the mesh: devices, heads, layers, sequence shards, experts."""
+"""Rules about the mesh: devices, heads, layers, sequence shards."""
 
 from __future__ import annotations
 
@@ -250,23 +250,6 @@ def pipeline_without_sequence(draft: Draft) -> Iterator[Finding]:
             f"parallelism.sequence={axes.sequence} with parallelism.pipeline={axes.pipeline}: "
             "DeepSpeed's pipeline has no sequence axis",
             "parallelism.sequence=1 or parallelism.pipeline=1",
-        )
-
-
-def experts_exist(draft: Draft) -> Iterator[Finding]:
-    """The families that can be described have no expert layers."""
-    model, expert = draft.config.model, draft.config.parallelism.expert
-    if expert > 1 and not model.is_directory:
-        yield error(
-            "parallelism.expert",
-            f"parallelism.expert={expert}, but the {model.family} family has no experts",
-            "parallelism.expert=1",
-        )
-    elif draft.mesh is not None and draft.mesh.data % expert:
-        yield error(
-            "parallelism.expert",
-            f"parallelism.expert={expert} does not divide the data-parallel size {draft.mesh.data}",
-            choices(nearest_divisors(draft.mesh.data, expert), "parallelism.expert"),
         )
 
 

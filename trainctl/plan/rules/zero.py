@@ -22,17 +22,22 @@ def shards_clip_by_one_norm(draft: Draft) -> Iterator[Finding]:
     """Without ZeRO DeepSpeed's norm is that of a part, silently; in fp32 the trainer clips instead.
 
     Each pipeline stage takes its own, and tensor ranks only the first one's shards: what it
-    flattens loses the mark of a shard (fp16/unfused_optimizer.py and get_weight_norm).
+    flattens loses the mark of a shard (fp16/unfused_optimizer.py and get_weight_norm). Experts it
+    leaves out.
     """
     config, axes = draft.config, draft.config.parallelism
     if config.zero_stage.stage > 0 or formats(config.precision).weights is DataType.fp32:
         return
-    for axis, whose in (("pipeline", "each stage's own"), ("tensor", "the first tensor rank's")):
+    for axis, whose in (
+        ("pipeline", "each stage's own gradient norm"),
+        ("tensor", "the first tensor rank's gradient norm"),
+        ("expert", "a gradient norm without experts"),
+    ):
         if getattr(axes, axis) > 1:
             yield error(
                 "zero_stage.stage",
                 f"zero_stage.stage=0 with parallelism.{axis}={getattr(axes, axis)} in "
-                f"{config.precision.compute} would clip by {whose} gradient norm",
+                f"{config.precision.compute} would clip by {whose}",
                 "zero_stage=1",
             )
 

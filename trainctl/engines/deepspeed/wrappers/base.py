@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from trainctl.engines.deepspeed.updaters import updater_of
 from trainctl.engines.fragments import Fragment, Place, cut
-from trainctl.engines.mesh import Axis
+from trainctl.engines.mesh import ProcessMesh
 from trainctl.engines.protocol import Change, States
 from trainctl.engines.shards import Pieces
 from trainctl.engines.updater import Updater
@@ -28,12 +28,12 @@ class Wrapper(States):
     Args:
         engine: DeepSpeed's engine, whose `optimizer` is the wrapper.
         pieces: Of this rank's parameters.
-        replicas: The ranks that have the same ones.
+        mesh: Its place: which ranks have the same ones.
     """
 
-    def __init__(self, engine: Any, pieces: Pieces, replicas: Axis) -> None:
+    def __init__(self, engine: Any, pieces: Pieces, mesh: ProcessMesh) -> None:
         self._engine, self._wrapper = engine, engine.optimizer
-        self._pieces, self._replicas = pieces, replicas
+        self._pieces, self._mesh = pieces, mesh
         self._parameters = {piece.name: parameter for parameter, piece in pieces.items()}
         self.optimizer = self._wrapped()
         self.tensors = self._masters()

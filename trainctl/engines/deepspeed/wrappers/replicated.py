@@ -29,10 +29,10 @@ class Replicated(Wrapper):
 
     def _find(self) -> Iterator[Fragment]:
         """The parameters are dealt out to the replicas for saving."""
-        replicas = self._replicas
         for index, (parameter, _) in enumerate(self._pairs()):
-            dealt = index % replicas.size == replicas.index
             piece = self._pieces[parameter]
+            replicas = self._mesh.expert_replicas if piece.is_expert else self._mesh.replicas
+            dealt = index % replicas.size == replicas.index
             yield Fragment.of_piece(piece, 0, parameter.numel(), index, 0, dealt=dealt)
 
     def group(self, index: int) -> dict[str, Any]:

@@ -1,0 +1,149 @@
+"""Small mixtures of experts of several architectures, trained on layouts with an expert axis."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from parity_cases import Curve
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainctl.config.hf import fill_from_directory
+from trainctl.config.schema import AttentionKind, ModelConfig
+from trainctl.plan.types import RunPlan
+from trainctl.runs.layout import RunPaths
+
+STEPS = 6
+
+SHAPE = {
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 256,
+    "pad_token_id": 1,
+    "router_aux_loss_coef": 0.0,
+}
+SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"intermediate_size": 96, **SPARSE},
+    "olmoe": {"intermediate_size": 32, **SPARSE},
+    "deepseek_v3": {
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+    },
+    "gpt_oss": {
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+"""Architectures by transformers' names: what makes each of them small."""
+
+ROUTER_SCALE = 5.0
+"""Of the routers' weights, so that experts are unequally busy."""
+
+
+def mixture(
+    folder: Path, kind: str, *, to_experts: tuple[int, ...] = (), **changes: Any
+) -> ModelConfig:
+    """A directory with weights.
+
+    Args:
+        folder: To be made, unless it is there.
+        kind: One of `MIXTURES`.
+        to_experts: Those that all tokens go to, where routers have a bias (gpt_oss); the others get
+            none.
+        changes: Of its configuration.
+    """
+    if not folder.exists():
+        torch.manual_seed(5)
+        config = AutoConfig.for_model(kind, **(SHAPE | MIXTURES[kind] | changes))
+        made = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        for name, parameter in made.named_parameters():
+            if name.endswith(("gate.weight", "router.weight")):
+                torch.nn.init.normal_(parameter, std=0.02 * ROUTER_SCALE)
+            if name.endswith("router.bias"):
+                parameter.data[list(to_experts)] = 100.0
+        made.save_pretrained(folder)
+    attention = AttentionKind.eager if kind == "gpt_oss" else AttentionKind.sdpa
+    model = ModelConfig(name="hf", family="hf", path=str(folder), attention=attention)
+    return fill_from_directory(model)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A mixture on a layout.
+
+    Attributes:
+        kind: One of `MIXTURES`.
+        processes: All of them data-parallel.
+        expert: Size of the expert axis.
+        stage: Of ZeRO.
+        to_experts: Those that all tokens go to; empty leaves the router its choice.
+        settings: Others of the configuration, as `tiny_config` takes them.
+    """
+
+    kind: str
+    processes: int = 1
+    expert: int = 1
+    stage: int = 0
+    to_experts: tuple[int, ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def reference(self) -> Trial:
+        """The same model on one process, with the same settings."""
+        return replace(self, processes=1, expert=1, stage=0)
+
+    def plan(self, folder: Path, *, steps: int = STEPS) -> RunPlan:
+        """In fp32, with AdamW and so much clipping that it is always active.
+
+        Args:
+            folder: Where directories of models are.
+            steps: Optimizer steps.
+        """
+        config = tiny_config(
+            steps=steps,
+            sequence_length=48,
+            precision__compute="fp32",
+            zero_stage__stage=self.stage,
+            parallelism__expert=self.expert,
+            optimizer__lr=1e-3,
+            optimizer__gradient_clipping=0.5,
+            checkpoint__at_end=False,
+            **dict(self.settings),
+        )
+        name = "-".join([self.kind, *map(str, self.to_experts)])
+        config.model = mixture(folder / name, self.kind, to_experts=self.to_experts)
+        return tiny_plan(config, self.processes)
+
+    def train(self, folder: Path, *, steps: int = STEPS) -> Curve:
+        """Loss and gradient norm by step."""
+        case = Case(self.plan(folder, steps=steps), RunPaths(Path(tempfile.mkdtemp(dir=folder))))
+        train_cases(self.processes, [case])
+        return curve(case.run)

@@ -1,0 +1,63 @@
+"""What DeepSpeed has to be told of parameters that only some of the replicas have: of experts.
+
+It knows them by marks on the parameters and by tables of process groups. Their gradients are summed
+over the replicas of the same experts and divided by the number of all replicas, since the exchange
+has brought each expert the tokens of all; ZeRO partitions them over the same smaller group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.utils import groups
+from torch import nn
+
+from trainctl.engines.protocol import Job
+
+_FAMILY = "autoep_expert"
+"""What ZeRO 3 calls parameters that it partitions over fewer replicas than the others."""
+
+
+class _Marker(MoE):
+    """By a module of that class DeepSpeed sees, below stage 3, that there are experts at all."""
+
+    def __init__(self, num_experts: int) -> None:
+        nn.Module.__init__(self)
+        self.num_experts = num_experts
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """The groups are made already."""
+
+
+def partition_over(parameter: Any, group: dist.ProcessGroup) -> None:
+    """Let `zero.Init` partition a parameter over a group of its own."""
+    parameter.ds_zero_partition_process_group = group
+
+
+def tell_of_experts(module: nn.Module, job: Job) -> None:
+    """Mark the experts among a job's parameters, and enter their groups in DeepSpeed's tables.
+
+    DeepSpeed looks the groups up by the name of a parameter group.
+
+    Args:
+        module: What DeepSpeed trains; it gets a child without parameters.
+        job: The engine's.
+    """
+    mesh = job.mesh
+    for group in job.groups:
+        if not group["moe"]:
+            continue
+        name = group["name"]
+        groups._EXPERT_PARALLEL_GROUP[name] = mesh.expert.group
+        groups._EXPERT_PARALLEL_GROUP_RANKS[name] = list(mesh.expert.ranks)
+        groups._EXPERT_DATA_PARALLEL_GROUP[name] = mesh.expert_replicas.group
+        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = list(mesh.expert_replicas.ranks)
+        for parameter in group["params"]:
+            parameter.allreduce = False
+            parameter.group_name = name
+            parameter.ds_zero_placement_family = _FAMILY
+            parameter.ds_zero_partition_group_name = name
+    if job.plan.config.zero_stage.stage < 3:  # there it is refused, and not needed
+        module.add_module("expert_marker", _Marker(mesh.expert.size))

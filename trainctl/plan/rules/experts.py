@@ -1,0 +1,101 @@
+"""Rules about the expert axis: what it divides, and what has been shown to go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+from trainctl.config.schema import CompileKind, OffloadDevice, RunConfig
+from trainctl.errors import Finding
+from trainctl.options.optimizer import ELEMENT, spec_of
+from trainctl.plan.rules.draft import Draft, choices, error, nearest_divisors
+
+KEY = "parallelism.expert"
+
+FORMATS = ("fp32", "bf16")
+"""Of computing, in which its curves have been compared."""
+
+
+def experts_are_shared_out(draft: Draft) -> Iterator[Finding]:
+    """Each rank of the expert axis has as many whole experts, and they are data-parallel ranks."""
+    model, expert = draft.config.model, draft.config.parallelism.expert
+    count = model.num_experts or 1
+    if expert == 1 or not draft.config.trains_itself:
+        return
+    if not model.is_directory or count < 2:
+        what = f"the model of {model.path}" if model.is_directory else f"the {model.family} family"
+        yield error(KEY, f"{KEY}={expert}, but {what} has no experts", f"{KEY}=1")
+        return
+    data = draft.mesh.data if draft.mesh is not None else 0
+    for whole, what in (
+        (data, f"the data-parallel size {data}"),
+        (count, f"the model's {count} experts"),
+    ):
+        if whole % expert:
+            nearest = nearest_divisors(gcd(data, count), expert)
+            yield error(KEY, f"{KEY}={expert} does not divide {what}", choices(nearest, KEY))
+
+
+def expert_axis_goes_with_the_rest(draft: Draft) -> Iterator[Finding]:
+    """What is beside the expert axis has been shown to give the curve of one process."""
+    config = draft.config
+    expert = config.parallelism.expert
+    if expert == 1 or not config.trains_itself:
+        return
+    for key, value, why, nearest in _not_beside(config):
+        yield error(key, f"{key}={value} with {KEY}={expert}: {why}", f"{nearest}, or {KEY}=1")
+
+
+def _not_beside(config: RunConfig) -> Iterator[tuple[str, object, str, str]]:
+    """Key, value, reason and nearest legal setting of what does not go with it."""
+    axes, zero, offload = config.parallelism, config.zero_stage, config.offload
+    for name, why in (
+        (
+            "tensor",
+            "a shard of a parameter is cut along one dimension, and experts are along theirs",
+        ),
+        ("sequence", "it has not been compared with one process"),
+        ("pipeline", "it has not been compared with one process"),
+    ):
+        if getattr(axes, name) > 1:
+            yield f"parallelism.{name}", getattr(axes, name), why, f"parallelism.{name}=1"
+    optimizer = spec_of(config.optimizer)
+    if optimizer.needs != ELEMENT:
+        why = f"one element's update needs {optimizer.needs}, and looks for it on all replicas"
+        yield "optimizer.kind", optimizer.name, why, "optimizer=adamw"
+    if config.precision.compute not in FORMATS or config.precision.autocast:
+        name = "autocast" if config.precision.autocast else "compute"
+        value = str(getattr(config.precision, name)).lower()
+        yield (
+            f"precision.{name}",
+            value,
+            "it has not been compared with one process",
+            ("precision=bf16"),
+        )
+    for name in ("optimizer", "parameters"):
+        place = getattr(offload, name)
+        if place is not OffloadDevice.none:
+            why = "DeepSpeed takes the norms of what it offloads itself, over all replicas"
+            yield f"offload.{name}", place.value, why, "offload=none"
+    if zero.hpz_partition_size > 1:
+        why = "the copy within a node is of parameters that all its devices share"
+        yield (
+            "zero_stage.hpz_partition_size",
+            zero.hpz_partition_size,
+            why,
+            ("zero_stage.hpz_partition_size=1"),
+        )
+    for name in ("quantized_weights", "quantized_gradients"):
+        if getattr(zero, name):
+            why = "its groups are made for parameters that all replicas have"
+            yield f"zero_stage.{name}", "true", why, f"zero_stage.{name}=false"
+    for name in ("contiguous_gradients", "reduce_scatter"):
+        if zero.stage in (1, 2) and not getattr(zero, name):
+            why = "DeepSpeed averages the gradients of experts with it alone"
+            yield f"zero_stage.{name}", "false", why, f"zero_stage.{name}=true"
+    if config.kernels.compile is not CompileKind.none:
+        why = "how many tokens travel is known on the host only, in each layer"
+        yield "kernels.compile", config.kernels.compile.value, why, "kernels.compile=none"
+    if config.gradients.centralize:
+        why = "it has not been compared with one process"
+        yield "gradients.centralize", "true", why, "gradients.centralize=false"
