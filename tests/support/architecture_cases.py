@@ -96,6 +96,16 @@ COLUMNS: Mapping[str, Mapping[str, Any]] = {
 }
 LENGTH = 64
 
+PAIRS = (
+    ("gemma2", "pipeline"),
+    ("phi3", "tensor"),
+    ("olmo2", "norms"),
+    ("granite", "pipeline"),
+    ("cohere2", "sequence"),
+    ("deepseek_v3", "tensor"),
+)
+"""What the tests train: each column, and each way to cut that a family of ours does not have."""
+
 
 def directory(folder: Path, kind: str) -> ModelConfig:
     """The model of a directory that has a configuration and no weights."""

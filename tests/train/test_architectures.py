@@ -4,7 +4,11 @@ import json
 
 import pytest
 import torch
-from rank_processes import Case, tiny_config, tiny_plan, train_cases
+from architecture_cases import COLUMNS, PAIRS
+from architecture_cases import directory as shape_only
+from architecture_cases import plan as plan_on
+from parity_cases import TOLERANCE, Difference
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,6 +22,7 @@ from trainctl.train.export import export
 from trainctl.train.loaded import load
 
 STEPS, LR = 3, 1e-3
+FEW = 6
 SHAPE = {
     "vocab_size": 260,
     "hidden_size": 64,
@@ -102,3 +107,28 @@ def test_other_architectures_start_from_their_weights_train_and_come_back(tmp_pa
         source = json.loads((tmp_path / f"from-{number}" / "generation_config.json").read_text())
         assert json.loads((out / "generation_config.json").read_text()) == source
         assert load_file(out / "model.safetensors"), name
+
+
+@pytest.mark.slow
+def test_an_axis_that_may_cut_an_architecture_gives_its_curve(tmp_path):
+    """A few of the table's cells, in few steps; `scripts/architectures.py` trains them all."""
+    models = {kind: shape_only(tmp_path / kind, kind) for kind, _ in PAIRS}
+    alone = {
+        kind: Case(plan_on(model, {}, steps=FEW), RunPaths(tmp_path / f"{kind}-alone"))
+        for kind, model in models.items()
+    }
+    cut = {
+        (kind, column): Case(
+            plan_on(models[kind], COLUMNS[column], steps=FEW),
+            RunPaths(tmp_path / f"{kind}-{column}"),
+        )
+        for kind, column in PAIRS
+    }
+    for world, cases in ((1, alone), (2, cut)):
+        for refusals in train_cases(world, list(cases.values()), probe="architecture_probe:train"):
+            assert not any(refusals), refusals
+    for (kind, column), case in cut.items():
+        reference, found = curve(alone[kind].run), curve(case.run)
+        assert list(found) == list(reference) == list(range(1, FEW + 1))
+        difference = Difference.between(reference, found)
+        assert max(difference.loss, difference.norm) <= TOLERANCE, (kind, column)

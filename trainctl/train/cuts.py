@@ -48,7 +48,22 @@ OWN: Mapping[str, OwnPlan] = MappingProxyType(
         "olmoe": OwnPlan(
             "transformers has no order of stages for it, and its decoder is a Llama's",
             pipeline=("embed_tokens", "layers", "norm"),
-        )
+        ),
+        "gpt_oss": OwnPlan(
+            "transformers has a plan of its experts for expert ranks alone",
+            tensor={
+                "layers.*.self_attn.q_proj": "colwise",
+                "layers.*.self_attn.k_proj": "colwise",
+                "layers.*.self_attn.v_proj": "colwise",
+                "layers.*.self_attn.sinks": "colwise",
+                "layers.*.self_attn.o_proj": "rowwise",
+                # Gate and up alternate, so that a part of the columns has as many of each.
+                "layers.*.mlp.experts.gate_up_proj": "colwise",
+                "layers.*.mlp.experts.gate_up_proj_bias": "colwise",
+                "layers.*.mlp.experts.down_proj": "rowwise",
+                "layers.*.mlp.experts": EXPERTS,
+            },
+        ),
     }
 )
 
@@ -170,16 +185,21 @@ def _region(
     model: PreTrainedModel, path: str, module: nn.Module, parts: Mapping[str, str]
 ) -> Region:
     """What a module's styles mean, given its shapes."""
-    columns = tuple(name for name, style in parts.items() if style in COLUMN + GATHERED)
     row = _only(model, (name for name, style in parts.items() if style in ROW))
+    is_experts = isinstance(getattr(module, row), nn.Parameter)
+    cut = [name for name, style in parts.items() if style in COLUMN + GATHERED]
+    values = (
+        () if is_experts else tuple(n for n in cut if isinstance(getattr(module, n), nn.Parameter))
+    )
+    columns = tuple(name for name in cut if name not in values)
     per_head = tuple(name for name, style in parts.items() if style == PER_HEAD)
-    strange = set(parts) - {*columns, row, *per_head}
+    strange = set(parts) - {*cut, row, *per_head}
     if strange or not columns:
         what = ", ".join(f"{path}.{name}: {parts[name]}" for name in sorted(strange)) or path
         raise _refusal(model, f"its plan has styles that are not known here ({what})")
-    known = {*columns, row, *per_head}
-    if isinstance(getattr(module, row), nn.Parameter):
-        _all_known(model, path, module, known)
+    known = {*cut, row, *per_head}
+    if is_experts:
+        _all_known(model, path, module, known | {f"{row}_bias"})
         fused = 2 if parts[columns[0]] == "packed_colwise" else 1
         return Region(path, columns, row, fused=fused, is_experts=True)
     across: tuple[str, ...] = ()
@@ -201,7 +221,14 @@ def _region(
         fused = 1 if is_uneven else fused
     _all_known(model, path, module, known | set(across))
     return Region(
-        path, columns, row, fused=fused, per_head=per_head, across_heads=across, is_uneven=is_uneven
+        path,
+        columns,
+        row,
+        fused=fused,
+        per_head=per_head,
+        across_heads=across,
+        values=values,
+        is_uneven=is_uneven,
     )
 
 

@@ -99,6 +99,7 @@ def shard_model(
             module = block.get_submodule(region.module)
             if region.is_experts:
                 shard_experts(module, region, axis, cut)
+                keep(getattr(module, f"{region.row}_bias", None), partial=True)
                 continue
             _shard_region(module, region, axis, cut, sequence_sharded=sequence_sharded_norms)
             row = getattr(module, region.row)
@@ -212,6 +213,25 @@ class RowConv1D(Conv1D):
         return _leave(x @ self.weight, self.axis, self.sequence_sharded) + self.bias
 
 
+class ExpertsWithBias(nn.Module):
+    """Experts whose last bias, which every rank has whole, is added in as many parts as ranks.
+
+    What the ranks put out is summed. Before the class that transformers has for them.
+    """
+
+    shared_bias: str
+    bias_shares: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # What an object has itself is found before its parameters.
+        whole: Any = self._parameters[self.shared_bias]
+        self.__dict__[self.shared_bias] = whole / self.bias_shares
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            del self.__dict__[self.shared_bias]
+
+
 class VocabularyEmbedding(nn.Embedding):
     """An embedding split by tokens: a rank looks up its own, and the ranks' results are summed.
 
@@ -262,6 +282,8 @@ def _shard_region(
         row.__class__ = RowLinear
         row.in_features //= axis.size
     row.axis, row.sequence_sharded = axis, sequence_sharded
+    for name in region.values:
+        cut(module, name, dim=0)
     for name in region.widths:
         setattr(module, name, getattr(module, name) // axis.size)
     for name in region.across_heads:
@@ -278,9 +300,15 @@ def shard_experts(module: Any, region: Region, axis: Axis, cut: Any) -> None:
     The router lies outside and is the same on all ranks: so is its gradient, since that of the
     weights that it gives is summed.
     """
+    gives_last = getattr(module, "is_transposed", False)
     for name in region.columns:
-        cut(module, name, dim=1, fused=region.fused)
-    cut(module, region.row, dim=2)
+        is_bias = getattr(module, name).dim() == 2
+        cut(module, name, dim=2 if gives_last and not is_bias else 1, fused=region.fused)
+    cut(module, region.row, dim=1 if gives_last else 2)
+    if hasattr(module, f"{region.row}_bias"):
+        kind = type(module)
+        module.__class__ = type(kind.__name__, (ExpertsWithBias, kind), {})
+        module.shared_bias, module.bias_shares = f"{region.row}_bias", axis.size
     for name in ("intermediate_size", "intermediate_dim"):
         if hasattr(module, name):
             setattr(module, name, getattr(module, name) // axis.size)

@@ -80,6 +80,7 @@ class Region:
         column_bias: Whether `columns` have biases.
         row_bias: Whether `row` has one.
         across_heads: Norms in it as wide as all heads of its queries or keys together.
+        values: Parameters in it that have one number for each head.
         is_uneven: Whether what lies side by side in its one column is queries, and fewer keys and
             values.
         is_experts: Whether columns and row are experts' parameters, one matrix an expert, and not
@@ -95,6 +96,7 @@ class Region:
     column_bias: bool = False
     row_bias: bool = False
     across_heads: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
     is_uneven: bool = False
     is_experts: bool = False
 
