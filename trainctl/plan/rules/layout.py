@@ -73,13 +73,14 @@ def heads_split_over_tensor(draft: Draft) -> Iterator[Finding]:
 
 
 def vocabulary_splits_over_tensor(draft: Draft) -> Iterator[Finding]:
-    """Embedding and output projection are split by tokens."""
+    """Embedding and output projection are split by tokens; the last rank may have fewer, not none."""
     size, tensor = draft.config.model.vocab_size, draft.config.parallelism.tensor
-    if size % tensor:
+    share = -(-size // tensor)
+    if share * (tensor - 1) >= size:
         yield error(
-            "model.vocab_size",
-            f"parallelism.tensor={tensor} does not divide model.vocab_size={size}",
-            f"model.vocab_size={-(-size // tensor) * tensor} (rows that no token uses do no harm)",
+            "parallelism.tensor",
+            f"parallelism.tensor={tensor} leaves a rank without a token of model.vocab_size={size}",
+            f"parallelism.tensor={-(-size // share)}",
         )
 
 
