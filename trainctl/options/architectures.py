@@ -19,15 +19,15 @@ COLUMNS = ("tensor", "norms", "pipeline", "sequence")
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class Shown:
     """What the file says.
 
     Attributes:
-        versions: Of the packages that it was made with.
-        steps: That each cell was trained for, in fp32.
+        versions: Packages that it was made with.
+        steps: Steps that each cell was trained for, in fp32.
         tolerance: Largest difference of a loss in nats, and of a norm relatively.
-        rows: By transformers' name of an architecture and by column: the largest difference there
-            was, or why the axis may not cut it.
+        rows: Largest difference there was, or why the axis may not cut it, by transformers' name
+            of the architecture and by column.
     """
 
     versions: Mapping[str, str]
@@ -37,10 +37,10 @@ class Table:
 
 
 @cache
-def table() -> Table:
+def table() -> Shown:
     """The file's content."""
     raw: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return Table(**raw)
+    return Shown(**raw)
 
 
 def why_not(model_type: str | None, column: str) -> str | None:

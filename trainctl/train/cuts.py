@@ -34,8 +34,8 @@ class OwnPlan:
 
     Attributes:
         why: What transformers lacks.
-        tensor: As `base_model_tp_plan`.
-        pipeline: The decoder's parts in order, as the keys of `base_model_pp_plan`.
+        tensor: Styles by name, in place of `base_model_tp_plan`.
+        pipeline: Parts of the decoder in order, in place of `base_model_pp_plan`.
     """
 
     why: str
@@ -80,7 +80,7 @@ class Cut:
         blocks: List of the blocks, in the decoder.
         final_norm: Norm after the last block, in the decoder.
         head: Output projection, in the model.
-        regions: Of a block; it may lack some (a dense block beside those with experts).
+        regions: Parts of a block that are shared out; it may lack some (a dense block beside those with experts).
     """
 
     decoder: str

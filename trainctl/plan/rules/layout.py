@@ -73,7 +73,7 @@ def heads_split_over_tensor(draft: Draft) -> Iterator[Finding]:
 
 
 def vocabulary_splits_over_tensor(draft: Draft) -> Iterator[Finding]:
-    """Embedding and output projection are split by tokens; the last rank may have fewer, not none."""
+    """Embedding and output projection are split by tokens, of which every rank has some."""
     size, tensor = draft.config.model.vocab_size, draft.config.parallelism.tensor
     share = -(-size // tensor)
     if share * (tensor - 1) >= size:
