@@ -19,7 +19,7 @@ COLUMNS = ("tensor", "norms", "pipeline", "sequence")
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownAxes:
     """What the file says.
 
     Attributes:
@@ -37,10 +37,10 @@ class Shown:
 
 
 @cache
-def table() -> Shown:
+def table() -> ShownAxes:
     """The file's content."""
     raw: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return Shown(**raw)
+    return ShownAxes(**raw)
 
 
 def why_not(model_type: str | None, column: str) -> str | None:
