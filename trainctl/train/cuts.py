@@ -80,7 +80,7 @@ class Cut:
         blocks: List of the blocks, in the decoder.
         final_norm: Norm after the last block, in the decoder.
         head: Output projection, in the model.
-        regions: Parts of a block that are shared out; it may lack some (a dense one beside experts).
+        regions: Parts of a block that are shared out; it may lack some (one without experts).
     """
 
     decoder: str
