@@ -86,20 +86,26 @@ def row_of(name: str, folder: Path) -> Row:
 
 
 def trained(cases: dict[str, Case]) -> dict[str, Curve | str]:
-    """The curve of each, or why there is none; those behind one that ends the ranks start again."""
+    """The curve of each, or why there is none; apart from each other if the ranks end."""
     try:
         refusals, *_ = train_cases(2, list(cases.values()), probe="architecture_probe:train")
     except RanksFailed as failed:
-        done = {column: one for column, one in cases.items() if len(curve(one.run)) == STEPS}
-        bad, *rest = [column for column in cases if column not in done]
-        why = str(failed).strip().splitlines()[-1]
-        found: dict[str, Curve | str] = {column: curve(one.run) for column, one in done.items()}
-        again = {c: Case(cases[c].plan, RunPaths(cases[c].run.root / "again")) for c in rest}
-        return {**found, bad: why, **(trained(again) if again else {})}
+        if len(cases) == 1:
+            return dict.fromkeys(cases, _why(str(failed)))
+        found: dict[str, Curve | str] = {}
+        for column, one in cases.items():  # each by itself, to see which it was
+            again = Case(one.plan, RunPaths(one.run.root / "again"))
+            found |= trained({column: again})
+        return found
     return {
-        column: why or curve(one.run)
+        column: _why(why) or curve(one.run)
         for (column, one), why in zip(cases.items(), refusals, strict=True)
     }
+
+
+def _why(text: str) -> str:
+    """The reason in what a rank said."""
+    return (text.strip().splitlines() or [""])[-1].rpartition(" cannot be cut: ")[2]
 
 
 def case(made: RunPlan | tuple[Finding, ...], folder: Path) -> Case:
