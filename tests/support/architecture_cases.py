@@ -136,7 +136,7 @@ def plan(
     for name, value in parallelism.items():
         setattr(config.parallelism, name, value)
     axes = config.parallelism
-    world = axes.tensor * axes.pipeline * axes.sequence
+    world = axes.tensor * axes.pipeline * axes.sequence * (axes.data or 1)
     hardware = Hardware(name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=world)
     found = resolve(config, hardware)
     return found.plan or tuple(item for item in found.findings if item.is_error)
