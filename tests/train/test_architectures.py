@@ -1,14 +1,12 @@
 """Directories of other architectures: trained from the weights that they have, and exported."""
 
 import json
+from copy import deepcopy
 
 import pytest
 import torch
-from architecture_cases import COLUMNS, PAIRS
-from architecture_cases import directory as shape_only
-from architecture_cases import plan as plan_on
-from parity_cases import TOLERANCE, Difference
-from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
+from architectures import made, of_directory
+from rank_processes import Case, tiny_config, tiny_plan, train_cases
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -16,13 +14,15 @@ from trainctl.config.hf import fill_from_directory
 from trainctl.config.schema import DataType, ModelConfig
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import write_manifest
 from trainctl.runs.records import read_events
+from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.evaluation import inference
 from trainctl.train.export import export
 from trainctl.train.loaded import load
+from trainctl.train.tensor_file import write_tensors
 
 STEPS, LR = 3, 1e-3
-FEW = 6
 SHAPE = {
     "vocab_size": 260,
     "hidden_size": 64,
@@ -58,7 +58,9 @@ CASES = {
         EXPERTS,
         {"zero_stage.stage": 3, "parallelism.tensor": 2},
     ),
+    "mixtral": ("mixtral", {"num_local_experts": 4}, {"zero_stage.stage": 2}),
 }
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def directory(folder, kind, changes):
@@ -115,25 +117,45 @@ def test_other_architectures_start_from_their_weights_train_and_come_back(tmp_pa
 
 
 @pytest.mark.slow
-def test_an_axis_that_may_cut_an_architecture_gives_its_curve(tmp_path):
-    """A few of the table's cells, in few steps; `scripts/architectures.py` trains them all."""
-    models = {kind: shape_only(tmp_path / kind, kind) for kind, _ in PAIRS}
-    alone = {
-        kind: Case(plan_on(model, {}, steps=FEW), RunPaths(tmp_path / f"{kind}-alone"))
-        for kind, model in models.items()
-    }
-    cut = {
-        (kind, column): Case(
-            plan_on(models[kind], COLUMNS[column], steps=FEW),
-            RunPaths(tmp_path / f"{kind}-{column}"),
-        )
-        for kind, column in PAIRS
-    }
-    for world, cases in ((1, alone), (2, cut)):
-        for refusals in train_cases(world, list(cases.values()), probe="architecture_probe:train"):
-            assert not any(refusals), refusals
-    for (kind, column), case in cut.items():
-        reference, found = curve(alone[kind].run), curve(case.run)
-        assert list(found) == list(reference) == list(range(1, FEW + 1))
-        difference = Difference.between(reference, found)
-        assert max(difference.loss, difference.norm) <= TOLERANCE, (kind, column)
+def test_a_router_s_bias_stays_in_fp32_through_training_checkpoints_and_a_resume(tmp_path):
+    theirs = made("deepseek_v3")
+    theirs.save_pretrained(tmp_path / "from")
+    bias = theirs.state_dict()[BIAS]
+    assert not torch.equal(bias, bias.bfloat16().float())
+    cases = []
+    for stage in (1, 3):
+        settings = {
+            "zero_stage.stage": stage,
+            "precision.compute": DataType.bf16,
+            "training.stop_after_steps": STEPS - 1,
+        }
+        made_plan = plan(of_directory(tmp_path / "from", "deepseek_v3"), settings)
+        cases.append(Case(made_plan, RunPaths(tmp_path / f"{stage}")))
+    train_cases(2, cases)
+    for stage, case in zip((1, 3), cases, strict=True):
+        newest, _ = newest_checkpoint(case.run)
+        saved = Checkpoint(newest.path)
+        assert torch.equal(saved.buffer(BIAS), bias)
+        assert len(saved.manifest["buffers"]) == 1
+        # As if training had moved it: the next attempt goes on from what the checkpoint has.
+        (entry,) = saved.manifest["buffers"]
+        tensors = load_file(newest.path / entry["file"])
+        tensors[entry["key"]] = tensors[entry["key"]] + 0.25
+        size, digest = write_over(newest.path / entry["file"], tensors)
+        for file in saved.manifest["files"]:
+            if file["name"] == entry["file"]:
+                file.update(bytes=size, sha256=digest)
+        write_manifest(newest.path, saved.manifest)
+        longer = deepcopy(case.plan.config)
+        longer.training.stop_after_steps = None
+        cases[stage // 2] = Case(tiny_plan(longer, 2), case.run, attempt=2)
+    train_cases(2, cases)
+    for case in cases:
+        newest, _ = newest_checkpoint(case.run)
+        assert newest.step == STEPS
+        assert torch.equal(Checkpoint(newest.path).buffer(BIAS), bias + 0.25)
+
+
+def write_over(path, tensors):
+    path.unlink()
+    return write_tensors(path, tensors)
