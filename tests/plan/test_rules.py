@@ -489,10 +489,10 @@ ERRORS = [
     ),
     (
         "TC011",
-        {"parallelism__tensor": 2, "model__vocab_size": 259},
+        {"parallelism__tensor": 4, "model__vocab_size": 5},
         gpus(8),
-        "does not divide model.vocab_size=259",
-        "model.vocab_size=260",
+        "leaves a rank without a token of model.vocab_size=5",
+        "parallelism.tensor=3",
     ),
     (
         "TC012",
