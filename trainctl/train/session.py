@@ -46,7 +46,8 @@ from trainctl.train.replay import Replay
 from trainctl.train.restore import newest_intact, weights_of
 from trainctl.train.stability import Guard
 from trainctl.train.state import OptimizerState
-from trainctl.train.tensor_parallel import shard_model, sum_partial_gradients
+from trainctl.train.tensor_parallel import shard_model, sum_partial_gradients, vocabulary_of
+from trainctl.train.tensors import Buffer, persistent_buffers, those_of
 from trainctl.train.tokenizer import Tokenizer, load_tokenizer
 from trainctl.train.weights import SafetensorsWeights, SeedWeights, WeightSource
 
@@ -59,6 +60,7 @@ class Session:
         corpora: The text, by source.
         held_out: What of it is held out, by source.
         patience: How long the held-out loss has not improved.
+        buffers: Persistent ones of what this rank has of the model.
         shapes: That of every parameter, by canonical name.
         wrapped_blocks: Decoder blocks whose activations are recomputed.
         gradients: Those of a step, before its update.
@@ -79,6 +81,7 @@ class Session:
     tokenizer: Tokenizer
     engine: Engine
     state: OptimizerState
+    buffers: list[Buffer]
     training: TrainingData
     held_out: dict[str, PackedDataset]
     progress: RunProgress
@@ -97,6 +100,13 @@ class Session:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def saved_buffers(self) -> list[Buffer]:
+        """Those that this rank writes: of its stage, the first of the ranks that all have them."""
+        mesh = self.mesh
+        is_first = mesh.replicas.is_first and mesh.tensor.is_first
+        return self.buffers if is_first else []
 
     @property
     def average_begins(self) -> bool:
@@ -136,17 +146,20 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     if checkpoint is not None:
         checkpoint.check(config.model, shapes)
     tensor_group = mesh.tensor.group if mesh.tensor.size > 1 else None
+    source = checkpoint or _initial_weights(plan, process, model, shapes)
+    buffers = persistent_buffers(model)
     wrapped = wrap_blocks(model, config.activation_checkpointing, tensor_group)
     if precision_of(config.precision).build:
         function_of("precision", config.precision.compute)(model, config.precision)
     pieces = place(model, plan, mesh)
-    source = checkpoint or _initial_weights(plan, process, shapes)
+    buffers = those_of(model, buffers)
     pieces = build.materialise(
         model,
         source,
         process.device,
         pieces,
         room.parameter_maker(plan, model, process.device, mesh),
+        buffers,
     )
     apply_kernels(model, config.kernels)
     engine = room.build(_job(plan, process, mesh, model, pieces))
@@ -167,6 +180,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         tokenizer=load_tokenizer(config.tokenizer),
         engine=engine,
         state=state,
+        buffers=buffers,
         training=TrainingData.of(
             plan, corpora, data_rank=mesh.data.index, data_size=mesh.data.size
         ),
@@ -214,10 +228,9 @@ def _job(
 ) -> Job:
     """What the engine gets: the model with its loss, and what its update is made by."""
     config, z_loss = plan.config, plan.config.stability.z_loss
-    vocabulary = mesh.tensor if mesh.tensor.size > 1 else None
     sum_partial_gradients(pieces, mesh.tensor)
     if config.gradients.centralize:
-        centralize(model, pieces, vocabulary)
+        centralize(model, pieces, mesh.tensor if mesh.tensor.size > 1 else None)
     groups = parameter_groups(pieces, config, lr_scale=plan.lr_scale)
     module: nn.Module
     tied = None
@@ -226,7 +239,7 @@ def _job(
         if config.model.tie_word_embeddings:
             tied = tied_weight(model, mesh.pipeline)
     else:
-        module = LanguageModel(model, vocabulary, config.kernels, z_loss)
+        module = LanguageModel(model, vocabulary_of(model, mesh.tensor), config.kernels, z_loss)
     return Job(
         plan=plan,
         process=process,
@@ -264,16 +277,16 @@ def _newest(run: RunPaths, process: Process, corpora: Corpora) -> Checkpoint | N
 
 
 def _initial_weights(
-    plan: RunPlan, process: Process, shapes: Mapping[str, list[int]]
+    plan: RunPlan, process: Process, whole: PreTrainedModel, shapes: Mapping[str, list[int]]
 ) -> WeightSource:
     model = plan.config.model
     if model.initial_weights is not None:
         folder = Path(model.initial_weights).expanduser()
         checkpoint = weights_of(folder, process)
         if checkpoint is None:
-            return SafetensorsWeights(folder)
+            return SafetensorsWeights(folder, whole)
         return CheckpointWeights(checkpoint, model, shapes)
-    return SeedWeights.of(model, plan.config.training.seed)
+    return SeedWeights.of(model, whole, plan.config.training.seed)
 
 
 def seed_step(seed: int, step: int, replica: int) -> None:

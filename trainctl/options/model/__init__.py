@@ -79,6 +79,12 @@ class Region:
         widths: Attributes of the module that hold a width and are divided.
         column_bias: Whether `columns` have biases.
         row_bias: Whether `row` has one.
+        across_heads: Norms in it as wide as all heads of its queries or keys together.
+        values: Parameters in it that have one number for each head.
+        is_uneven: Whether what lies side by side in its one column is queries, and fewer keys and
+            values.
+        is_experts: Whether columns and row are experts' parameters, one matrix an expert, and not
+            layers; weights of the routing enter the region beside the hidden states.
     """
 
     module: str
@@ -89,6 +95,10 @@ class Region:
     widths: tuple[str, ...] = ()
     column_bias: bool = False
     row_bias: bool = False
+    across_heads: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    is_uneven: bool = False
+    is_experts: bool = False
 
     @property
     def matrices(self) -> int:
@@ -158,8 +168,6 @@ class Family(Spec):
             hidden_size evenly.
         has_window: Whether attention may slide, by `sliding_window`.
         softmax_in_fp32: Whether eager attention computes its probabilities in fp32.
-        scales_residuals: Whether projections into the residual stream start smaller by the root of
-            twice the number of blocks.
         is_directory: Whether it is what a transformers directory says, and no shape of ours.
         directory: How a directory is of this family.
         axes: Axes of parallelism that may cut it.
@@ -186,7 +194,6 @@ class Family(Spec):
     has_equal_heads: bool = False
     has_window: bool = False
     softmax_in_fp32: bool = True
-    scales_residuals: bool = False
     is_directory: bool = False
     directory: Directory = Directory()
     axes: tuple[str, ...] = AXES
@@ -217,11 +224,6 @@ class Family(Spec):
     def embeddings(self) -> tuple[str, ...]:
         """Modules of the decoder that are looked up: by token, and by position if they are."""
         return (self.embedding, self.positions) if self.positions else (self.embedding,)
-
-    @property
-    def rows(self) -> tuple[str, ...]:
-        """Endings of the names of what projects into the residual stream."""
-        return tuple(f".{region.module}.{region.row}.weight" for region in self.regions)
 
 
 def spec_of(model: ModelConfig) -> Family:
