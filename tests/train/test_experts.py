@@ -12,9 +12,12 @@ from parity_cases import CLIPPING, Difference, limit
 from rank_processes import Case, curve, train_cases, with_stop
 
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events, step_curve
 
 TWO = (2, 3)
 """Experts of one rank where four share eight: the others get no token."""
+
+LOSSES = (("experts__auxiliary_loss", 0.02), ("experts__z_loss", 0.01))
 
 PAIRS = (
     Trial("gpt_oss", 4, 4, 1, TWO),
@@ -55,3 +58,48 @@ def test_a_checkpoint_goes_on_with_another_expert_size(tmp_path: Path) -> None:
         if other == trial:
             assert found == curve(whole)
         assert Difference.between(curve(whole), found).within(limit(None)), other
+
+
+BALANCED = (
+    Trial("qwen3_moe", 2, 2, 1, settings=(*LOSSES, ("activation_checkpointing__mode", "full"))),
+    Trial(
+        "deepseek_v3",
+        4,
+        2,
+        3,
+        settings=(
+            ("experts__auxiliary_loss", 0.02),
+            ("experts__bias_update_rate", 0.01),
+            ("activation_checkpointing__mode", "selective"),
+        ),
+    ),
+)
+
+
+@pytest.mark.slow
+def test_balancing_and_what_is_recorded_of_it_know_no_layout(tmp_path: Path) -> None:
+    for trial in BALANCED:
+        alone = replace(trial.reference, settings=only_of_experts(trial))
+        (one, loads), (other, others) = (recorded(each, tmp_path) for each in (alone, trial))
+        assert Difference.between(one, other).within(limit(None)), trial
+        for load, found in zip(loads, others, strict=True):
+            assert load == pytest.approx(found, rel=1e-5)
+            assert load["load"] == max(load["load_by_layer"]) > 1
+            # Least is each token's number of experts, where all are equally busy.
+            assert 2 * 0.02 < load["auxiliary_loss"] < 3 * 0.02
+        assert loads[0] != loads[-1]
+    plain, _ = recorded(replace(alone, settings=()), tmp_path)
+    assert Difference.between(plain, one).norm > 1e-4
+
+
+def only_of_experts(trial: Trial) -> tuple[tuple[str, object], ...]:
+    """Its settings without those of how it is computed."""
+    return tuple(item for item in trial.settings if item[0].startswith("experts__"))
+
+
+def recorded(trial: Trial, folder: Path) -> tuple[dict[int, tuple[float, float]], list[dict]]:
+    """The curve of a trial, and what was recorded of its experts at each step."""
+    case = Case(trial.plan(folder), RunPaths(folder / f"run-{len(list(folder.iterdir()))}"))
+    train_cases(trial.processes, [case])
+    events = step_curve(read_events(case.run.events))
+    return curve(case.run), [event["experts"] for event in events.values()]

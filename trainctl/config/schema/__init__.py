@@ -41,6 +41,7 @@ from trainctl.config.schema.model import (
 )
 from trainctl.config.schema.optimization import (
     AdaptiveClipping,
+    ExpertsConfig,
     GradientsConfig,
     GroupOverride,
     LrScaling,
@@ -83,6 +84,7 @@ __all__ = [
     "DataFromRecords",
     "DataType",
     "Dedup",
+    "ExpertsConfig",
     "GradientsConfig",
     "GroupOverride",
     "HardwareConfig",
@@ -134,6 +136,7 @@ class RunConfig:
     training: TrainingConfig = section(TrainingConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     stability: StabilityConfig = section(StabilityConfig)
+    experts: ExpertsConfig = section(ExpertsConfig)
     logging: LoggingConfig = section(LoggingConfig)
     launcher: LauncherConfig = section(LauncherConfig)
     hardware: HardwareConfig = section(HardwareConfig)

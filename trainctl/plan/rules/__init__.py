@@ -115,6 +115,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC094", run.model_has_a_shape),
     ("TC099", no_effect.settings_have_an_effect),
     ("TC144", run.weights_have_one_source),
+    ("TC155", experts.experts_are_kept_busy),
     ("TC195", precision.loss_scale_starts_above_its_least),
     ("TC340", data.sources_have_their_share),
     ("TC341", data.run_of_sources_has_a_length),
@@ -132,6 +133,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC363", data.infilling_has_its_tokens),
     ("TC365", data.stream_has_its_place),
     ("TC390", experts.expert_axis_goes_with_the_rest),
+    ("TC391", experts.balance_is_that_of_whole_sequences),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 
