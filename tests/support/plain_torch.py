@@ -45,7 +45,7 @@ def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:
     prepare(plan, run)
     seed = config.training.seed
     model = skeleton(config.model, torch.float32)
-    pieces = materialise(model, SeedWeights.of(config.model, seed), torch.device("cpu"))
+    pieces = materialise(model, SeedWeights.of(config.model, model, seed), torch.device("cpu"))
     length, size = plan.batch.sequence_length, plan.batch.global_batch_size
     data = TrainingData.of(plan, load_corpora(run.corpus, config.data), data_rank=0, data_size=1)
     whole = Batch(

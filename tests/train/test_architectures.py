@@ -1,9 +1,11 @@
 """Directories of other architectures: trained from the weights that they have, and exported."""
 
 import json
+from copy import deepcopy
 
 import pytest
 import torch
+from architectures import made, of_directory
 from rank_processes import Case, tiny_config, tiny_plan, train_cases
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -12,10 +14,13 @@ from trainctl.config.hf import fill_from_directory
 from trainctl.config.schema import DataType, ModelConfig
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import write_manifest
 from trainctl.runs.records import read_events
+from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.evaluation import inference
 from trainctl.train.export import export
 from trainctl.train.loaded import load
+from trainctl.train.tensor_file import write_tensors
 
 STEPS, LR = 3, 1e-3
 SHAPE = {
@@ -48,7 +53,9 @@ CASES = {
     "llama-3.1, tensor": ("llama", {"rope_parameters": ROPE}, {"parallelism.tensor": 2}),
     "llama-3.1, pipeline": ("llama", {"rope_parameters": ROPE}, {"parallelism.pipeline": 2}),
     "qwen3-moe": ("qwen3_moe", EXPERTS, {"zero_stage.stage": 3}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}, {"zero_stage.stage": 2}),
 }
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def directory(folder, kind, changes):
@@ -102,3 +109,48 @@ def test_other_architectures_start_from_their_weights_train_and_come_back(tmp_pa
         source = json.loads((tmp_path / f"from-{number}" / "generation_config.json").read_text())
         assert json.loads((out / "generation_config.json").read_text()) == source
         assert load_file(out / "model.safetensors"), name
+
+
+@pytest.mark.slow
+def test_a_router_s_bias_stays_in_fp32_through_training_checkpoints_and_a_resume(tmp_path):
+    theirs = made("deepseek_v3")
+    theirs.save_pretrained(tmp_path / "from")
+    bias = theirs.state_dict()[BIAS]
+    assert not torch.equal(bias, bias.bfloat16().float())
+    cases = []
+    for stage in (1, 3):
+        settings = {
+            "zero_stage.stage": stage,
+            "precision.compute": DataType.bf16,
+            "training.stop_after_steps": STEPS - 1,
+        }
+        made_plan = plan(of_directory(tmp_path / "from", "deepseek_v3"), settings)
+        cases.append(Case(made_plan, RunPaths(tmp_path / f"{stage}")))
+    train_cases(2, cases)
+    for stage, case in zip((1, 3), cases, strict=True):
+        newest, _ = newest_checkpoint(case.run)
+        saved = Checkpoint(newest.path)
+        assert torch.equal(saved.buffer(BIAS), bias)
+        assert len(saved.manifest["buffers"]) == 1
+        # As if training had moved it: the next attempt goes on from what the checkpoint has.
+        (entry,) = saved.manifest["buffers"]
+        tensors = load_file(newest.path / entry["file"])
+        tensors[entry["key"]] = tensors[entry["key"]] + 0.25
+        size, digest = write_over(newest.path / entry["file"], tensors)
+        for file in saved.manifest["files"]:
+            if file["name"] == entry["file"]:
+                file.update(bytes=size, sha256=digest)
+        write_manifest(newest.path, saved.manifest)
+        longer = deepcopy(case.plan.config)
+        longer.training.stop_after_steps = None
+        cases[stage // 2] = Case(tiny_plan(longer, 2), case.run, attempt=2)
+    train_cases(2, cases)
+    for case in cases:
+        newest, _ = newest_checkpoint(case.run)
+        assert newest.step == STEPS
+        assert torch.equal(Checkpoint(newest.path).buffer(BIAS), bias + 0.25)
+
+
+def write_over(path, tensors):
+    path.unlink()
+    return write_tensors(path, tensors)

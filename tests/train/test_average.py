@@ -20,6 +20,7 @@ from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.evaluation import inference
 from trainctl.train.export import export
 from trainctl.train.loaded import load
+from trainctl.train.model import skeleton
 from trainctl.train.state import AVERAGE, MASTER
 from trainctl.train.weights import SeedWeights
 
@@ -69,7 +70,8 @@ def weights_of(case: Case, step: int = STEPS, state: str = AVERAGE) -> Weights:
 def by_formula(case: Case) -> dict[int, Weights]:
     """The average after each step, from the weights in the checkpoints of every second one."""
     config, shapes = case.plan.config, Checkpoint(path_of(case)).manifest["shapes"]
-    seeded = SeedWeights.of(config.model, config.training.seed)
+    whole_model = skeleton(config.model, torch.float32)
+    seeded = SeedWeights.of(config.model, whole_model, config.training.seed)
     dtype = torch.float32 if config.precision.compute == DataType.fp32 else torch.bfloat16
     average = {}
     for name, shape in shapes.items():

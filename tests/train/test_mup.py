@@ -186,9 +186,9 @@ def assert_exports(config, checkpoint, out):
 def test_initial_weights_shrink_with_the_width_inside_the_blocks_only(family):
     model = ModelConfig(family=family, num_layers=2, tie_word_embeddings=False)
     model.num_key_value_heads = None if family == "gpt2" else 2
-    plain = SeedWeights.of(model, 3)
+    plain = SeedWeights.of(model, skeleton(model, torch.float32), 3)
     wide = ModelConfig(**{**vars(model), "mup": True, "mup_base_width": 32})
-    scaled = SeedWeights.of(wide, 3)
+    scaled = SeedWeights.of(wide, skeleton(wide, torch.float32), 3)
     for name, parameter in skeleton(model, torch.float32).named_parameters():
         values, expected = (
             source.read(name, parameter.shape, 0, parameter.numel()) for source in (scaled, plain)

@@ -50,8 +50,9 @@ def test_statistics_equal_the_ones_of_transformers(family):
     shape = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_layers": 2}
     model = ModelConfig(family=family, **{**shape, "num_key_value_heads": 2, **FAMILIES[family]})
     theirs = dict(AutoModelForCausalLM.from_config(transformers_config(model)).named_parameters())
-    source = SeedWeights.of(model, 1)
-    ours = dict(skeleton(model, torch.float32).named_parameters())
+    made = skeleton(model, torch.float32)
+    source = SeedWeights.of(model, made, 1)
+    ours = dict(made.named_parameters())
     assert list(ours) == list(theirs)
     for name, parameter in ours.items():
         assert parameter.is_meta
@@ -66,14 +67,21 @@ def test_statistics_equal_the_ones_of_transformers(family):
 
 
 def test_safetensors_ranges_and_problems(tmp_path):
-    tensor = torch.arange(35.0).view(5, 7)
-    save_file({"a.weight": tensor, "b.bias": torch.ones(3)}, tmp_path / "model.safetensors")
-    source = SafetensorsWeights(tmp_path)
-    assert source.read("a.weight", tensor.shape, 5, 19).tolist() == list(range(5, 19))
-    assert source.read("b.bias", torch.Size([3]), 1, 3).tolist() == [1.0, 1.0]
-    with pytest.raises(TrainctlError, match=r"has no tensor c\.weight"):
-        source.read("c.weight", tensor.shape, 0, 1)
-    with pytest.raises(TrainctlError, match=r"shape \[5, 7\]"):
-        source.read("a.weight", torch.Size([7, 5]), 0, 1)
+    model = skeleton(ModelConfig(num_layers=1), torch.float32)
+    tensors = {n: torch.rand(p.shape) for n, p in model.named_parameters()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = SafetensorsWeights(tmp_path, model)
+    for name, start, end in (("model.embed_tokens.weight", 5, 1019), ("model.norm.weight", 1, 3)):
+        whole = tensors[name].reshape(-1)
+        assert torch.equal(source.read(name, tensors[name].shape, start, end), whole[start:end])
+
+    def refused(changes, match):
+        left = {n: t for n, t in (tensors | changes).items() if t is not None}
+        save_file(left, tmp_path / "model.safetensors")
+        with pytest.raises(TrainctlError, match=match):
+            SafetensorsWeights(tmp_path, model)
+
+    refused({"model.norm.weight": None}, r"has no tensor model\.norm\.weight")
+    refused({"model.norm.weight": torch.ones(7)}, r"shape \[7\]")
     with pytest.raises(TrainctlError, match="has neither"):
-        SafetensorsWeights(tmp_path / "nowhere")
+        SafetensorsWeights(tmp_path / "nowhere", model)

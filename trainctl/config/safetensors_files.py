@@ -52,6 +52,16 @@ class StoredTensor:
         return prod(self.shape) * WIDTHS.get(self.dtype, 1)
 
 
+SHOWN = 3
+"""Tensors that a message names."""
+
+
+def some(items: list[str]) -> str:
+    """The first of them, and how many others there are."""
+    shown = "; ".join(items[:SHOWN])
+    return shown if len(items) <= SHOWN else f"{shown}; and {len(items) - SHOWN:,} more"
+
+
 def has_weights(folder: Path) -> bool:
     """Whether a directory has weights as transformers writes them."""
     return (folder / ONE_FILE).is_file() or (folder / INDEX).is_file()

@@ -40,6 +40,52 @@ USES = (
         need=TENSOR,
     ),
     Use(
+        target="transformers.conversion_mapping:get_model_conversion_mapping",
+        how=How.called,
+        why="published files have other names than a model in memory: transformers' own transforms",
+        signature="(model, key_mapping=None, hf_quantizer=None, add_legacy=True)",
+        at=At.model,
+    ),
+    Use(
+        target="transformers.core_model_loading:rename_source_key",
+        how=How.called,
+        why="what a tensor of published files becomes",
+        signature="(source_key, weight_renamings, weight_converters, base_model_prefix=None, "
+        "meta_state_dict=None, reverse=False)",
+        at=At.model,
+    ),
+    Use(
+        target="transformers.core_model_loading:WeightConverter.convert",
+        how=How.called,
+        why="tensors of published files are joined by transformers' own operations",
+        signature="(self, layer_name, model=None, config=None, hf_quantizer=None, "
+        "loading_info=None)",
+        at=At.model,
+    ),
+    Use(
+        target="transformers.core_model_loading:WeightTransform.add_tensor",
+        how=How.called,
+        why="what a converter converts is given to it one by one",
+        signature="(self, target_key, source_key, source_pattern, future)",
+        at=At.model,
+    ),
+    Use(
+        target="transformers.core_model_loading:revert_weight_conversion",
+        how=How.read,
+        why="an export is called as transformers calls what it saves: its order of transforms",
+        body="1a1468de89e0",
+        names=("apply_converters", "apply_renamings", "reverse_transform"),
+        at=At.model,
+        fallback="exports may have other names than transformers gives its own",
+    ),
+    Use(
+        target="transformers.modeling_utils:PreTrainedModel._init_weights",
+        how=How.called,
+        why="a model's own code says how its parameters start; it is run on tensors without values",
+        signature="(self, module)",
+        at=At.rank,
+    ),
+    Use(
         target="transformers.masking_utils:find_packed_sequence_indices",
         how=How.replaced,
         why="a trace has no positions to find documents by",

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from trainctl.config.codec import to_plain
 from trainctl.config.hub import fetch_weights
 from trainctl.config.safetensors_files import (
     READABLE,
     StoredTensor,
     has_pickled_weights,
     has_weights,
+    some,
     stored_tensors,
 )
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import Finding, Severity, TrainctlError
-from trainctl.plan.disk_names import StoredPart, parts_of
-from trainctl.plan.shapes import TensorShape, all_tensors
+from trainctl.plan.shapes import all_tensors
 
 NOT_ITS_WEIGHTS, NO_WEIGHTS, LEFT_OVER = "TC148", "TC145", "TC149"
-
-SHOWN = 3
-"""Tensors that a message names."""
 
 HARMLESS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "lm_head.weight")
 """Ends of names of what some files hold beside the parameters: tables, masks, a tied head."""
 
+BUFFERS = ("e_score_correction_bias",)
+"""Ends of names of what is read beside the parameters."""
 
-ROUTING = ("e_score_correction_bias",)
-"""Ends of names of buffers that a model's outputs depend on."""
+DECODERS = ("model.", "transformer.")
 
 
 def check_model_files(config: RunConfig) -> list[Finding]:
@@ -62,76 +65,93 @@ def is_run_or_checkpoint(folder: Path) -> bool:
 def _compare(
     model: ModelConfig, folder: Path, stored: Mapping[str, StoredTensor]
 ) -> Iterator[Finding]:
+    problems, unused = _by_its_own_names(model, stored)
+    if problems and model.is_directory:
+        # Published files may have other names than the model in memory: transformers knows them.
+        problems, unused = _by_transformers(model, folder)
+    if problems:
+        yield _finding(
+            NOT_ITS_WEIGHTS,
+            f"the weights of {folder} are not {model.name}'s: {'; '.join(problems)}",
+            _reason(stored)
+            or "another model.initial_weights, or model.weights=random; configuration and weights "
+            "belong together",
+        )
+    left = [name for name in unused if not name.endswith(HARMLESS)]
+    if left and not problems:
+        yield Finding(
+            rule=LEFT_OVER,
+            key="model.initial_weights",
+            message=f"{len(left):,} tensors of {folder} have no place in {model.name} and are left "
+            f"out: {some(left)}",
+            severity=Severity.warning,
+        )
+
+
+def _by_its_own_names(
+    model: ModelConfig, stored: Mapping[str, StoredTensor]
+) -> tuple[list[str], list[str]]:
+    """What is wrong with weights that are called as the model calls them, and what is left over."""
     used: set[str] = set()
     missing: list[str] = []
     others: list[str] = []
     unreadable: list[str] = []
     for tensor in all_tensors(model):
-        parts = parts_of(tensor.name, tensor.shape, stored)
-        if not parts:
+        name = next((name for name in _names(tensor.name) if name in stored), None)
+        if name is None:
             missing.append(tensor.name)
-        for part in parts:
-            used.add(part.name)
-            found = stored[part.name]
-            if found.dtype not in READABLE:
-                unreadable.append(f"{part.name} in {found.dtype}")
-            elif found.shape != part.shape:
-                others.append(_differs(tensor, part, found))
-    of = f"the weights of {folder} are not {model.name}'s"
-    hint = (
-        "another model.initial_weights, or model.weights=random; configuration and weights belong "
-        "together"
-    )
+            continue
+        used.add(name)
+        found = stored[name]
+        if found.dtype not in READABLE:
+            unreadable.append(f"{name} in {found.dtype}")
+        elif found.shape != tensor.shape:
+            sizes = f"{list(found.shape)} in {found.file}, and the model's is {list(tensor.shape)}"
+            others.append(f"{name} is {sizes}")
+    problems = []
     if missing:
-        what = f"{len(missing):,} of its tensors are not there: {_some(missing)}"
-        yield _finding(NOT_ITS_WEIGHTS, f"{of}: {what}", _reason(stored) or hint)
+        problems.append(f"{len(missing):,} of its tensors are not there: {some(missing)}")
     if others:
-        yield _finding(NOT_ITS_WEIGHTS, f"{of}: {_some(others)}", hint)
+        problems.append(some(others))
     if unreadable:
-        what = f"quantised weights are not read: {_some(unreadable)}"
-        yield _finding(
-            NOT_ITS_WEIGHTS, f"{folder}: {what}", "a directory of the same model in bf16 or fp32"
-        )
-    routing = [name for name in stored if name not in used and name.endswith(ROUTING)]
-    if routing:
-        what = f"a state of its routers that is no parameter: {_some(routing)}"
-        yield _finding(
-            NOT_ITS_WEIGHTS,
-            f"{folder} has {what}; training neither reads nor keeps it, so the model would route "
-            "otherwise",
-            "model.weights=random",
-        )
-    left = [name for name in stored if name not in used and not name.endswith(HARMLESS)]
-    if left and not (missing or others or unreadable or routing):
-        yield Finding(
-            rule=LEFT_OVER,
-            key="model.initial_weights",
-            message=f"{len(left):,} tensors of {folder} have no place in {model.name} and are left "
-            f"out: {_some(left)}",
-            severity=Severity.warning,
-        )
+        problems.append(f"quantised weights are not read: {some(unreadable)}")
+    left = [name for name in stored if name not in used]
+    if model.is_directory:
+        left = [name for name in left if not name.endswith(BUFFERS)]
+    return problems, left
 
 
-def _differs(tensor: TensorShape, part: StoredPart, found: StoredTensor) -> str:
-    sizes = f"{list(found.shape)} in {found.file}, and the model's is {list(part.shape)}"
-    return f"{part.name or tensor.name} is {sizes}"
+def _names(name: str) -> Iterator[str]:
+    """What files may call a parameter: some lack the decoder's name before each of their own."""
+    yield name
+    for decoder in DECODERS:
+        if name.startswith(decoder):
+            yield name.removeprefix(decoder)
+
+
+def _by_transformers(model: ModelConfig, folder: Path) -> tuple[list[str], list[str]]:
+    """The same, by what transformers makes of the names: in a process that imports it."""
+    asked = {"model": to_plain(model), "folder": str(folder)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "trainctl.train.stored_entry"],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+    )
+    try:
+        answer = json.loads(ended.stdout.splitlines()[-1])
+        return answer["problems"], answer["unused"]
+    except (ValueError, LookupError, TypeError):
+        last = (ended.stderr.strip().splitlines() or ["no word"])[-1]
+        return [f"their names cannot be told: {last[:300]}"], []
 
 
 def _reason(stored: Mapping[str, StoredTensor]) -> str:
-    """Why tensors may lack that are there under other names."""
+    """Why tensors may lack that are there in another form."""
     if any(name.endswith(("_blocks", "_scales", "weight_scale_inv", "qweight")) for name in stored):
         return "the files hold quantised weights: a directory of the same model in bf16 or fp32"
-    if any(".experts." in name for name in stored):
-        return (
-            "its experts are stored under names that are not known here: load it in transformers "
-            "and save it with save_pretrained, or model.weights=random"
-        )
     return ""
-
-
-def _some(items: list[str]) -> str:
-    shown = "; ".join(items[:SHOWN])
-    return shown if len(items) <= SHOWN else f"{shown}; and {len(items) - SHOWN:,} more"
 
 
 def _pickled(folder: Path) -> Finding:

@@ -166,6 +166,8 @@ def verify_files(
     inside: dict[str, list[Mapping[str, Any]]] = {}
     for fragment in manifest["fragments"]:
         inside.setdefault(fragment["file"], []).append(fragment)
+    for buffer in manifest.get("buffers", []):
+        inside.setdefault(buffer["file"], []).append(buffer)
     problems = (
         _verify_file(path / entry["name"], entry["sha256"], inside.get(entry["name"], ()))
         for entry in entries
@@ -197,9 +199,13 @@ def _numels(header: Mapping[str, Any]) -> dict[str, int]:
 def _misplaced(file: Path, fragments: Iterable[Mapping[str, Any]], numels: dict[str, int]) -> str:
     """The first thing that the manifest has at a place where the file has nothing."""
     for fragment in fragments:
-        ranges = {f"master/{fragment['tensor']}": fragment["offset"] + fragment["numel"]}
-        ranges |= {key: numel for _, numel, key in fragment.get("sides", {}).values()}
+        if "key" in fragment:  # a buffer, which is a tensor of its own
+            name, ranges = fragment["name"], {fragment["key"]: fragment["numel"]}
+        else:
+            name = fragment["parameter"]
+            ranges = {f"master/{fragment['tensor']}": fragment["offset"] + fragment["numel"]}
+            ranges |= {key: numel for _, numel, key in fragment.get("sides", {}).values()}
         for key, end in ranges.items():
             if numels.get(key, 0) < end:
-                return f"{file.name} has no {key} of {end} elements ({fragment['parameter']})"
+                return f"{file.name} has no {key} of {end} elements ({name})"
     return ""

@@ -36,6 +36,9 @@ def check_form(manifest: Mapping[str, Any]) -> None:
     if not files or len(set(files)) < len(files):
         raise ValueError("its files are none, or one is listed twice")
     _check_fragments(manifest, set(files))
+    for entry in manifest.get("buffers", []):
+        if entry["file"] not in files:
+            raise ValueError(f"{entry['name']} is in {entry['file']}, which is not listed")
 
 
 def _require(name: str, value: Any, check: Check) -> None:
@@ -104,6 +107,15 @@ def _fragment(value: Any) -> bool:
         and all(_count(value.get(name)) for name in ("start", "numel", "tensor", "offset"))
         and ("shard" not in value or _shard(value["shard"]))
         and ("sides" not in value or _named(_side)(value["sides"]))
+    )
+
+
+def _buffer(value: Any) -> bool:
+    """Of a model: its name, where it lies, and its length."""
+    return (
+        type(value) is dict
+        and all(_text(value.get(name)) for name in ("name", "file", "key"))
+        and _count(value.get("numel"))
     )
 
 
@@ -176,6 +188,7 @@ _OPTIONAL: dict[str, Check] = {
     "norms": _many(_number),
     "ema": _either_none_or("steps"),
     "learning_rate": _learning_rate,
+    "buffers": _many(_buffer),
     "multipliers": lambda value: bool(value) and _either_none_or("output", "attention")(value),
 }
 

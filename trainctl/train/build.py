@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -11,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainctl.engines.protocol import MakeParameter
 from trainctl.engines.shards import ParameterPiece, Pieces, Read, Shard, read_shard
+from trainctl.train.tensors import Buffer, persistent_buffers
 from trainctl.train.weights import WeightSource
 
 
@@ -38,8 +40,9 @@ def materialise(
     device: torch.device,
     pieces: Pieces | None = None,
     make: MakeParameter | None = None,
+    buffers: Sequence[Buffer] | None = None,
 ) -> Pieces:
-    """Give the rank what it has of the skeleton's parameters, with values.
+    """Give the rank what it has of the skeleton's tensors, with values.
 
     Args:
         model: The skeleton, cut to this rank's stage and shards.
@@ -47,6 +50,7 @@ def materialise(
         device: Of the parameters.
         pieces: Of the skeleton's parameters; none if it is a whole model.
         make: Makes each parameter, where ranks share it out; None gives the rank all of it.
+        buffers: Persistent ones of the skeleton; none if it is a whole model.
 
     Returns:
         The pieces of the real parameters.
@@ -60,8 +64,17 @@ def materialise(
             read = partial(source.read, piece.name, piece.shape)
             filled[meta] = make(meta, piece, partial(read_shard, read, piece.shard))
         setattr(module, attribute, filled[meta])
+    fill_buffers(persistent_buffers(model) if buffers is None else buffers, source)
     _move_buffers(model, device)
     return {filled[meta]: piece for meta, piece in pieces.items() if meta in filled}
+
+
+def fill_buffers(buffers: Iterable[Buffer], source: WeightSource) -> None:
+    """Give persistent buffers the values that a source has of them."""
+    for buffer in buffers:
+        values = source.buffer(buffer.name)
+        if values is not None:
+            buffer.tensor.copy_(values.view(buffer.tensor.shape))
 
 
 def _whole(

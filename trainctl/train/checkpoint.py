@@ -139,6 +139,14 @@ class Checkpoint:
             )
         return self._read(name, self._weights, start, end)
 
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """A persistent buffer, flat; None if it was not saved, as before trainctl kept them."""
+        for entry in self.manifest.get("buffers", []):
+            if entry["name"] == name:
+                values: torch.Tensor = self._slice(entry["file"], entry["key"])[:]
+                return values
+        return None
+
     def load_into(self, state: OptimizerState) -> None:
         """Fill the master weights and every optimizer state that this rank holds.
 
@@ -266,3 +274,7 @@ class CheckpointWeights:
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
         """Elements [start, end) of a parameter."""
         return self._checkpoint.read(name, shape, start, end)
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """A persistent buffer, flat."""
+        return self._checkpoint.buffer(name)

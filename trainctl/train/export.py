@@ -1,7 +1,8 @@
 """A checkpoint as a transformers directory: sharded safetensors, config and tokenizer files.
 
 Parameters go from the checkpoint to the files a piece at a time, so neither the model nor a shard
-is ever in memory.
+is ever in memory. They have the names and the form that transformers publishes the architecture in
+(`trainctl.train.published`).
 """
 
 from __future__ import annotations
@@ -29,15 +30,14 @@ from trainctl.runs.processes import is_alive
 from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.model import portable, skeleton
 from trainctl.train.mup import folded
+from trainctl.train.published import Read, Unit, published_units
 from trainctl.train.state import MASTER
 from trainctl.train.tensor_file import write_stream
+from trainctl.train.tensors import persistent_buffers
 from trainctl.train.tokenizer import load_tokenizer
 
 SHARD_BYTES = 5 * 10**9
 """Largest file of weights, unless one parameter alone is larger."""
-
-_PIECE = 1 << 20
-"""Elements in memory at a time."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """What `config.json` says of special tokens: not of the shape, and of use to whoever samples."""
@@ -89,25 +89,38 @@ def export(
     """
     model = skeleton(portable(config.model), dtype)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+    units = list(published_units(model))
+    total = sum(_bytes(unit, dtype) for unit in units)
     source = Checkpoint(checkpoint, weights=weights)
     source.check(config.model, {name: list(shape) for name, shape in shapes.items()})
     with _new_folder(out, total) as folder:
-        shards = _split(shapes, dtype.itemsize, shard_bytes)
+        shards = _split(units, dtype, shard_bytes)
+        read = _reader(config.model, model, source)
         done = 0
 
-        def pieces(names: list[str]) -> Iterator[torch.Tensor]:
+        def pieces(listed: list[Unit]) -> Iterator[torch.Tensor]:
             nonlocal done
-            for piece in _pieces(config.model, source, names, shapes):
-                yield piece.to(dtype)
-                done += piece.numel() * dtype.itemsize
-                progress(done, total)
+            for unit in listed:
+                for piece in unit.pieces(read):
+                    yield piece.to(unit.dtype or dtype)
+                    done += piece.numel() * (unit.dtype or dtype).itemsize
+                    progress(done, total)
+                source.close()
 
-        for file, names in shards.items():
-            layout = {name: (dtype, shapes[name]) for name in names}
-            write_stream(folder / file, layout, pieces(names), {"format": "pt"})
+        for file, listed in shards.items():
+            layout = {
+                name: (unit.dtype or dtype, shape)
+                for unit in listed
+                for name, shape in unit.shapes.items()
+            }
+            write_stream(folder / file, layout, pieces(listed), {"format": "pt"})
         if len(shards) > 1:
-            weight_map = {name: file for file, names in shards.items() for name in names}
+            weight_map = {
+                name: file
+                for file, listed in shards.items()
+                for unit in listed
+                for name in unit.shapes
+            }
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             write_json(folder / "model.safetensors.index.json", index)
         _write_config(model, config, dtype, folder)
@@ -115,7 +128,7 @@ def export(
     return Exported(
         files=sorted(path.name for path in out.iterdir()),
         size_bytes=total,
-        num_parameters=total // dtype.itemsize,
+        num_parameters=sum(shape.numel() for shape in shapes.values()),
         notes=notes,
     )
 
@@ -161,38 +174,43 @@ def _remove_leftovers(out: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _split(
-    shapes: dict[str, torch.Size], item_bytes: int, shard_bytes: int
-) -> dict[str, list[str]]:
-    """Parameters by the file that they go to, in the model's order."""
-    shards: list[list[str]] = [[]]
+def _split(units: list[Unit], dtype: torch.dtype, shard_bytes: int) -> dict[str, list[Unit]]:
+    """What is written by the file that it goes to, in the model's order."""
+    shards: list[list[Unit]] = [[]]
     room = shard_bytes
-    for name, shape in shapes.items():
-        size = shape.numel() * item_bytes
+    for unit in units:
+        size = _bytes(unit, dtype)
         if size > room and shards[-1]:
             shards.append([])
             room = shard_bytes
-        shards[-1].append(name)
+        shards[-1].append(unit)
         room -= size
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     count = len(shards)
     return {
-        f"model-{number:05d}-of-{count:05d}.safetensors": names
-        for number, names in enumerate(shards, 1)
+        f"model-{number:05d}-of-{count:05d}.safetensors": listed
+        for number, listed in enumerate(shards, 1)
     }
 
 
-def _pieces(
-    model: ModelConfig, source: Checkpoint, names: list[str], shapes: dict[str, torch.Size]
-) -> Iterator[torch.Tensor]:
-    """The parameters' values, in order and flat, a piece at a time."""
-    for name in names:
-        count = shapes[name].numel()
-        for start in range(0, count, _PIECE):
-            values = source.read(name, shapes[name], start, min(start + _PIECE, count))
-            yield folded(model, name, shapes[name], start, values)
-        source.close()
+def _bytes(unit: Unit, dtype: torch.dtype) -> int:
+    return unit.numel * (unit.dtype or dtype).itemsize
+
+
+def _reader(config: ModelConfig, model: PreTrainedModel, source: Checkpoint) -> Read:
+    """The tensors of a checkpoint, as a model without multipliers has them."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    built = {buffer.name: buffer.tensor for buffer in persistent_buffers(model)}
+
+    def read(name: str, start: int, end: int) -> torch.Tensor:
+        if name in built:
+            saved = source.buffer(name)
+            return (built[name] if saved is None else saved).reshape(-1)[start:end]
+        values = source.read(name, shapes[name], start, end)
+        return folded(config, name, shapes[name], start, values)
+
+    return read
 
 
 def _write_config(

@@ -107,6 +107,9 @@ class _Watched:
         self._progress(self._done)
         return values
 
+    def buffer(self, name: str) -> torch.Tensor | None:
+        return self._source.buffer(name)
+
 
 def _choose_device(wanted: str, needed_bytes: int) -> torch.device:
     here = torch.cuda.is_available()

@@ -23,6 +23,7 @@ from trainctl.options.model import spec_of
 from trainctl.plan.shapes import head_dim, key_value_heads
 from trainctl.train.experts import compute_in_fp32
 from trainctl.train.mup import apply_multipliers
+from trainctl.train.tensors import persistent_buffers
 from trainctl.train.user_code import load
 
 TORCH_TYPES = {
@@ -72,6 +73,9 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     with _parameters_on_meta():
         built = users_model(model, dtype) if model.factory else _own_model(model, dtype)
     built.tie_weights()
+    for buffer in persistent_buffers(built):  # state, such as a router's bias, as it is published
+        if buffer.tensor.is_floating_point():
+            setattr(buffer.module, buffer.key, buffer.tensor.float())
     apply_multipliers(built, model)
     if dtype is not torch.float32:
         compute_in_fp32(built)

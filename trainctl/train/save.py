@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from trainctl.runs.manifest import FORMAT, write_manifest
 from trainctl.train import faults
 from trainctl.train.state import MASTER, OptimizerState
 from trainctl.train.tensor_file import write_stream
+from trainctl.train.tensors import Buffer
 
 Result = TypeVar("Result")
 
@@ -44,6 +45,7 @@ class RankPart:
             values among those of the parameter, their number, and the tensor's name in the file.
         layout: Type and shape of each tensor in the file, by name.
         tensors: The tensors in that order, each valid until the next is taken.
+        buffers: Names of the model's buffers among them, by what they are called in the file.
     """
 
     states: list[str]
@@ -52,6 +54,7 @@ class RankPart:
     sides: list[dict[str, tuple[int, int, str]]]
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     tensors: Callable[[], Iterator[torch.Tensor]]
+    buffers: dict[str, str]
 
     @property
     def num_bytes(self) -> int:
@@ -60,11 +63,14 @@ class RankPart:
         return tensors + MANIFEST_BYTES * (len(self.layout) + len(self.fragments))
 
 
-def part_of(state: OptimizerState, weights_in: torch.dtype | None = None) -> RankPart:
+def part_of(
+    state: OptimizerState, buffers: Iterable[Buffer] = (), weights_in: torch.dtype | None = None
+) -> RankPart:
     """This rank's part of a checkpoint of the optimizer as it stands.
 
     Args:
         state: The optimizer's.
+        buffers: Of the model, which this rank writes as they are.
         weights_in: The weights alone, in this format; None saves everything as it is.
     """
     state.settle()
@@ -84,6 +90,9 @@ def part_of(state: OptimizerState, weights_in: torch.dtype | None = None) -> Ran
                 key = f"{name}/beside-{number}"
                 beside[key] = side.values
                 sides[-1][name] = (side.start, side.values.numel(), key)
+
+    kept = {f"buffer/{buffer.name}": buffer for buffer in buffers}
+    beside |= {key: buffer.tensor.reshape(-1) for key, buffer in kept.items()}
 
     def tensors() -> Iterator[torch.Tensor]:
         for index in indices:
@@ -106,6 +115,7 @@ def part_of(state: OptimizerState, weights_in: torch.dtype | None = None) -> Ran
         sides=sides,
         layout=layout | {key: (value.dtype, tuple(value.shape)) for key, value in beside.items()},
         tensors=tensors,
+        buffers={key: buffer.name for key, buffer in kept.items()},
     )
 
 
@@ -159,8 +169,9 @@ def write_checkpoint(
             "trainctl": __version__,
             "states": [MASTER, *sorted({name for names in states for name in names})],
             "scalars": part.scalars,
-            "files": [file for file, _ in written],
-            "fragments": [fragment for _, fragments in written for fragment in fragments],
+            "files": [file for file, _, _ in written],
+            "fragments": [fragment for _, fragments, _ in written for fragment in fragments],
+            "buffers": [buffer for _, _, buffers in written for buffer in buffers],
         }
         reached("manifest")
         write_manifest(folder, manifest)
@@ -194,8 +205,8 @@ def _check_space(folder: Path, needed: int) -> None:
 
 def _write_part(
     folder: Path, rank: int, part: RankPart, reached: checkpoints.Reached
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Write this rank's file: its entry in the manifest, and those of its fragments."""
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Write this rank's file: its entry in the manifest, and those of its fragments and buffers."""
 
     def tensors() -> Iterator[torch.Tensor]:
         for index, tensor in enumerate(part.tensors()):
@@ -205,7 +216,11 @@ def _write_part(
 
     file = f"rank-{rank:05d}.safetensors"
     size, digest = write_stream(folder / file, part.layout, tensors())
-    return {"name": file, "bytes": size, "sha256": digest}, [
+    buffers = [
+        {"name": name, "file": file, "key": key, "numel": math.prod(part.layout[key][1])}
+        for key, name in part.buffers.items()
+    ]
+    fragments: list[dict[str, Any]] = [
         {
             "parameter": fragment.name,
             "start": fragment.start,
@@ -218,6 +233,7 @@ def _write_part(
         }
         for fragment, sides in zip(part.fragments, part.sides, strict=True)
     ]
+    return {"name": file, "bytes": size, "sha256": digest}, fragments, buffers
 
 
 def _nothing() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,6 +21,7 @@ from trainctl.engines.process import Process
 from trainctl.runs.layout import RunPaths
 from trainctl.train.save import RankPart, part_of, write_checkpoint
 from trainctl.train.state import OptimizerState
+from trainctl.train.tensors import Buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Saver:
         state: What is saved.
         config: Whether to write behind the training, and what to keep.
         weights_in: Format of the weights where they are saved alone.
+        buffers: Of the model, which this rank writes.
     """
 
     def __init__(
@@ -63,9 +65,10 @@ class Saver:
         state: OptimizerState,
         config: CheckpointConfig,
         weights_in: torch.dtype = torch.float32,
+        buffers: Sequence[Buffer] = (),
     ) -> None:
         self._run, self._state, self._config = run, state, config
-        self._weights_in = weights_in
+        self._weights_in, self._buffers = weights_in, buffers
         self._asynchronous = config.asynchronous and not process.any(state.is_swapped)
         self._process = process.apart() if self._asynchronous else process
         self._copies: dict[tuple[str, torch.dtype], torch.Tensor] = {}
@@ -90,7 +93,8 @@ class Saver:
         """
         started = time.monotonic()
         self.wait()
-        part = part_of(self._state, self._weights_in if facts["weights_only"] else None)
+        weights_in = self._weights_in if facts["weights_only"] else None
+        part = part_of(self._state, self._buffers, weights_in)
         if not self._asynchronous:
             self._write(part, facts, started, stalled=None)
             return

@@ -48,6 +48,7 @@ from trainctl.train.routers import Routers
 from trainctl.train.stability import Guard
 from trainctl.train.state import OptimizerState
 from trainctl.train.tensor_parallel import shard_model, sum_partial_gradients
+from trainctl.train.tensors import Buffer, persistent_buffers, those_of
 from trainctl.train.tokenizer import Tokenizer, load_tokenizer
 from trainctl.train.weights import SafetensorsWeights, SeedWeights, WeightSource
 
@@ -60,6 +61,7 @@ class Session:
         corpora: The text, by source.
         held_out: What of it is held out, by source.
         patience: How long the held-out loss has not improved.
+        buffers: Persistent ones of what this rank has of the model.
         shapes: That of every parameter, by canonical name.
         wrapped_blocks: Decoder blocks whose activations are recomputed.
         gradients: Those of a step, before its update.
@@ -81,6 +83,7 @@ class Session:
     tokenizer: Tokenizer
     engine: Engine
     state: OptimizerState
+    buffers: list[Buffer]
     training: TrainingData
     held_out: dict[str, PackedDataset]
     progress: RunProgress
@@ -100,6 +103,13 @@ class Session:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def saved_buffers(self) -> list[Buffer]:
+        """Those that this rank writes: of its stage, the first of the ranks that all have them."""
+        mesh = self.mesh
+        is_first = mesh.replicas.is_first and mesh.tensor.is_first
+        return self.buffers if is_first else []
 
     @property
     def average_begins(self) -> bool:
@@ -140,17 +150,20 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     if checkpoint is not None:
         checkpoint.check(config.model, shapes)
     tensor_group = mesh.tensor.group if mesh.tensor.size > 1 else None
+    source = checkpoint or _initial_weights(plan, process, model, shapes)
+    buffers = persistent_buffers(model)
     wrapped = wrap_blocks(model, config.activation_checkpointing, tensor_group)
     if precision_of(config.precision).build:
         function_of("precision", config.precision.compute)(model, config.precision)
     pieces = place(model, plan, mesh)
-    source = checkpoint or _initial_weights(plan, process, shapes)
+    buffers = those_of(model, buffers)
     pieces = build.materialise(
         model,
         source,
         process.device,
         pieces,
         room.parameter_maker(plan, model, process.device, mesh),
+        buffers,
     )
     apply_kernels(model, config.kernels)
     engine = room.build(_job(plan, process, mesh, model, pieces, routers))
@@ -171,6 +184,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         tokenizer=load_tokenizer(config.tokenizer),
         engine=engine,
         state=state,
+        buffers=buffers,
         training=TrainingData.of(
             plan, corpora, data_rank=mesh.data.index, data_size=mesh.data.size
         ),
@@ -273,16 +287,16 @@ def _newest(run: RunPaths, process: Process, corpora: Corpora) -> Checkpoint | N
 
 
 def _initial_weights(
-    plan: RunPlan, process: Process, shapes: Mapping[str, list[int]]
+    plan: RunPlan, process: Process, whole: PreTrainedModel, shapes: Mapping[str, list[int]]
 ) -> WeightSource:
     model = plan.config.model
     if model.initial_weights is not None:
         folder = Path(model.initial_weights).expanduser()
         checkpoint = weights_of(folder, process)
         if checkpoint is None:
-            return SafetensorsWeights(folder)
+            return SafetensorsWeights(folder, whole)
         return CheckpointWeights(checkpoint, model, shapes)
-    return SeedWeights.of(model, plan.config.training.seed)
+    return SeedWeights.of(model, whole, plan.config.training.seed)
 
 
 def seed_step(seed: int, step: int, replica: int) -> None:

@@ -17,6 +17,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import StagedBatches, stages_of_plan
 from trainctl.train.ahead import BatchesAhead
+from trainctl.train.build import fill_buffers
 from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.clipping import clipped_groups
 from trainctl.train.gradient_changes import elementwise
@@ -299,6 +300,7 @@ def _go_back(session: Session, checkpoint: Checkpoint) -> None:
     whatever layout it has. All ranks together, and the gradients must have been discarded.
     """
     checkpoint.load_into(session.state)
+    fill_buffers(session.buffers, checkpoint)
     checkpoint.close()
     session.state.publish()
     if session.engine.loss_scale is not None:

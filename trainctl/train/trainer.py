@@ -82,6 +82,7 @@ class Trainer:
             session.state,
             config.checkpoint,
             TORCH_TYPES[formats(config.precision).weights],
+            session.saved_buffers,
         )
         self._origin = {
             "run": checkpoints.own_id(session.run) or "",

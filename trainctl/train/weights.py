@@ -14,38 +14,41 @@ from typing import Protocol
 
 import torch
 from safetensors import safe_open
+from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.safetensors_files import stored_tensors
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
-from trainctl.options.model import spec_of
 from trainctl.plan import mup
-from trainctl.plan.disk_names import StoredPart, parts_of
+from trainctl.train.initial import ONE, ZERO, Law, Laws, Stretch, initial_laws, normal
+from trainctl.train.stored import Converted, StoredModel
 
 CHUNK = 1 << 16
 """Elements drawn from one generator; part of what a seed means, so never change it."""
 
 
 class WeightSource(Protocol):
-    """Values of parameters by canonical name."""
+    """Values of a model's tensors by canonical name."""
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
         """Elements [start, end), not none, of the flattened parameter: fp32 on the CPU."""
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """A persistent buffer; None leaves it as the model was built."""
 
 
 class SeedWeights:
     """Initial weights as a pure function of (seed, canonical name, shape).
 
-    Matrices and embeddings are normal with the model's standard deviation, norms one, biases zero.
-    Projections back into the residual stream are scaled by 1 / sqrt(2 num_layers) where the family
-    has them so, as transformers initialises them. The normals are drawn in chunks, each from its
-    own generator, so that any range costs its own length only.
+    Each parameter starts as the model's own code draws it (`trainctl.train.initial`); what that
+    leaves alone is normal where it is a matrix, one where it is a vector, zero where it is a bias.
+    The normals are drawn in chunks, each from its own generator, so that any range costs its own
+    length only.
 
     Args:
         seed: Of the run.
-        std: Of matrices and embeddings.
-        scaled: Endings of the names of projections into the residual stream, where they differ.
-        scale: Of their deviation, besides.
+        std: Of matrices that the model's own code leaves alone.
+        laws: What it does to the others.
         factor: Of a tensor's deviation, besides, by its name and shape.
     """
 
@@ -54,79 +57,123 @@ class SeedWeights:
         seed: int,
         *,
         std: float,
-        scaled: tuple[str, ...] = (),
-        scale: float = 1.0,
+        laws: Laws | None = None,
         factor: Callable[[str, torch.Size], float] = lambda name, shape: 1.0,
     ) -> None:
-        self._seed, self._std = seed, std
-        self._scaled, self._scale, self._factor = scaled, scale, factor
+        self._seed, self._std, self._laws, self._factor = seed, std, laws or {}, factor
 
     @classmethod
-    def of(cls, model: ModelConfig, seed: int) -> SeedWeights:
-        """Those that a model starts from."""
-        spec = spec_of(model)
+    def of(cls, config: ModelConfig, model: PreTrainedModel, seed: int) -> SeedWeights:
+        """Those that a model starts from.
+
+        Args:
+            config: What the model is.
+            model: Its whole skeleton.
+            seed: Of the run.
+        """
         return cls(
             seed,
-            std=model.initializer_range,
-            scaled=spec.rows if spec.scales_residuals else (),
-            scale=1 / math.sqrt(2 * max(model.num_layers, 1)),
-            factor=lambda name, shape: mup.initial_factor(model, mup.kind_of(name, shape)),
+            std=config.initializer_range,
+            laws=initial_laws(model),
+            factor=lambda name, shape: mup.initial_factor(config, mup.kind_of(name, shape)),
         )
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
-        if name.endswith(".bias"):
-            return torch.zeros(end - start)
-        if len(shape) < 2:
-            return torch.ones(end - start)
-        std = self._std * (self._scale if name.endswith(self._scaled) else 1.0)
-        std *= self._factor(name, shape)
-        values, chunk = torch.empty(end - start), torch.empty(CHUNK)
+        values = torch.empty(end - start)
+        for stretch in self._laws.get(name) or [self._usual(name, shape)]:
+            first, last = max(start, stretch.start), min(end, stretch.stop)
+            if first < last:
+                part = values[first - start : last - start]
+                self._draw(part, stretch.law, name, shape, first)
+        return values
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        return None
+
+    def _usual(self, name: str, shape: torch.Size) -> Stretch:
+        law = normal(self._std) if len(shape) > 1 else ONE
+        law = ZERO if name.endswith(".bias") else law
+        return Stretch(0, shape.numel(), law)
+
+    def _draw(
+        self, values: torch.Tensor, law: Law, name: str, shape: torch.Size, start: int
+    ) -> None:
+        """Fill with the elements of a parameter from the one at `start` on."""
+        if not law.is_random:
+            values.fill_(law.constant())
+            return
+        factor, end = self._factor(name, shape), start + values.numel()
+        chunk = torch.empty(CHUNK)
         for index in range(start // CHUNK, math.ceil(end / CHUNK)):
             digest = hashlib.sha256(f"{self._seed}/{name}/{index}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-            chunk.normal_(std=std, generator=generator)
+            law.draw(chunk, generator, factor)
             base = index * CHUNK
             first, last = max(start, base), min(end, base + CHUNK)
             values[first - start : last - start] = chunk[first - base : last - base]
-        return values
 
 
 class SafetensorsWeights:
     """Weights of a transformers directory in safetensors, one file or sharded.
 
-    A rank reads the ranges that it keeps and no others, of experts too: see
-    `trainctl.plan.disk_names` for how published names become a model's.
+    A rank reads the ranges that it keeps and no others, of experts those that it keeps; where
+    transformers computes a tensor of the model from others, one such tensor at a time.
+
+    Args:
+        folder: The directory.
+        model: The whole model, with or without values.
+
+    Raises:
+        TrainctlError: They are not the model's weights: says which tensor of which file.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+        self._folder, self._model = folder, model
         self._stored = stored_tensors(folder)
+        self._found = StoredModel(model, self._stored)
+        self._last: tuple[tuple[str, int | None], dict[str, torch.Tensor]] | None = None
+        problems = self._found.problems
+        if problems:
+            raise TrainctlError(f"model.initial_weights: {folder}: {'; '.join(problems)}")
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
-        parts = parts_of(name, shape, self._stored)
-        if not parts:
-            raise TrainctlError(f"model.initial_weights: {self._folder} has no tensor {name}")
-        size = math.prod(parts[0].shape)
-        first, last = start // size, math.ceil(end / size)
-        pieces = [
-            self._piece(part, max(start - at, 0), min(end - at, size))
-            for at, part in zip(
-                range(first * size, last * size, size), parts[first:last], strict=True
-            )
-        ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        joined = self._found.joined[name]
+        if joined.converter is None:
+            return self._range(joined.names[0], start, end)
+        if not joined.by_row:
+            return self._converted(joined, None)[name].reshape(-1)[start:end].clone()
+        size = math.prod(shape[1:])
+        rows = []
+        for row in range(start // size, math.ceil(end / size)):
+            values = self._converted(joined, row)[name].reshape(-1)
+            rows.append(values[max(start - row * size, 0) : end - row * size])
+        return torch.cat(rows)
 
-    def _piece(self, part: StoredPart, start: int, end: int) -> torch.Tensor:
+    def buffer(self, name: str) -> torch.Tensor | None:
+        joined = self._found.joined[name]
+        if joined.converter is None:
+            return self._whole(joined.names[0])
+        return self._converted(joined, None)[name]
+
+    def _converted(self, joined: Converted, row: int | None) -> dict[str, torch.Tensor]:
+        """What stored tensors become; the last result is kept for the ranges beside."""
+        key = joined.first, row
+        if self._last is None or self._last[0] != key:
+            self._last = None  # before the next one is made
+            self._last = key, joined.convert(self._model, self._whole, row)
+        return self._last[1]
+
+    def _whole(self, name: str) -> torch.Tensor:
+        with safe_open(self._folder / self._stored[name].file, framework="pt") as file:
+            return file.get_tensor(name).float()
+
+    def _range(self, name: str, start: int, end: int) -> torch.Tensor:
         """Elements [start, end) of a flattened tensor of the files."""
-        shape = part.shape
-        with safe_open(self._folder / self._stored[part.name].file, framework="pt") as file:
-            tensor = file.get_slice(part.name)
-            if tuple(tensor.get_shape()) != shape:
-                raise TrainctlError(
-                    f"model.initial_weights: {part.name} has shape {tensor.get_shape()}, "
-                    f"the model's is {list(shape)}"
-                )
-            width = math.prod(shape[1:])
-            rows = tensor[start // width : math.ceil(end / width)]
+        stored = self._stored[name]
+        if not stored.shape:
+            return self._whole(name).reshape(1)[start:end]
+        width = math.prod(stored.shape[1:])
+        with safe_open(self._folder / stored.file, framework="pt") as file:
+            rows = file.get_slice(name)[start // width : math.ceil(end / width)]
         offset = start - start // width * width
         return rows.reshape(-1)[offset : offset + end - start].float()

@@ -158,8 +158,6 @@ class Family(Spec):
             hidden_size evenly.
         has_window: Whether attention may slide, by `sliding_window`.
         softmax_in_fp32: Whether eager attention computes its probabilities in fp32.
-        scales_residuals: Whether projections into the residual stream start smaller by the root of
-            twice the number of blocks.
         is_directory: Whether it is what a transformers directory says, and no shape of ours.
         directory: How a directory is of this family.
         axes: Axes of parallelism that may cut it.
@@ -186,7 +184,6 @@ class Family(Spec):
     has_equal_heads: bool = False
     has_window: bool = False
     softmax_in_fp32: bool = True
-    scales_residuals: bool = False
     is_directory: bool = False
     directory: Directory = Directory()
     axes: tuple[str, ...] = AXES
@@ -217,11 +214,6 @@ class Family(Spec):
     def embeddings(self) -> tuple[str, ...]:
         """Modules of the decoder that are looked up: by token, and by position if they are."""
         return (self.embedding, self.positions) if self.positions else (self.embedding,)
-
-    @property
-    def rows(self) -> tuple[str, ...]:
-        """Endings of the names of what projects into the residual stream."""
-        return tuple(f".{region.module}.{region.row}.weight" for region in self.regions)
 
 
 def spec_of(model: ModelConfig) -> Family:

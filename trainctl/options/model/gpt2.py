@@ -44,7 +44,6 @@ SPEC = Family(
     inputs_first=True,
     has_equal_heads=True,
     softmax_in_fp32=False,
-    scales_residuals=True,  # section 2.3 of the report, and transformers
     directory=Directory(
         defaults={
             "max_position_embeddings": 1024,
