@@ -66,9 +66,6 @@ def compute_in_fp32(model: nn.Module) -> None:
     """
     for router, _ in routers_of(model):
         router.forward = partial(_in_fp32, router)
-        bias = getattr(router, BIAS, None)
-        if bias is not None:  # a step of its size would be lost
-            setattr(router, BIAS, bias.float())
 
 
 def _in_fp32(router: nn.Module, hidden: torch.Tensor) -> Any:
