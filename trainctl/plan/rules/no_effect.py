@@ -256,7 +256,7 @@ FAMILIES: tuple[tuple[tuple[str, ...], Callable[[Family], bool]], ...] = (
     (
         (
             "model.trust_remote_code",
-            "model.tensors",
+            "model.anatomy",
             "model.num_experts",
             "model.experts_per_token",
             "model.router_aux_loss_coef",
