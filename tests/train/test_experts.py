@@ -83,7 +83,8 @@ def test_balancing_and_what_is_recorded_of_it_know_no_layout(tmp_path: Path) -> 
         (one, loads), (other, others) = (recorded(each, tmp_path) for each in (alone, trial))
         assert Difference.between(one, other).within(limit(None)), trial
         for load, found in zip(loads, others, strict=True):
-            assert load["load"] == pytest.approx(max(load["load_by_layer"]), abs=1e-4) > 1
+            assert load["load"] == pytest.approx(max(load["load_by_layer"]), abs=1e-4)
+            assert load["load"] > 1
             assert load.pop("load_by_layer") == found.pop("load_by_layer")
             assert load == pytest.approx(found, rel=1e-5)
             # Least is each token's number of experts, where all are equally busy.
