@@ -26,6 +26,7 @@ from trainctl.config.schema.layout import (
     CompileKind,
     CrossEntropyKind,
     DataType,
+    EngineConfig,
     KernelsConfig,
     OffloadConfig,
     OffloadDevice,
@@ -84,6 +85,7 @@ __all__ = [
     "DataFromRecords",
     "DataType",
     "Dedup",
+    "EngineConfig",
     "ExpertsConfig",
     "GradientsConfig",
     "GroupOverride",
@@ -125,6 +127,7 @@ class RunConfig:
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
     gradients: GradientsConfig = section(GradientsConfig)
+    engine: EngineConfig = section(EngineConfig)
     zero_stage: ZeroStageConfig = section(ZeroStageConfig)
     offload: OffloadConfig = section(OffloadConfig)
     precision: PrecisionConfig = section(PrecisionConfig)

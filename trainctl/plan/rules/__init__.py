@@ -16,6 +16,7 @@ from trainctl.plan.rules import (
     batch,
     data,
     deterministic,
+    engine,
     escape,
     experts,
     kernels,
@@ -137,6 +138,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC370", architecture.state_ends_with_its_document),
     ("TC390", experts.expert_axis_goes_with_the_rest),
     ("TC391", experts.balance_is_that_of_whole_sequences),
+    ("TC405", engine.engine_has_what_is_asked),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 
