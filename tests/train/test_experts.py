@@ -11,8 +11,12 @@ from expert_cases import STEPS, Trial
 from parity_cases import CLIPPING, Difference, limit
 from rank_processes import Case, curve, train_cases, with_stop
 
+from trainctl.memory.engine import read_engine
+from trainctl.memory.phases import resident
+from trainctl.memory.stages import stages_of
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
+from trainctl.train.anatomy import anatomy
 
 TWO = (2, 3)
 """Experts of one rank where four share eight: the others get no token."""
@@ -105,3 +109,20 @@ def recorded(trial: Trial, folder: Path) -> tuple[dict[int, tuple[float, float]]
     train_cases(trial.processes, [case])
     events = step_curve(read_events(case.run.events))
     return curve(case.run), [event["experts"] for event in events.values()]
+
+
+@pytest.mark.slow
+def test_the_budget_of_states_is_what_the_ranks_hold(tmp_path: Path) -> None:
+    """Experts are divided by the expert axis, and by the replicas that have the same."""
+    plans, world_size = [], 4
+    for expert, stage, compute in ((2, 1, "bf16"), (4, 3, "fp32"), (2, 2, "fp32")):
+        changes = {"zero_stage__reduce_bucket_size": 5_000, "precision__compute": compute}
+        trial = Trial("mixtral", world_size, expert, stage, settings=tuple(changes.items()))
+        plans.append(trial.plan(tmp_path))
+    cases = [Case(plan, RunPaths(tmp_path / str(index))) for index, plan in enumerate(plans)]
+    expected = []
+    for plan in plans:
+        (held,) = stages_of(anatomy(plan.config.model), expert=plan.mesh.expert)
+        expected.append(pytest.approx(resident(read_engine(plan), held, 0).total, rel=0.01))
+    for counted in train_cases(world_size, cases, probe="census_probe:resident"):
+        assert counted == expected
