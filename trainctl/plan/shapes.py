@@ -22,6 +22,9 @@ LOOKUPS = ("wte", "wpe", "embeddings")
 EXPERT = ".experts."
 """Part of the names of what only some tokens go through."""
 
+FEED_FORWARD = ("mlp", "ffn", "feed_forward")
+"""Names that architectures give to the feed-forward layer of a block."""
+
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 
 

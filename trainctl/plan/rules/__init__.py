@@ -105,6 +105,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC084", recompute.offloaded_inputs_leave_the_device),
     ("TC085", kernels.liger_runs_here),
     ("TC086", kernels.loss_sees_the_hidden_states),
+    ("TC375", kernels.tiles_are_of_dense_layers),
     ("TC087", kernels.compiler_sees_whole_blocks),
     ("TC088", kernels.deepcompile_runs_here),
     ("TC089", run.names_of_the_launcher_are_names),
