@@ -31,13 +31,16 @@ PUBLIC = {
     "num_embeddings",
     "on_trace_ready",
     "out_features",
+    "padding_idx",
     "weight",
     # transformers documents these, of its configurations and of Conv1D.
     "architectures",
     "eos_token_id",
     "layer_types",
     "nf",
+    "num_attention_heads",
     "num_hidden_layers",
+    "num_key_value_heads",
     "nx",
     "use_cache",
     # Python's.

@@ -34,13 +34,14 @@ SMALL = (
 FITTED = {
     "70b-3d": ["hardware=8xcpu", "parallelism.data=null", "model.num_key_value_heads=4"],
     "8b-long-context": [
-        "hardware=8xcpu",
-        "model.num_attention_heads=8",
-        "model.num_key_value_heads=8",
-        "model.head_dim=16",
+        "hardware=4xcpu",
+        "parallelism.sequence=4",
+        "training.global_batch_size=4",
+        "model.num_attention_heads=4",
+        "model.num_key_value_heads=4",
     ],
 }
-"""What fits a recipe to the small model and to eight processes; the others are trained on two."""
+"""What fits a recipe to the small model and to few processes; the others are trained on two."""
 
 
 NAMES = [info.name for info in recipes() if info.name != "7b-zero3-nvme"]

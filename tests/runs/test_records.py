@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainctl.runs import records
-from trainctl.runs.records import EventFollower, EventWriter, number, read_events, step_curve
+from trainctl.runs.records import (
+    EventFollower,
+    EventWriter,
+    number,
+    read_events,
+    step_curve,
+    steps_from_end,
+)
 
 
 def test_records_carry_the_contract_and_every_digit(tmp_path: Path) -> None:
@@ -119,6 +126,32 @@ def test_the_last_attempt_wins_from_its_first_step_on() -> None:
     assert [event["attempt"] for event in curve.values()] == [1] * 20 + [2] * 5
     assert step_curve(reversed(events[-5:])) == step_curve([events[-5]])
     assert step_curve([]) == {}
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), max_size=6),
+    st.sets(st.integers(1, 14), max_size=3),
+    st.integers(1, 300),
+)
+def test_steps_read_from_the_end_are_those_of_the_curve(
+    tmp_path_factory: pytest.TempPathFactory,
+    attempts: list[tuple[int, int]],
+    wanted: set[int],
+    block: int,
+) -> None:
+    """Whatever each attempt went back to, and however the file is cut into blocks."""
+    path = tmp_path_factory.mktemp("records") / "events.jsonl"
+    for attempt, (first, count) in enumerate(attempts, 1):
+        with EventWriter(path, attempt) as writer, path.open("ab") as torn:
+            for step in range(first, first + count):
+                writer.write("step", step=step, loss=step / attempt)
+            writer.write("end", of="step")
+            torn.write(b'{"event": "step", "attempt": 9, "st')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "_BLOCK_BYTES", block)
+        found = steps_from_end(path, wanted)
+    curve = step_curve(read_events(path))
+    assert found == {step: curve[step] for step in sorted(wanted) if step in curve}
 
 
 def test_a_follower_outlives_a_file_that_cannot_be_read_for_a_moment(tmp_path: Path) -> None:

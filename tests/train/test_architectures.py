@@ -5,12 +5,12 @@ from copy import deepcopy
 
 import pytest
 import torch
+from anatomies import read_directory
 from architectures import made, of_directory
 from rank_processes import Case, tiny_config, tiny_plan, train_cases
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainctl.config.hf import fill_from_directory
 from trainctl.config.schema import DataType, ModelConfig
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
@@ -47,12 +47,17 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 CASES = {
     "qwen2": ("qwen2", {}, {"zero_stage.stage": 3}),
-    "phi3": ("phi3", {}, {"zero_stage.stage": 1}),
+    "phi3, tensor": ("phi3", {"vocab_size": 261}, {"parallelism.tensor": 2}),
     "olmo2": ("olmo2", {}, {"zero_stage.stage": 2}),
-    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 32}, {"zero_stage.stage": 0}),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 32}, {"parallelism.pipeline": 2}),
     "llama-3.1, tensor": ("llama", {"rope_parameters": ROPE}, {"parallelism.tensor": 2}),
     "llama-3.1, pipeline": ("llama", {"rope_parameters": ROPE}, {"parallelism.pipeline": 2}),
     "qwen3-moe": ("qwen3_moe", EXPERTS, {"zero_stage.stage": 3}),
+    "qwen3-moe, tensor": (
+        "qwen3_moe",
+        EXPERTS,
+        {"zero_stage.stage": 3, "parallelism.tensor": 2},
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4}, {"zero_stage.stage": 2}),
 }
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -66,7 +71,7 @@ def directory(folder, kind, changes):
     (folder / "generation_config.json").write_text(
         json.dumps({"bos_token_id": 0, "eos_token_id": [256, 3], "temperature": 0.6})
     )
-    return fill_from_directory(ModelConfig(name="hf", family="hf", path=str(folder)))
+    return read_directory(ModelConfig(name="hf", family="hf", path=str(folder)))
 
 
 def plan(model, settings):

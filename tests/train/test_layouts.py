@@ -78,8 +78,8 @@ CASES = {
         {"parallelism__tensor": 2, "parallelism__sequence": 2},
         4,
     ),
-    "llama, documents masked, tensor shards": (
-        {"stage": 1, "data__mask_documents": True},
+    "llama, documents masked, tensor shards, a vocabulary that they do not divide": (
+        {"stage": 1, "data__mask_documents": True, "model__vocab_size": 261},
         {"parallelism__tensor": 2},
         2,
     ),

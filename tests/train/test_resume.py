@@ -8,7 +8,7 @@ from trainctl.runs.checkpoints import list_checkpoints, newest_checkpoint
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 
-STEPS, HALF = 12, 6
+STEPS, HALF = 8, 4
 
 
 def plan(stage, compute, world_size=2):

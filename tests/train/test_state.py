@@ -22,8 +22,9 @@ def state_of(optimizer: torch.optim.Optimizer, kind: str) -> OptimizerState:
         for index, parameter in enumerate(parameters)
     }
     replicas = SimpleNamespace(index=0, size=1)
-    states = adapter_of(optimizer)(SimpleNamespace(optimizer=optimizer), pieces, replicas)
-    engine = SimpleNamespace(states=states, pieces=pieces, mesh=SimpleNamespace(replicas=replicas))
+    mesh = SimpleNamespace(replicas=replicas)
+    states = adapter_of(optimizer)(SimpleNamespace(optimizer=optimizer), pieces, mesh)
+    engine = SimpleNamespace(states=states, pieces=pieces, mesh=mesh)
     return OptimizerState(engine, new_section("optimizer", kind))  # type: ignore[arg-type]
 
 

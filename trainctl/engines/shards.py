@@ -41,21 +41,23 @@ class Shard:
     def split(
         cls, shape: torch.Size, *, dim: int, index: int, count: int, fused: int = 1
     ) -> tuple[Shard, torch.Size]:
-        """One of `count` equal parts along a dimension, and the shape of the part.
+        """One of `count` parts along a dimension, and the shape of the part.
+
+        They are equal, but for a last one that is smaller where `count` does not divide.
 
         Args:
             shape: Sizes of the whole parameter.
             dim: The dimension that is split.
             index: Which part.
-            count: Number of parts; divides the dimension (each fused piece of it).
+            count: Number of parts; without remainder if anything is fused.
             fused: Equal pieces that lie one after the other along the dimension, each of which is
                 split: 3 for queries, keys and values in one matrix.
         """
         inner = shape[dim + 1 :].numel()
-        row = shape[dim] // fused * inner
-        width = row // count
-        part = torch.Size((*shape[:dim], shape[dim] // count, *shape[dim + 1 :]))
-        return cls(row, index * width, (index + 1) * width), part
+        whole = shape[dim] // fused
+        first, end = (min(whole, place * -(-whole // count)) for place in (index, index + 1))
+        part = torch.Size((*shape[:dim], (end - first) * fused, *shape[dim + 1 :]))
+        return cls(whole * inner, first * inner, end * inner), part
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ RECORD_SCHEMA = 1
 
 _LOCK_SECONDS = 1.0
 _LOCK_POLL_SECONDS = 0.002
+_BLOCK_BYTES = 1 << 16
 
 Event = dict[str, Any]
 
@@ -171,12 +172,18 @@ def iter_events(path: Path, *kinds: str) -> Iterator[Event]:
         TrainctlError: It is there and cannot be read (exit code 5).
     """
     marks = [f'"{kind}"'.encode() for kind in kinds]
+    with _readable(path), open_file(path) as stream:
+        lines = (line for line in stream if not marks or any(mark in line for mark in marks))
+        for event in parse_events(lines):
+            if not kinds or event["event"] in kinds:
+                yield event
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Within it no file is an empty one, and one that cannot be read an error (exit code 5)."""
     try:
-        with open_file(path) as stream:
-            lines = (line for line in stream if not marks or any(mark in line for mark in marks))
-            for event in parse_events(lines):
-                if not kinds or event["event"] in kinds:
-                    yield event
+        yield
     except FileNotFoundError:
         return
     except OSError as error:
@@ -212,6 +219,49 @@ def step_curve(events: Iterable[Event]) -> dict[int, Event]:
             curve.popitem()
         curve[event["step"]] = event
     return curve
+
+
+def steps_from_end(path: Path, wanted: Iterable[int]) -> dict[int, Event]:
+    """The `step` records of some steps of the run as it stands; those without one are left out.
+
+    What `step_curve` has of them, where the attempts are one after the other in the file. It is
+    read from its end: in a long run these are the last of millions of lines.
+
+    Args:
+        path: The run's `events.jsonl`.
+        wanted: Steps, from 1.
+
+    Raises:
+        TrainctlError: It is there and cannot be read (exit code 5).
+    """
+    missing, found = set(wanted), dict[int, Event]()
+    first = max(missing, default=0) + 1
+    with _readable(path):
+        for line in _lines_from_end(path):
+            if not missing or first <= min(missing):  # done again: nothing before this counts
+                break
+            if b'"step"' not in line:
+                continue
+            for event in parse_events([line]):
+                if event["event"] == "step" and event["step"] in missing and event["step"] < first:
+                    found[event["step"]] = event
+                    missing.remove(event["step"])
+                if event["event"] == "step":
+                    first = min(first, event["step"])
+    return dict(sorted(found.items()))
+
+
+def _lines_from_end(path: Path) -> Iterator[bytes]:
+    """The lines of a file, the last one first."""
+    with open_file(path) as stream:
+        end, rest = stream.seek(0, os.SEEK_END), b""
+        while end:
+            start = max(0, end - _BLOCK_BYTES)
+            stream.seek(start)
+            rest, *lines = (stream.read(end - start) + rest).split(b"\n")
+            yield from reversed(lines)
+            end = start
+        yield rest
 
 
 def number(value: Any) -> float:

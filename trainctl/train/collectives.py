@@ -8,6 +8,7 @@ and what to their gradient on its way back (arXiv:1909.08053, figure 3; arXiv:22
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,14 +36,14 @@ def gather(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.
     return torch.cat(parts, dim=dim)
 
 
-def part(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+def part(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.Tensor:
     """This rank's part of the sequence."""
-    return tensor.chunk(axis.size, dim=_SEQUENCE_DIM)[axis.index].contiguous()
+    return tensor.chunk(axis.size, dim=dim)[axis.index].contiguous()
 
 
-def sum_part(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+def sum_part(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.Tensor:
     """This rank's part of the sequence, of the sum over the axis."""
-    parts = [piece.contiguous() for piece in tensor.chunk(axis.size, dim=_SEQUENCE_DIM)]
+    parts = [piece.contiguous() for piece in tensor.chunk(axis.size, dim=dim)]
     result = torch.empty_like(parts[0])
     dist.reduce_scatter(result, parts, group=axis.group)
     return result
@@ -71,5 +72,10 @@ Copy = _function(_same, sum_over, "Into a region: every rank uses the whole inpu
 Reduce = _function(sum_over, _same, "Out of a region: the ranks' partial results are summed.")
 GatherToRegion = _function(gather, sum_part, "Into a region, from parts of the sequence.")
 ReduceScatter = _function(sum_part, gather, "Out of a region, to parts of the sequence.")
+GatherWidth = _function(
+    partial(gather, dim=-1),
+    partial(sum_part, dim=-1),
+    "The ranks' columns side by side, of which each goes on with a part.",
+)
 Scatter = _function(part, gather, "From the whole sequence to this rank's part.")
 GatherSequence = _function(gather, part, "From the ranks' parts to the whole sequence on each.")

@@ -19,9 +19,8 @@ def family_of(model: PreTrainedModel) -> Family:
     if family is None:
         known = ", ".join(spec.name for spec in families())
         raise TrainctlError(
-            f"tensor and pipeline parallelism do not know the {model.config.model_type} "
-            f"architecture; they know {known}",
-            hint="parallelism=data",
+            f"muP and the loss's kernels do not know the {model.config.model_type} architecture; "
+            f"they know {known}",
         )
     return family
 

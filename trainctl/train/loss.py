@@ -10,32 +10,40 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import CrossEntropyKind, KernelsConfig
-from trainctl.engines.mesh import Axis
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.train.cross_entropy import chunked_cross_entropy, fuse_head, own_head
 from trainctl.train.families import family_of
-from trainctl.train.tensor_parallel import gather_vocabulary, vocabulary_parallel_cross_entropy
+from trainctl.train.tensor_parallel import (
+    Vocabulary,
+    gather_vocabulary,
+    vocabulary_parallel_cross_entropy,
+)
 
 
 def summed_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, tensor: Axis | None = None
+    logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary | None = None
 ) -> torch.Tensor:
     """Sum of the cross entropy in nats over the positions that have a label; fp32 scalar.
 
     Args:
         logits: (samples, length, vocabulary), any floating type; the softmax is in fp32.
         labels: (samples, length), already shifted; IGNORED_LABEL where there is none.
-        tensor: The tensor axis, if the logits are split over the vocabulary.
+        vocabulary: How it is split over tensor ranks, if it is.
     """
-    if tensor is not None:
-        return vocabulary_parallel_cross_entropy(logits, labels, tensor, ignored=IGNORED_LABEL)[0]
+    if vocabulary is not None:
+        found = vocabulary_parallel_cross_entropy(logits, labels, vocabulary, ignored=IGNORED_LABEL)
+        return found[0]
     return F.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
 
 
 def summed_losses(
-    logits: torch.Tensor, labels: torch.Tensor, tensor: Axis | None = None, *, z_loss: float
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocabulary: Vocabulary | None = None,
+    *,
+    z_loss: float,
 ) -> torch.Tensor:
     """The cross entropy and, beside it, `z_loss` times the squared log-normalisers; (2,), fp32.
 
@@ -45,11 +53,11 @@ def summed_losses(
     Args:
         logits: As for `summed_cross_entropy`.
         labels: Likewise.
-        tensor: Likewise.
+        vocabulary: Likewise.
         z_loss: The weight.
     """
-    if tensor is not None:
-        found = vocabulary_parallel_cross_entropy(logits, labels, tensor, ignored=IGNORED_LABEL)
+    if vocabulary is not None:
+        found = vocabulary_parallel_cross_entropy(logits, labels, vocabulary, ignored=IGNORED_LABEL)
         return torch.stack([found[0], z_loss * found[1]])
     normalisers = logits.float().logsumexp(dim=-1).masked_fill(labels == IGNORED_LABEL, 0.0)
     cross_entropy = summed_cross_entropy(logits, labels)
@@ -60,24 +68,24 @@ class WithLoss(nn.Module):
     """What is trained knows its own loss.
 
     Args:
-        tensor: The tensor axis, if the vocabulary is split.
+        vocabulary: How it is split over tensor ranks, if it is.
         z_loss: Weight of the squared log-normalisers, when training.
     """
 
-    def __init__(self, tensor: Axis | None, z_loss: float = 0.0) -> None:
+    def __init__(self, vocabulary: Vocabulary | None, z_loss: float = 0.0) -> None:
         super().__init__()
-        self._tensor = tensor
+        self._vocabulary = vocabulary
         self._z_loss = z_loss
 
     def losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The summed cross entropy; in training with a z loss that beside it, (2,)."""
         if self._z_loss == 0 or not self.training:
-            return summed_cross_entropy(logits, labels, self._tensor)
-        return summed_losses(logits, labels, self._tensor, z_loss=self._z_loss)
+            return summed_cross_entropy(logits, labels, self._vocabulary)
+        return summed_losses(logits, labels, self._vocabulary, z_loss=self._z_loss)
 
     def of_all_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of the whole vocabulary; without a gradient if it is split."""
-        return logits if self._tensor is None else gather_vocabulary(logits, self._tensor)
+        return logits if self._vocabulary is None else gather_vocabulary(logits, self._vocabulary)
 
 
 class LanguageModel(WithLoss):
@@ -85,7 +93,7 @@ class LanguageModel(WithLoss):
 
     Args:
         model: The model.
-        tensor: The tensor axis, if its vocabulary is split.
+        vocabulary: How it is split over tensor ranks, if it is.
         kernels: How the loss is computed.
         z_loss: Weight of the squared log-normalisers, when training.
 
@@ -96,11 +104,11 @@ class LanguageModel(WithLoss):
     def __init__(
         self,
         model: PreTrainedModel,
-        tensor: Axis | None,
+        vocabulary: Vocabulary | None,
         kernels: KernelsConfig,
         z_loss: float = 0.0,
     ) -> None:
-        super().__init__(tensor, z_loss)
+        super().__init__(vocabulary, z_loss)
         self.model = model
         self.last_z_loss: torch.Tensor | None = None
         self._kernels = kernels

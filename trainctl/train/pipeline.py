@@ -15,9 +15,10 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.engines.mesh import Axis, ProcessMesh
 from trainctl.engines.micro_batch import document_lengths
-from trainctl.train.families import family_of
+from trainctl.train.cuts import MULTIPLIERS, cut_of
 from trainctl.train.loss import WithLoss
 from trainctl.train.model import has_flash_attention
+from trainctl.train.tensor_parallel import vocabulary_of
 
 
 def cut_to_stage(model: PreTrainedModel, blocks: range, axis: Axis) -> None:
@@ -28,21 +29,25 @@ def cut_to_stage(model: PreTrainedModel, blocks: range, axis: Axis) -> None:
         blocks: Indices of the stage's blocks.
         axis: The pipeline axis.
     """
-    family = family_of(model)
-    decoder = getattr(model, family.decoder)
+    where = cut_of(model)
+    decoder = getattr(model, where.decoder)
     config = copy.deepcopy(decoder.config)
     config.num_hidden_layers = len(blocks)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[blocks.start : blocks.stop]
     decoder.config = config
-    setattr(decoder, family.blocks, getattr(decoder, family.blocks)[blocks.start : blocks.stop])
+    setattr(decoder, where.blocks, getattr(decoder, where.blocks)[blocks.start : blocks.stop])
     if not axis.is_first:
-        setattr(decoder, family.embedding, nn.Identity())
-        if family.positions is not None:
-            setattr(decoder, family.positions, _NoPositions())
+        for name in (where.embedding, *where.entry):
+            setattr(decoder, name, nn.Identity())
+        if where.positions is not None:
+            setattr(decoder, where.positions, _NoPositions())
+        for name in MULTIPLIERS:
+            if hasattr(decoder, name):
+                setattr(decoder, name, 1.0)  # the first stage has multiplied by it
     if not axis.is_last:
-        setattr(decoder, family.final_norm, nn.Identity())
-        setattr(model, family.head, nn.Identity())
+        setattr(decoder, where.final_norm, nn.Identity())
+        setattr(model, where.head, nn.Identity())
 
 
 class _NoPositions(nn.Module):
@@ -64,9 +69,9 @@ class PipelineStage(WithLoss):
     """
 
     def __init__(self, model: PreTrainedModel, mesh: ProcessMesh, z_loss: float = 0.0) -> None:
-        super().__init__(mesh.tensor if mesh.tensor.size > 1 else None, z_loss)
-        family = family_of(model)
-        self.decoder, self.head = getattr(model, family.decoder), getattr(model, family.head)
+        super().__init__(vocabulary_of(model, mesh.tensor), z_loss)
+        # Of the last stage the whole: what lies behind its head (a scale, a soft cap) is its own.
+        self.model = model if mesh.pipeline.is_last else getattr(model, cut_of(model).decoder)
         self._axis = mesh.pipeline
         self._has_flash_attention = has_flash_attention(model)
 
@@ -76,13 +81,16 @@ class PipelineStage(WithLoss):
         inputs = {name: states, "position_ids": positions, "use_cache": False}
         if positions is not None and self._has_flash_attention:
             inputs |= document_lengths(positions, positions.device)
-        hidden = self.head(self.decoder(**inputs).last_hidden_state)
-        return hidden if positions is None or self._axis.is_last else (hidden, positions)
+        output = self.model(**inputs)
+        if self._axis.is_last:
+            return output.logits
+        hidden = output.last_hidden_state
+        return hidden if positions is None else (hidden, positions)
 
 
 def tied_weight(model: PreTrainedModel, axis: Axis) -> nn.Parameter | None:
     """The weight of embedding and output projection, which the two ends share; None between."""
-    family = family_of(model)
+    where = cut_of(model)
     if axis.is_first:
-        return getattr(getattr(model, family.decoder), family.embedding).weight
-    return getattr(model, family.head).weight if axis.is_last else None
+        return getattr(getattr(model, where.decoder), where.embedding).weight
+    return getattr(model, where.head).weight if axis.is_last else None

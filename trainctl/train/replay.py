@@ -17,7 +17,7 @@ from trainctl.options.precision import precision_of
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.records import number, read_events, step_curve
+from trainctl.runs.records import number, steps_from_end
 
 FP32_TOLERANCE = 1e-5
 """Relative; another layout adds in another order, and another device rounds otherwise."""
@@ -85,7 +85,7 @@ class Replay:
 
 
 def _expected(run: RunPaths, plan: RunPlan, step: int) -> dict[int, Expected]:
-    curve = step_curve(read_events(run.events))
+    curve = steps_from_end(run.events, (step + 1, step + 2))
     found: dict[int, Expected] = {}
     for later, depends_on in ((step + 1, _loss_at_once), (step + 2, _loss_after_an_update)):
         if later not in curve:

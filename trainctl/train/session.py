@@ -46,7 +46,7 @@ from trainctl.train.replay import Replay
 from trainctl.train.restore import newest_intact, weights_of
 from trainctl.train.stability import Guard
 from trainctl.train.state import OptimizerState
-from trainctl.train.tensor_parallel import shard_model, sum_partial_gradients
+from trainctl.train.tensor_parallel import shard_model, sum_partial_gradients, vocabulary_of
 from trainctl.train.tensors import Buffer, persistent_buffers, those_of
 from trainctl.train.tokenizer import Tokenizer, load_tokenizer
 from trainctl.train.weights import SafetensorsWeights, SeedWeights, WeightSource
@@ -228,10 +228,9 @@ def _job(
 ) -> Job:
     """What the engine gets: the model with its loss, and what its update is made by."""
     config, z_loss = plan.config, plan.config.stability.z_loss
-    vocabulary = mesh.tensor if mesh.tensor.size > 1 else None
     sum_partial_gradients(pieces, mesh.tensor)
     if config.gradients.centralize:
-        centralize(model, pieces, vocabulary)
+        centralize(model, pieces, mesh.tensor if mesh.tensor.size > 1 else None)
     groups = parameter_groups(pieces, config, lr_scale=plan.lr_scale)
     module: nn.Module
     tied = None
@@ -240,7 +239,7 @@ def _job(
         if config.model.tie_word_embeddings:
             tied = tied_weight(model, mesh.pipeline)
     else:
-        module = LanguageModel(model, vocabulary, config.kernels, z_loss)
+        module = LanguageModel(model, vocabulary_of(model, mesh.tensor), config.kernels, z_loss)
     return Job(
         plan=plan,
         process=process,

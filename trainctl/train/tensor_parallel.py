@@ -10,7 +10,8 @@ modules are changed here; DeepSpeed sees the mesh as its `mpu` (docs/decisions/0
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,18 +23,20 @@ from transformers.pytorch_utils import Conv1D
 
 from trainctl.engines.mesh import Axis
 from trainctl.engines.shards import ParameterPiece, Pieces, Shard
+from trainctl.errors import TrainctlError
 from trainctl.options.model import Region
 from trainctl.train.collectives import (
     Copy,
     GatherSequence,
     GatherToRegion,
+    GatherWidth,
     Reduce,
     ReduceScatter,
     Scatter,
     gather,
     sum_over,
 )
-from trainctl.train.families import blocks_of, family_of
+from trainctl.train.cuts import cut_of, has_parts
 
 
 def shard_model(
@@ -50,14 +53,22 @@ def shard_model(
     Returns:
         The pieces of the parameters that the model has now.
     """
-    family = family_of(model)
-    decoder = getattr(model, family.decoder)
+    where = cut_of(model)
+    where.check(model, sequence_sharded_norms=sequence_sharded_norms)
+    decoder = getattr(model, where.decoder)
+    blocks = getattr(decoder, where.blocks)
+    embedding, head = getattr(decoder, where.embedding), getattr(model, where.head)
+    by_token = {*embedding.parameters(), *head.parameters()}
     shards: dict[nn.Parameter, tuple[nn.Parameter, ParameterPiece]] = {}
 
     def cut(module: nn.Module, name: str, dim: int, fused: int = 1) -> None:
         whole = getattr(module, name)
         if whole is None or whole in shards:
             return
+        if whole.shape[dim] % (axis.size * fused) and whole not in by_token:
+            raise TrainctlError(
+                f"{pieces[whole].name} has {whole.shape[dim]} of what {axis.size} ranks share"
+            )
         shard, shape = Shard.split(
             whole.shape, dim=dim, index=axis.index, count=axis.size, fused=fused
         )
@@ -72,24 +83,28 @@ def shard_model(
                 replace(pieces[whole], is_saved_here=axis.is_first, has_partial_gradient=partial),
             )
 
-    embedding, head = getattr(decoder, family.embedding), getattr(model, family.head)
+    tokens = Vocabulary(axis, model.config.vocab_size)
     if isinstance(embedding, nn.Embedding):  # a pipeline stage may have none
         cut(embedding, "weight", dim=0)
-        # The same object, since the model, its hooks and its tied weight know it.
-        embedding.__class__ = VocabularyEmbedding
-        embedding.axis = axis
-        embedding.num_embeddings //= axis.size
+        _split_by_tokens(embedding, tokens)
     if isinstance(head, nn.Linear):
         cut(head, "weight", dim=0)
-        head.out_features //= axis.size
+        cut(head, "bias", dim=0)
+        head.out_features = tokens.count
         head.register_forward_pre_hook(_copy_input(axis))
-    for block in blocks_of(model):
-        for region in family.regions:
-            module = getattr(block, region.module)
+    for block in blocks:
+        for region in where.regions:
+            if not has_parts(block, region.module, (*region.columns, region.row)):
+                continue
+            module = block.get_submodule(region.module)
+            if region.is_experts:
+                shard_experts(module, region, axis, cut)
+                keep(getattr(module, f"{region.row}_bias", None), partial=True)
+                continue
             _shard_region(module, region, axis, cut, sequence_sharded=sequence_sharded_norms)
             row = getattr(module, region.row)
             keep(row.bias, partial=sequence_sharded_norms)
-            for name in region.per_head:
+            for name in (*region.per_head, *region.across_heads):
                 for parameter in getattr(module, name).parameters():
                     keep(parameter, partial=True)
         for parameter in block.parameters():
@@ -97,7 +112,6 @@ def shard_model(
     for parameter in model.parameters():
         keep(parameter, partial=False)
     if sequence_sharded_norms:
-        blocks = blocks_of(model)
         blocks[0].register_forward_pre_hook(_scatter_input(axis), with_kwargs=True)
         blocks[-1].register_forward_hook(
             lambda module, args, output: GatherSequence.apply(output, axis)
@@ -106,6 +120,38 @@ def shard_model(
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, shards[parameter][0])
     return dict(shards.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens that a tensor rank has, of all: the last one has fewer if they do not divide.
+
+    Attributes:
+        axis: The tensor axis.
+        size: Tokens in all.
+    """
+
+    axis: Axis
+    size: int
+
+    @property
+    def share(self) -> int:
+        """Tokens of the first rank."""
+        return -(-self.size // self.axis.size)
+
+    @property
+    def first(self) -> int:
+        return self.axis.index * self.share
+
+    @property
+    def count(self) -> int:
+        """Tokens of this rank."""
+        return min(self.size - self.first, self.share)
+
+
+def vocabulary_of(model: PreTrainedModel, axis: Axis) -> Vocabulary | None:
+    """How a model's is split over tensor ranks; None where there is one."""
+    return Vocabulary(axis, model.config.vocab_size) if axis.size > 1 else None
 
 
 def sum_partial_gradients(pieces: Pieces, axis: Axis) -> None:
@@ -122,27 +168,28 @@ def sum_partial_gradients(pieces: Pieces, axis: Axis) -> None:
 
 
 def vocabulary_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, axis: Axis, *, ignored: int
+    logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, *, ignored: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed cross entropy in nats of logits that are split over the vocabulary.
 
     Beside it the summed squares of the softmax's log-normalisers; both fp32 scalars.
 
     Args:
-        logits: (samples, length, vocabulary / tensor size) of this rank's tokens.
+        logits: (samples, length, tokens of this rank).
         labels: (samples, length), of the whole vocabulary.
-        axis: The tensor axis.
+        vocabulary: How it is split.
         ignored: Label of a position that does not count.
     """
     found: tuple[torch.Tensor, torch.Tensor] = _CrossEntropy.apply(
-        logits.float(), labels, axis, ignored
+        logits.float(), labels, vocabulary, ignored
     )
     return found
 
 
-def gather_vocabulary(logits: torch.Tensor, axis: Axis) -> torch.Tensor:
+def gather_vocabulary(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
     """The logits of the whole vocabulary, on all tensor ranks; without a gradient."""
-    return gather(logits.detach(), axis, dim=-1)
+    padded = F.pad(logits.detach(), (0, vocabulary.share - vocabulary.count))
+    return gather(padded, vocabulary.axis, dim=-1)[..., : vocabulary.size]
 
 
 class RowLinear(nn.Linear):
@@ -166,16 +213,49 @@ class RowConv1D(Conv1D):
         return _leave(x @ self.weight, self.axis, self.sequence_sharded) + self.bias
 
 
-class VocabularyEmbedding(nn.Embedding):
-    """An embedding split by tokens: a rank looks up its own, and the ranks' results are summed."""
+class ExpertsWithBias(nn.Module):
+    """Experts whose last bias, which every rank has whole, is added in as many parts as ranks.
 
-    axis: Axis
+    What the ranks put out is summed. Before the class that transformers has for them.
+    """
+
+    shared_bias: str
+    bias_shares: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # What an object has itself is found before its parameters.
+        whole: Any = self._parameters[self.shared_bias]
+        self.__dict__[self.shared_bias] = whole / self.bias_shares
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            del self.__dict__[self.shared_bias]
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """An embedding split by tokens: a rank looks up its own, and the ranks' results are summed.
+
+    Before the class that transformers has for it, whose way to look up it keeps (scaled, say).
+    """
+
+    tokens: Vocabulary
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        local = input - self.axis.index * self.num_embeddings
+        local = input - self.tokens.first
         other = (local < 0) | (local >= self.num_embeddings)
-        found = F.embedding(local.masked_fill(other, 0), self.weight)
-        return Reduce.apply(found.masked_fill(other[..., None], 0.0), self.axis)
+        found = super().forward(local.masked_fill(other, 0))
+        return Reduce.apply(found.masked_fill(other[..., None], 0.0), self.tokens.axis)
+
+
+def _split_by_tokens(embedding: Any, tokens: Vocabulary) -> None:
+    # The same object, since the model, its hooks and its tied weight know it.
+    kind = type(embedding)
+    embedding.__class__ = type(kind.__name__, (VocabularyEmbedding, kind), {})
+    embedding.tokens = tokens
+    embedding.num_embeddings = tokens.count
+    if embedding.padding_idx is not None:  # the row that learns nothing, if it is of this rank
+        local = embedding.padding_idx - tokens.first
+        embedding.padding_idx = local if 0 <= local < embedding.num_embeddings else None
 
 
 def _shard_region(
@@ -202,10 +282,71 @@ def _shard_region(
         row.__class__ = RowLinear
         row.in_features //= axis.size
     row.axis, row.sequence_sharded = axis, sequence_sharded
+    for name in region.values:
+        cut(module, name, dim=0)
     for name in region.widths:
         setattr(module, name, getattr(module, name) // axis.size)
+    for name in region.across_heads:
+        _norm_across_ranks(getattr(module, name), axis)
+    if region.is_uneven:
+        _choose_own_heads(module, region, axis)
     enter = GatherToRegion if sequence_sharded else Copy
     module.register_forward_pre_hook(_on_hidden_states(enter, axis), with_kwargs=True)
+
+
+def shard_experts(module: Any, region: Region, axis: Axis, cut: Any) -> None:
+    """Every rank has a part of each expert: rows of gate and up, columns of down.
+
+    The router lies outside and is the same on all ranks: so is its gradient, since that of the
+    weights that it gives is summed.
+    """
+    gives_last = getattr(module, "is_transposed", False)
+    for name in region.columns:
+        is_bias = getattr(module, name).dim() == 2
+        cut(module, name, dim=2 if gives_last and not is_bias else 1, fused=region.fused)
+    cut(module, region.row, dim=1 if gives_last else 2)
+    if hasattr(module, f"{region.row}_bias"):
+        kind = type(module)
+        module.__class__ = type(kind.__name__, (ExpertsWithBias, kind), {})
+        module.shared_bias, module.bias_shares = f"{region.row}_bias", axis.size
+    for name in ("intermediate_size", "intermediate_dim"):
+        if hasattr(module, name):
+            setattr(module, name, getattr(module, name) // axis.size)
+
+    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, index, weights = args
+        return Copy.apply(hidden, axis), index, Copy.apply(weights, axis)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(lambda _, args, output: Reduce.apply(output, axis))
+
+
+def _norm_across_ranks(norm: nn.Module, axis: Axis) -> None:
+    """A norm over all heads sees those of all ranks; each goes on with its own."""
+    norm.register_forward_pre_hook(lambda _, args: (GatherWidth.apply(args[0], axis), *args[1:]))
+    norm.register_forward_hook(
+        lambda _, args, output: output.chunk(axis.size, dim=-1)[axis.index].contiguous()
+    )
+
+
+def _choose_own_heads(module: Any, region: Region, axis: Axis) -> None:
+    """From the ranks' equal parts of queries, keys and values to the heads of this rank.
+
+    The three are of unequal width, so that equal parts of the matrix are no heads; the matrix stays
+    cut in equal parts, and what it gives is exchanged.
+    """
+    config = copy.copy(module.config)
+    queries = config.num_attention_heads * module.head_dim
+    keys = config.num_key_value_heads * module.head_dim
+    config.num_attention_heads //= axis.size
+    config.num_key_value_heads //= axis.size
+    module.config, module.num_key_value_heads = config, config.num_key_value_heads
+
+    def choose(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        parts = GatherWidth.apply(output, axis).split((queries, keys, keys), dim=-1)
+        return torch.cat([p.chunk(axis.size, dim=-1)[axis.index] for p in parts], dim=-1)
+
+    getattr(module, region.columns[0]).register_forward_hook(choose)
 
 
 def _on_hidden_states(function: Any, axis: Axis) -> Any:
@@ -241,15 +382,15 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, axis: Axis, ignored: int
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, ignored: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = logits.shape[-1]
+        axis = vocabulary.axis
         largest = logits.max(dim=-1).values
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
         exponentials = (logits - largest[..., None]).exp_()
         total = sum_over(exponentials.sum(dim=-1), axis)
-        local = labels - axis.index * size
-        other = (local < 0) | (local >= size)
+        local = labels - vocabulary.first
+        other = (local < 0) | (local >= vocabulary.count)
         local = local.masked_fill(other, 0)[..., None]
         target = logits.gather(-1, local).squeeze(-1).masked_fill(other, 0.0)
         normalisers = total.log() + largest

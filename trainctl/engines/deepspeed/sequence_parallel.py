@@ -7,9 +7,11 @@ the function is replaced in transformers' table while the engine lives.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -26,23 +28,25 @@ class SequenceParallelAttention:
     """
 
     def __init__(self, plan: RunPlan, mesh: ProcessMesh) -> None:
-        model = plan.config.model
-        heads = model.num_attention_heads // mesh.tensor.size
-        kv_heads = (model.num_key_value_heads or model.num_attention_heads) // mesh.tensor.size
-        self._name = model.attention.value
+        self._name = plan.config.model.attention.value
         self._original = ALL_ATTENTION_FUNCTIONS[self._name]
-        exchange = UlyssesSPAttentionHF(
-            attn=self._original,
-            batch_size=plan.batch.micro_batch_size,
-            attn_head_count=heads,
-            attn_head_size=model.head_dim or model.hidden_size // model.num_attention_heads,
-            kv_head_count=kv_heads,
-            num_hidden_layers=model.num_layers,
-            process_group=mesh.sequence.group,
-            seq_length_is_variable=True,
-        )
-        # As `register_with_transformers` does, which would put its own function into the table.
-        exchange.core_attn_implementation = self._name
+
+        @cache
+        def exchange(heads: int, kv_heads: int, width: int) -> UlyssesSPAttentionHF:
+            """For the heads that tensor ranks leave here; layers may differ in them."""
+            made = UlyssesSPAttentionHF(
+                attn=self._original,
+                batch_size=plan.batch.micro_batch_size,
+                attn_head_count=heads,
+                attn_head_size=width,
+                kv_head_count=kv_heads,
+                num_hidden_layers=plan.config.model.num_layers,
+                process_group=mesh.sequence.group,
+                seq_length_is_variable=True,
+            )
+            # As `register_with_transformers` does, which would put its own function into the table.
+            made.core_attn_implementation = self._name
+            return made
 
         def attention(
             module: torch.nn.Module,
@@ -53,11 +57,16 @@ class SequenceParallelAttention:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
+            heads, width, own = query.shape[1], query.shape[-1], value.shape[-1]
+            # Values narrower than keys (latent attention) travel with columns of zeros.
+            value = F.pad(value, (0, width - own))
             # The mask that transformers made is one of this rank's part; over the whole sequence
             # the kernels are causal by themselves.
-            output, weights = exchange(module, query, key, value, None, *args, **kwargs)
+            output, weights = exchange(heads, key.shape[1], width)(
+                module, query, key, value, None, *args, **kwargs
+            )
             # With a dimension for the heads, as transformers' own attention functions return it.
-            return output.unflatten(-1, (-1, query.shape[-1])), weights
+            return output.unflatten(-1, (-1, width))[..., :own], weights
 
         ALL_ATTENTION_FUNCTIONS[self._name] = attention
 

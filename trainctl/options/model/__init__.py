@@ -79,6 +79,12 @@ class Region:
         widths: Attributes of the module that hold a width and are divided.
         column_bias: Whether `columns` have biases.
         row_bias: Whether `row` has one.
+        across_heads: Norms in it as wide as all heads of its queries or keys together.
+        values: Parameters in it that have one number for each head.
+        is_uneven: Whether what lies side by side in its one column is queries, and fewer keys and
+            values.
+        is_experts: Whether columns and row are experts' parameters, one matrix an expert, and not
+            layers; weights of the routing enter the region beside the hidden states.
     """
 
     module: str
@@ -89,6 +95,10 @@ class Region:
     widths: tuple[str, ...] = ()
     column_bias: bool = False
     row_bias: bool = False
+    across_heads: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    is_uneven: bool = False
+    is_experts: bool = False
 
     @property
     def matrices(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trainctl.config.anatomy import anatomy_of
 from trainctl.config.schema import (
     Accelerator,
     CompileKind,
@@ -100,12 +101,13 @@ def tiles_are_of_dense_layers(draft: Draft) -> Iterator[Finding]:
 
 def _why_not_tiled(config: RunConfig) -> Iterator[str]:
     kernels, model = config.kernels, config.model
-    if (model.num_experts or 1) > 1:
+    anatomy = anatomy_of(model.anatomy) if model.anatomy else None
+    if (model.num_experts or 1) > 1 or (anatomy is not None and anatomy.has_experts):
         yield (
             "experts take each only the tokens that are sent to them, and what is counted of their "
             "load is counted for each call"
         )
-    elif model.is_directory and model.tensors and not any(map(_in_feed_forward, model.tensors)):
+    elif anatomy is not None and not any(_in_feed_forward(p.name) for p in anatomy.parameters):
         yield f"the {_architecture(model)} architecture has no module for its feed-forward layer"
     if kernels.compile is not CompileKind.none:
         yield f"kernels.compile={kernels.compile.value} compiles whole blocks"

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from trainctl.config.schema import Accelerator, AttentionKind
 from trainctl.errors import Finding
-from trainctl.options.model import AXES, architecture, families
+from trainctl.options import architectures
+from trainctl.options.model import AXES, architecture
 from trainctl.plan.rules.draft import (
     Draft,
     choices,
@@ -72,13 +73,14 @@ def heads_split_over_tensor(draft: Draft) -> Iterator[Finding]:
 
 
 def vocabulary_splits_over_tensor(draft: Draft) -> Iterator[Finding]:
-    """Embedding and output projection are split by tokens."""
+    """Embedding and output projection are split by tokens, of which every rank has some."""
     size, tensor = draft.config.model.vocab_size, draft.config.parallelism.tensor
-    if size % tensor:
+    share = -(-size // tensor)
+    if share * (tensor - 1) >= size:
         yield error(
-            "model.vocab_size",
-            f"parallelism.tensor={tensor} does not divide model.vocab_size={size}",
-            f"model.vocab_size={-(-size // tensor) * tensor} (rows that no token uses do no harm)",
+            "parallelism.tensor",
+            f"parallelism.tensor={tensor} leaves a rank without a token of model.vocab_size={size}",
+            f"parallelism.tensor={-(-size // share)}",
         )
 
 
@@ -190,7 +192,7 @@ def listed_stages_fit(draft: Draft) -> Iterator[Finding]:
 
 
 def parallelism_knows_the_architecture(draft: Draft) -> Iterator[Finding]:
-    """Which matrices to cut, and where, is known of some architectures (options/model)."""
+    """Where to cut is known of the families (options/model), and was shown of others."""
     model, axes = draft.config.model, draft.config.parallelism
     if not draft.config.trains_itself:
         return
@@ -201,19 +203,27 @@ def parallelism_knows_the_architecture(draft: Draft) -> Iterator[Finding]:
         known = architecture(model)
         what = f"the {known.name if known else model.model_type} architecture"
 
-    def why(axis: str) -> str:
+    def why_not(axis: str) -> str | None:
         if known is not None:
-            return f": {known.why_not[axis]}"
-        return f"; known are {', '.join(spec.name for spec in families() if axis in spec.axes)}"
+            return None if axis in known.axes else f": {known.why_not[axis]}"
+        return architectures.why_not(None if model.factory else model.model_type, axis)
 
     for name in AXES:
-        if getattr(axes, name) <= 1 or (known is not None and name in known.axes):
-            continue
-        yield error(
-            f"parallelism.{name}",
-            f"parallelism.{name}={getattr(axes, name)} with {what}{why(name)}",
-            f"parallelism.{name}=1",
-        )
+        why = why_not(name) if getattr(axes, name) > 1 else None
+        if why is not None:
+            yield error(
+                f"parallelism.{name}",
+                f"parallelism.{name}={getattr(axes, name)} with {what}{why}",
+                f"parallelism.{name}=1",
+            )
+    if known is None and axes.tensor > 1 and axes.sequence_sharded_norms and not why_not("tensor"):
+        why = why_not("norms")
+        if why is not None:
+            yield error(
+                "parallelism.sequence_sharded_norms",
+                f"parallelism.sequence_sharded_norms=true with {what}{why}",
+                "parallelism.sequence_sharded_norms=false",
+            )
 
 
 def pipeline_is_filled(draft: Draft) -> Iterator[Finding]:

@@ -1,0 +1,171 @@
+"""Train small models of many architectures on each axis, and write which axes may cut them.
+
+    python scripts/architectures.py [--only qwen2,phi3] [--check]
+
+Each cell of `trainctl/options/architectures.json` is 30 steps in fp32 on two processes beside
+the same on one: the largest difference of a loss or, relatively, of a norm, or why the axis may not
+cut the architecture. docs/parallelism.md shows it as a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+
+from architecture_cases import ARCHITECTURES, COLUMNS, directory, plan
+from fork_server import RanksFailed
+from parity_cases import STEPS, TOLERANCE, Curve, Difference, clips_enough
+from rank_processes import Case, curve, train_cases
+
+from trainctl.errors import Finding, TrainctlError
+from trainctl.options import architectures
+from trainctl.plan.types import RunPlan
+from trainctl.runs.layout import RunPaths
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "parallelism.md"
+BEGIN, END = "<!-- architectures -->", "<!-- end of architectures -->"
+PACKAGES = ("torch", "deepspeed", "transformers")
+
+Row = dict[str, float | str]
+
+
+def main() -> int:
+    """Train what is asked for, keep the rest as it is; with --check only compare page and table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="architectures, by commas; the others keep their rows")
+    parser.add_argument("--check", action="store_true", help="whether the page has the table")
+    arguments = parser.parse_args()
+    if not arguments.check:
+        names = arguments.only.split(",") if arguments.only else list(ARCHITECTURES)
+        kept = architectures.table().rows if arguments.only else {}
+        write({**kept, **dict(measured(names))})
+        architectures.table.cache_clear()
+    text = PAGE.read_text(encoding="utf-8")
+    wanted = with_table(text)
+    if not arguments.check:
+        PAGE.write_text(wanted, encoding="utf-8")
+    return int(arguments.check and text != wanted)
+
+
+def measured(names: list[str]) -> Iterator[tuple[str, Row]]:
+    """Rows, one after the other."""
+    # What is to be found out is not asked of the table.
+    architectures.why_not = lambda model_type, column: None  # type: ignore[assignment]
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            row = row_of(name, Path(folder))
+        print(name, row, flush=True)
+        yield name, row
+
+
+def row_of(name: str, folder: Path) -> Row:
+    """What came of training an architecture on each axis: all of them on the same ranks."""
+    model = directory(folder / "model", name)
+    alone = case(plan(model, {}, steps=STEPS), folder / "alone")
+    train_cases(1, [alone])
+    reference = curve(alone.run)
+    assert clips_enough(reference), f"{name}: clipped in too few steps"
+    row: Row = {}
+    cases = {}
+    for column, settings in COLUMNS.items():
+        made = plan(model, settings, steps=STEPS)
+        if isinstance(made, RunPlan):
+            cases[column] = case(made, folder / column)
+        else:
+            row[column] = "; ".join(item.message.rpartition(": ")[2] for item in made)
+    for column, found in trained(cases).items():
+        row[column] = cell(reference, found)
+    return {column: row[column] for column in COLUMNS}
+
+
+def trained(cases: dict[str, Case]) -> dict[str, Curve | str]:
+    """The curve of each, or why there is none; apart from each other if the ranks end."""
+    try:
+        refusals, *_ = train_cases(2, list(cases.values()), probe="architecture_probe:train")
+    except RanksFailed as failed:
+        if len(cases) == 1:
+            return dict.fromkeys(cases, _why(str(failed)))
+        found: dict[str, Curve | str] = {}
+        for column, one in cases.items():  # each by itself, to see which it was
+            again = Case(one.plan, RunPaths(one.run.root / "again"))
+            found |= trained({column: again})
+        return found
+    return {
+        column: _why(why) or curve(one.run)
+        for (column, one), why in zip(cases.items(), refusals, strict=True)
+    }
+
+
+def _why(text: str) -> str:
+    """The reason in what a rank said."""
+    return (text.strip().splitlines() or [""])[-1].rpartition(" cannot be cut: ")[2]
+
+
+def case(made: RunPlan | tuple[Finding, ...], folder: Path) -> Case:
+    """A plan, to be trained in a folder."""
+    assert isinstance(made, RunPlan), made
+    return Case(made, RunPaths(folder))
+
+
+def cell(reference: Curve, found: Curve | str) -> float | str:
+    """The larger difference of a curve, or why there is none, or that it is too large."""
+    if isinstance(found, str):
+        return found
+    difference = Difference.between(reference, found)
+    largest = max(difference.loss, difference.norm)
+    text = f"{largest:.1e}"
+    return float(text) if largest <= TOLERANCE else f"the curve differs by {text}"
+
+
+def write(rows: dict[str, Row]) -> None:
+    """The table, in the order of the cases."""
+    content = {
+        "versions": {name: version(name) for name in PACKAGES},
+        "steps": STEPS,
+        "tolerance": TOLERANCE,
+        "rows": {name: rows[name] for name in ARCHITECTURES if name in rows},
+    }
+    architectures.FILE.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def with_table(text: str) -> str:
+    """The page with the table between its marks."""
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    return "\n".join([before + BEGIN, *lines(), END]) + after
+
+
+def lines() -> Iterator[str]:
+    """The table as a page shows it, and why not."""
+    found = architectures.table()
+    versions = ", ".join(f"{name} {of}" for name, of in found.versions.items())
+    yield f"{found.steps} steps each, with {versions}."
+    yield ""
+    yield f"| `model_type` | {' | '.join(COLUMNS)} |"
+    yield "|---" * (len(COLUMNS) + 1) + "|"
+    reasons: dict[str, None] = {}
+    for name, row in found.rows.items():
+        cells = []
+        for column in COLUMNS:
+            cell = row[column]
+            if isinstance(cell, str):
+                reasons.setdefault(cell)
+                cells.append(f"no ({list(reasons).index(cell) + 1})")
+            else:
+                cells.append(f"{cell:.0e}")
+        yield f"| {name} | {' | '.join(cells)} |"
+    yield ""
+    yield from (f"{number}. {reason}" for number, reason in enumerate(reasons, 1))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except TrainctlError as error:
+        sys.exit(str(error))
