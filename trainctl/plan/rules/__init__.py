@@ -107,7 +107,6 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC084", recompute.offloaded_inputs_leave_the_device),
     ("TC085", kernels.liger_runs_here),
     ("TC086", kernels.loss_sees_the_hidden_states),
-    ("TC375", kernels.tiles_are_of_dense_layers),
     ("TC087", kernels.compiler_sees_whole_blocks),
     ("TC088", kernels.deepcompile_runs_here),
     ("TC089", run.names_of_the_launcher_are_names),
@@ -136,6 +135,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC363", data.infilling_has_its_tokens),
     ("TC365", data.stream_has_its_place),
     ("TC370", architecture.state_ends_with_its_document),
+    ("TC375", kernels.tiles_are_of_dense_layers),
     ("TC390", experts.expert_axis_goes_with_the_rest),
     ("TC405", engine.engine_has_what_is_asked),
 )
