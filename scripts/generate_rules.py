@@ -77,7 +77,6 @@ FOUND_ELSEWHERE = {
     "TC150": "The plan does not fit into a device's memory.",
     "TC151": "The plan does not fit into a node's memory.",
     "TC152": "The plan does not fit onto a node's NVMe.",
-    "TC153": "Attention code that the model cannot have.",
     "TC154": "A tokenizer without a token that ends a document: they follow each other unmarked.",
     "TC155": "A mixture of experts whose auxiliary loss is not trained with.",
     "TC156": "A tokenizer's file that is malformed.",

@@ -36,7 +36,7 @@ from trainctl.errors import TrainctlError
 RECIPES = [None, *(info.name for info in recipes())]
 CASES, SETTINGS, REFERENCES = 2, 80, 30
 """Of each recipe; keys set in each case, and others that refer to those: two thousand in all."""
-NOT_DRAWN = ("recipe", "model.family", "model.path", "model.tensors", "deepspeed")
+NOT_DRAWN = ("recipe", "model.family", "model.path", "model.anatomy", "deepspeed")
 """What is no key of a file, what reads a directory, and what has cases of its own."""
 SIGNS = ("", "", "+", "++")
 

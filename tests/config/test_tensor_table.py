@@ -8,20 +8,20 @@ from trainctl.config.tensor_table import from_table, to_table
 from trainctl.errors import TrainctlError
 
 TENSORS = [
-    ("model.embed_tokens.weight", (10, 4)),
-    ("model.layers.0.mlp.up_proj.weight", (8, 4)),
-    ("model.layers.0.norm.weight", (4,)),
+    ("model.embed_tokens.weight", "10x4 embedding"),
+    ("model.layers.0.mlp.up_proj.weight", "8x4"),
+    ("model.layers.0.norm.weight", "4"),
     *(
-        (f"model.layers.{layer}.{name}", shape)
+        (f"model.layers.{layer}.{name}", said)
         for layer in range(1, 5)
-        for name, shape in (
-            *((f"mlp.experts.{expert}.up_proj.weight", (3, 4)) for expert in range(12)),
-            ("norm.weight", (4,)),
-            ("scale", ()),
+        for name, said in (
+            *((f"mlp.experts.{expert}.up_proj.weight", "3x4") for expert in range(12)),
+            ("norm.weight", "4"),
+            ("scale", "scalar"),
         )
     ),
-    ("model.norm.weight", (4,)),
-    ("lm_head.weight", (10, 4)),
+    ("model.norm.weight", "4"),
+    ("lm_head.weight", "10x4"),
 ]
 
 
@@ -36,7 +36,7 @@ def test_a_table_is_short_and_says_the_same() -> None:
     assert layers == sorted(layers)
 
 
-@pytest.mark.parametrize("entry", ["a", "a 3,4", "a.{0-999999999}.b 3", "a 3 x 4"])
+@pytest.mark.parametrize("entry", ["a", "a ", " a", "a.{0-999999999}.b 3"])
 def test_what_is_no_entry_is_refused_at_once(entry: str) -> None:
-    with pytest.raises(TrainctlError, match=r"model\.tensors"):
+    with pytest.raises(TrainctlError, match=r"model\.anatomy"):
         from_table([entry])

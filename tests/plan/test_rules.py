@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from anatomies import SMALL
 from plan_cases import config_with, cpus, gpus
 
 from trainctl.config.keys import leaf_of
@@ -25,6 +26,7 @@ EXPERTS = {
     "model__num_experts": 8,
     "parallelism__expert": 2,
 }
+READ = {"model__family": "hf", "model__path": "m", "model__model_type": "theirs"}
 NVME = {"zero_stage__stage": 3, "offload__optimizer": "nvme"}
 PARTITIONED = {
     "activation_checkpointing__mode": "full",
@@ -543,6 +545,20 @@ ERRORS = [
         gpus(8),
         "parallelism.tensor=2 with the bloom architecture",
         "parallelism.tensor=1",
+    ),
+    (
+        "TC153",
+        {**READ, "model__anatomy": ["model supports eager flash_attention_2", *SMALL[1:]]},
+        gpus(1),
+        "model.attention=sdpa: transformers has none for theirs",
+        "model.attention=eager or flash_attention_2 (on GPUs)",
+    ),
+    (
+        "TC370",
+        {**READ, "data__mask_documents": True, "model__anatomy": ["model recurrent", *SMALL]},
+        gpus(1),
+        "theirs carries a state from token to token",
+        "data.mask_documents=false",
     ),
     (
         "TC144",

@@ -11,7 +11,6 @@ import pytest
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerFromPath
-from trainctl.config.tensor_table import to_table
 from trainctl.plan.shapes import all_tensors
 from trainctl.planner.model_files import check_model_files
 from trainctl.planner.tokenizer_files import check_tokenizer_files
@@ -113,7 +112,8 @@ def test_published_names_are_held_against_the_model_by_transformers(tmp_path: Pa
             stored[f"{block}block_sparse_moe.experts.{expert}.{name}.weight"] = sizes
     save(tmp_path / "model.safetensors", stored, "BF16")
     fused = {f"{block}mlp.experts.gate_up_proj": (2, 6, 4), f"{block}mlp.gate.weight": (2, 4)}
-    model = {"family": "hf", "path": str(tmp_path), "tensors": to_table(fused.items())}
+    table = [f"{name} {'x'.join(map(str, shape))} expert" for name, shape in fused.items()]
+    model = {"family": "hf", "path": str(tmp_path), "anatomy": table}
     assert check_model_files(config(tmp_path, **model)) == []
     del stored[f"{block}block_sparse_moe.experts.1.w3.weight"]
     save(tmp_path / "model.safetensors", stored, "BF16")

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from anatomies import read_directory
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.hf import fill_from_directory
 from trainctl.config.schema import AttentionKind, ModelConfig
 
 SHAPE: dict[str, Any] = {
@@ -108,4 +108,4 @@ def of_directory(folder: Path, kind: str) -> ModelConfig:
     """The model that trainctl makes of what transformers saved there."""
     model = ModelConfig(name="hf", family="hf", path=str(folder))
     model.attention = attention_of(kind)
-    return fill_from_directory(model)
+    return read_directory(model)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from anatomies import read_directory
 from parity_cases import Curve
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainctl.config.hf import fill_from_directory
 from trainctl.config.schema import AttentionKind, ModelConfig
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
@@ -92,7 +92,7 @@ def mixture(
         made.save_pretrained(folder)
     attention = AttentionKind.eager if kind == "gpt_oss" else AttentionKind.sdpa
     model = ModelConfig(name="hf", family="hf", path=str(folder), attention=attention)
-    return fill_from_directory(model)
+    return read_directory(model)
 
 
 @dataclass(frozen=True)

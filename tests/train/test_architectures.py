@@ -5,12 +5,12 @@ from copy import deepcopy
 
 import pytest
 import torch
+from anatomies import read_directory
 from architectures import made, of_directory
 from rank_processes import Case, tiny_config, tiny_plan, train_cases
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainctl.config.hf import fill_from_directory
 from trainctl.config.schema import DataType, ModelConfig
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
@@ -71,7 +71,7 @@ def directory(folder, kind, changes):
     (folder / "generation_config.json").write_text(
         json.dumps({"bos_token_id": 0, "eos_token_id": [256, 3], "temperature": 0.6})
     )
-    return fill_from_directory(ModelConfig(name="hf", family="hf", path=str(folder)))
+    return read_directory(ModelConfig(name="hf", family="hf", path=str(folder)))
 
 
 def plan(model, settings):

@@ -138,11 +138,16 @@ def save_chart(compared: Sequence[Compared], path: Path) -> None:
 
 
 def trace_report(planned: Planned) -> dict[str, dict[str, int]]:
-    """What was traced, each beside the closed form; empty if nothing was."""
+    """What was traced, each beside the closed form if there is one; empty if nothing was."""
     traced, made = planned.traced, planned.assessment.plan
     if traced is None or made is None:
         return {}
     config = made.config
+    if config.model.is_directory:
+        return {
+            "parameters": {"traced": traced.anatomy.total},
+            "block_bytes_per_token": {"traced": traced.block.saved},
+        }
     closed = block_activations(
         config.model,
         sequence_length=config.training.sequence_length,
@@ -151,7 +156,7 @@ def trace_report(planned: Planned) -> dict[str, dict[str, int]]:
     )
     return {
         "parameters": {
-            "traced": traced.parameters,
+            "traced": traced.anatomy.total,
             "closed_form": count_parameters(config.model).total,
         },
         "block_bytes_per_token": {"traced": traced.block.saved, "closed_form": closed.saved},
@@ -171,7 +176,9 @@ def trace_lines(report: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def _beside(sizes: Mapping[str, int]) -> str:
-    traced, closed = sizes["traced"], sizes["closed_form"]
+    traced, closed = sizes["traced"], sizes.get("closed_form")
+    if closed is None:
+        return "it has no closed form"
     if traced == closed:
         return "as by the closed form"
     return f"the closed form: {closed:,}, {closed / traced - 1:+.2%}"

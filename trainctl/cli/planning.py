@@ -18,6 +18,7 @@ from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.refusals import refusals
 from trainctl.memory.traced import TracedModel
+from trainctl.plan.resolve import resolve
 from trainctl.planner.assess import Assessment, assess
 from trainctl.planner.model_files import check_model_files
 from trainctl.planner.suggest import Suggestion, what_fits, what_slack_buys
@@ -65,9 +66,17 @@ def compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Compose
     composed = examine(overrides or (), config_dir=config_dir)
     if composed.has_error:
         wrong = {finding.key for finding in composed.findings if finding.is_error}
-        further = [f for f in plan(composed).findings if f.is_error and f.key not in wrong]
+        further = [f for f in _further(composed) if f.is_error and f.key not in wrong]
         raise TrainctlError.from_findings([*composed.findings, *further])
     return composed
+
+
+def _further(composed: Composed) -> Sequence[Finding]:
+    """What else is wrong with a configuration; of a model that could not be read, by the rules."""
+    config = composed.config
+    if config.model.is_unread:
+        return resolve(config, resolve_hardware(config.hardware)).findings
+    return plan(composed).findings
 
 
 def plan(

@@ -25,8 +25,7 @@ from trainctl.config.literals import literal_secrets
 from trainctl.config.overrides import Choice, Overrides, read_overrides
 from trainctl.config.parts import complete_parts
 from trainctl.config.schema import GROUPS, RunConfig
-from trainctl.config.tensor_table import to_table
-from trainctl.config.tracing import needs_trace, trace_in_child
+from trainctl.config.tracing import anatomy_in_child, needs_trace
 from trainctl.config.yaml_files import read_document
 from trainctl.errors import Finding, Severity, TrainctlError
 
@@ -257,26 +256,25 @@ def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
         set_by = _last_source(stack, key) if name == "path" else source
         stack.apply([Setting(("model", name), value, set_by)])
     if not _has_error(findings):
-        findings += _fill_tensors(stack)
+        findings += _fill_anatomy(stack)
     return findings + warnings(read)
 
 
-def _fill_tensors(stack: Stack) -> list[Finding]:
-    """Trace a model that has no closed form, so that everything later counts what it really is."""
+def _fill_anatomy(stack: Stack) -> list[Finding]:
+    """Read a model that has no closed form, so that everything later counts what it really is."""
     config = from_plain(RunConfig, stack.plain)
     table: list[str] = []
     if needs_trace(config):
         try:
-            traced = trace_in_child(config)
+            table = anatomy_in_child(config)
         except TrainctlError as error:
             source = _last_source(stack, "model.path")
             return [
                 finding.set_by(_last_source(stack, finding.key) or source)
                 for finding in error.findings
             ]
-        table = to_table((name, tuple(shape)) for name, shape, _ in traced["tensors"])
-    if table != config.model.tensors:
-        stack.apply([Setting(("model", "tensors"), table, f"traced from {config.model.path}")])
+    if table != config.model.anatomy:
+        stack.apply([Setting(("model", "anatomy"), table, f"read from {config.model.path}")])
     return []
 
 

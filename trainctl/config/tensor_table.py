@@ -1,114 +1,109 @@
-"""Every parameter of a model as a short list of text, for architectures without a closed form.
+"""What is said of the parts of a model, part by part, as a short list of text.
 
-An entry is a name and its sizes, `model.layers.{0-47}.mlp.gate.weight 128x2048`; a range stands for
-each of these numbers, so that a model of a thousand tensors is a dozen lines. It lies in the
-configuration, and with it in every run: later commands and the ranks count by it without torch.
+An entry is a name and what is said of it, `model.layers.{0-47}.mlp.gate.weight 128x2048 router`; a
+range stands for each of these numbers, so that a model of a thousand tensors is a dozen lines. It
+lies in the configuration, and with it in every run (`trainctl.config.anatomy`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import product
 from math import prod
 
 from trainctl.errors import TrainctlError
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_RANGE = re.compile(r"\{(\d+)-(\d+)\}")
-_ENTRY = re.compile(r"(\S+) (\d+(?:x\d+)*|scalar)")
-_BLOCK = re.compile(r"\.(\d+)\.")
+_RANGES = re.compile(r"\{(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\}")
+_ENTRY = re.compile(r"(\S+) (\S.*)")
+_BLOCK = re.compile(r"\.(\d+)(?:\.|$)")
 
 MOST_TENSORS = 1_000_000
 """Far beyond every model, and near enough that a table is read at once."""
 
-Tensor = tuple[str, tuple[int, ...]]
+Entry = tuple[str, str]
 
 
-def to_table(tensors: Iterable[Tensor]) -> list[str]:
-    """The table of tensors with names and shapes."""
-    entries = [(name, "x".join(map(str, shape)) or "scalar") for name, shape in tensors]
-    most = max((len(_NUMBER.findall(name)) for name, _ in entries), default=0)
+def to_table(entries: Iterable[Entry]) -> list[str]:
+    """The table of names and what is said of each."""
+    merged = list(entries)
+    most = max((len(_NUMBER.findall(name)) for name, _ in merged), default=0)
     # The rightmost number first: what is left of it then distinguishes entries like any text.
     for _ in range(most):
-        entries = _merged(entries)
-    return [f"{name} {sizes}" for name, sizes in entries]
+        merged = _merged(merged)
+    return [f"{name} {said}" for name, said in merged]
 
 
-def _merged(entries: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Entries that differ in their last plain number alone, as one for each range of it."""
+def _merged(entries: list[Entry]) -> list[Entry]:
+    """Entries that differ in their last plain number alone, as one for all of these."""
     groups: dict[tuple[str, str, str], list[int]] = {}
-    plain: dict[tuple[str, str, str], None] = {}
-    for name, sizes in entries:
+    for name, said in entries:
         found = list(_NUMBER.finditer(name))
         if not found:
-            plain[name, "", sizes] = None
-            groups[name, "", sizes] = []
+            groups[name, "", said] = []
             continue
         last = found[-1]
-        key = (name[: last.start()], name[last.end() :], sizes)
+        key = (name[: last.start()], name[last.end() :], said)
         groups.setdefault(key, []).append(int(last[0]))
-    merged = []
-    for (before, after, sizes), numbers in groups.items():
-        if not numbers:
-            merged.append((before, sizes))
-        for first, end in _ranges(numbers):
-            merged.append((f"{before}{{{first}-{end}}}{after}", sizes))
-    return merged
+    return [
+        (f"{before}{{{_ranges(numbers)}}}{after}" if numbers else before, said)
+        for (before, after, said), numbers in groups.items()
+    ]
 
 
-def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    ordered = sorted(numbers)
-    for position, number in enumerate(ordered):
-        if position == 0 or ordered[position - 1] != number - 1:
-            first = number
-        if position + 1 == len(ordered) or ordered[position + 1] != number + 1:
-            yield first, number
+def _ranges(numbers: Sequence[int]) -> str:
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(map(str, ends)) for ends in ranges)
 
 
-def from_table(table: Sequence[str]) -> tuple[Tensor, ...]:
-    """Names and shapes of a table: what stands before the blocks, block by block, the rest.
+def from_table(table: Sequence[str]) -> tuple[Entry, ...]:
+    """The entries of a table: what stands before the blocks, block by block, the rest.
 
     Raises:
         TrainctlError: An entry is none.
     """
-    return _expanded(tuple(table))
-
-
-@lru_cache(maxsize=8)
-def _expanded(table: tuple[str, ...]) -> tuple[Tensor, ...]:
-    before: list[Tensor] = []
-    blocks: dict[int, list[Tensor]] = {}
-    after: list[Tensor] = []
+    before: list[Entry] = []
+    blocks: dict[int, list[Entry]] = {}
+    after: list[Entry] = []
     count = 0
     for entry in table:
-        for name, shape in _tensors(entry):
+        for name, said in _expanded(entry):
             count += 1
             if count > MOST_TENSORS:
-                raise TrainctlError(f"model.tensors: more than {MOST_TENSORS:,} tensors")
+                raise TrainctlError(f"model.anatomy: more than {MOST_TENSORS:,} tensors")
             found = _BLOCK.search(name)
             if found is not None:
-                blocks.setdefault(int(found[1]), []).append((name, shape))
+                blocks.setdefault(int(found[1]), []).append((name, said))
             else:
-                (after if blocks else before).append((name, shape))
-    inside = [tensor for index in sorted(blocks) for tensor in blocks[index]]
+                (after if blocks else before).append((name, said))
+    inside = [entry for index in sorted(blocks) for entry in blocks[index]]
     return (*before, *inside, *after)
 
 
-def _tensors(entry: str) -> Iterator[Tensor]:
+def _expanded(entry: str) -> Iterator[Entry]:
     """What one entry stands for."""
     found = _ENTRY.fullmatch(entry)
     if found is None:
-        raise TrainctlError(f"model.tensors: {entry!r} is no name with sizes")
-    name, sizes = found.groups()
-    shape = () if sizes == "scalar" else tuple(map(int, sizes.split("x")))
-    start, *rest = _RANGE.split(name)
-    numbers = [range(int(a), int(b) + 1) for a, b in zip(rest[::3], rest[1::3], strict=True)]
-    if prod(map(len, numbers)) > MOST_TENSORS:
+        raise TrainctlError(f"model.anatomy: {entry!r} is no name and what is said of it")
+    name, said = found.groups()
+    start, *rest = _RANGES.split(name)
+    numbers = [_numbers(ranges) for ranges in rest[::2]]
+    if prod(sum(map(len, ranges)) for ranges in numbers) > MOST_TENSORS:
         raise TrainctlError(
-            f"model.tensors: {entry!r} stands for more than {MOST_TENSORS:,} tensors"
+            f"model.anatomy: {entry!r} stands for more than {MOST_TENSORS:,} tensors"
         )
-    for chosen in product(*numbers):
-        pieces = zip(map(str, chosen), rest[2::3], strict=True)
-        yield start + "".join(number + text for number, text in pieces), shape
+    for chosen in product(*([n for each in ranges for n in each] for ranges in numbers)):
+        pieces = zip(map(str, chosen), rest[1::2], strict=True)
+        yield start + "".join(number + text for number, text in pieces), said
+
+
+def _numbers(ranges: str) -> list[range]:
+    """Numbers of `0-3,5`."""
+    ends = [tuple(map(int, each.split("-"))) for each in ranges.split(",")]
+    return [range(each[0], each[-1] + 1) for each in ends]

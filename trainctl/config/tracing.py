@@ -1,8 +1,10 @@
-"""A model traced in a process of its own, so that a command that plans imports no torch.
+"""A model looked at in a process of its own, so that a command that plans imports no torch.
 
-What the trace of a configuration found (`trainctl.train.trace`) is kept in the user's cache folder
-under a digest of all that it depends on: the model's configuration and code, the length of the
-sequences, the number formats, and the packages' versions.
+Two questions are asked of its own code: what it is made of (`trainctl.train.anatomy`), and what
+autograd keeps of its blocks (`trainctl.train.trace`). The answers are kept in the user's cache
+folder under a digest of all that they depend on: the anatomy of the directory's `config.json` and
+code and of transformers' version; the trace also of the length of the sequences, the number formats
+and the other packages' versions.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,18 +31,47 @@ SECONDS = 600
 
 NOT_TRACED = "TC147"
 
-FORMAT = 1
+FORMAT = 2
 """Of what is kept; another one is not read."""
 
 PACKAGES = ("torch", "transformers", "trainctl")
 
-_known: dict[str, dict[str, Any]] = {}
+
+class Question(Enum):
+    """What is asked of a model's own code."""
+
+    anatomy = "anatomy"
+    trace = "trace"
+
+
+_known: dict[str, Any] = {}
+_told: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def telling(say: Callable[[str], None]) -> Iterator[None]:
+    """Within it, whoever starts a process that takes some seconds says so first."""
+    _told.append(say)
+    try:
+        yield
+    finally:
+        _told.remove(say)
 
 
 def needs_trace(config: RunConfig) -> bool:
     """Whether a model has no closed form: what its directory says is not all that it is."""
     model = config.model
     return model.is_directory and bool(model.path)
+
+
+def anatomy_in_child(config: RunConfig) -> list[str]:
+    """What a directory's model is made of, as `model.anatomy` keeps it.
+
+    Raises:
+        TrainctlError: The model cannot be built: says why, and which file it is.
+    """
+    found: list[str] = _ask(Question.anatomy, config, Path.cwd())
+    return found
 
 
 def trace_in_child(config: RunConfig, folder: Path | None = None) -> dict[str, Any]:
@@ -50,19 +84,22 @@ def trace_in_child(config: RunConfig, folder: Path | None = None) -> dict[str, A
     Raises:
         TrainctlError: The model cannot be built or traced: says why, and which file it is.
     """
-    folder = folder or Path.cwd()
-    key = _key(config, folder)
-    found = known_trace(config, folder)
+    found: dict[str, Any] = _ask(Question.trace, config, folder or Path.cwd())
+    return found
+
+
+def _ask(question: Question, config: RunConfig, folder: Path) -> Any:
+    key = _key(question, config, folder)
+    found = _kept(key)
     if found is None:
-        found = _trace(config, folder)
+        found = _ask_process(question, config, folder)
         _known[key] = found
         _keep(key, found)
     return found
 
 
-def known_trace(config: RunConfig, folder: Path | None = None) -> dict[str, Any] | None:
-    """What an earlier trace found, of this process or an earlier one; starts none."""
-    key = _key(config, folder or Path.cwd())
+def _kept(key: str) -> Any:
+    """What was answered before, by this process or an earlier one; None if nothing was."""
     if key not in _known:
         try:
             content = json.loads(_file(key).read_text(encoding="utf-8"))
@@ -70,12 +107,15 @@ def known_trace(config: RunConfig, folder: Path | None = None) -> dict[str, Any]
             return None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             return None
-        _known[key] = content["traced"]
+        _known[key] = content["found"]
     return _known[key]
 
 
-def _trace(config: RunConfig, folder: Path) -> dict[str, Any]:
-    asked = {"config": to_plain(config), "folder": str(folder)}
+def _ask_process(question: Question, config: RunConfig, folder: Path) -> Any:
+    what = {Question.anatomy: "reading", Question.trace: "tracing"}[question]
+    for say in _told:
+        say(f"{what} {config.model.name} by its own code (some seconds, once)")
+    asked = {"question": question.value, "config": to_plain(config), "folder": str(folder)}
     try:
         ended = subprocess.run(
             [sys.executable, "-m", "trainctl.train.trace_entry"],
@@ -94,13 +134,12 @@ def _trace(config: RunConfig, folder: Path) -> dict[str, Any]:
         raise _failed(config, f"its process ended with {ended.returncode}: {last[:300]}") from None
     if "error" in answer:
         raise TrainctlError.from_findings([_finding(answer["error"])])
-    traced: dict[str, Any] = answer["traced"]
-    return traced
+    return answer["found"]
 
 
 def _failed(config: RunConfig, why: str) -> TrainctlError:
     where = config.model.path or config.model.factory
-    message = f"the model of {where} cannot be traced: {why}"
+    message = f"the model of {where} cannot be read by its code: {why}"
     return TrainctlError.from_findings([Finding(rule=NOT_TRACED, key="model", message=message)])
 
 
@@ -109,21 +148,26 @@ def _finding(told: dict[str, Any]) -> Finding:
     return Finding(**texts, exit_code=ExitCode(told["exit_code"]))
 
 
-def _key(config: RunConfig, folder: Path) -> str:
-    """A digest of all that a trace depends on."""
-    model = to_plain(config.model)
-    for name in ("name", "weights", "initial_weights", "tensors"):
-        del model[name]
-    parts = [
-        model,
-        repr(load("model", config.model.family)),
-        to_plain(config.precision),
-        config.training.sequence_length,
-        config.data.mask_documents,
-        {package: _version(package) for package in PACKAGES},
-        list(_files(config, folder)),
-    ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+def _key(question: Question, config: RunConfig, folder: Path) -> str:
+    """A digest of all that an answer depends on."""
+    files, model = list(_files(config, folder)), config.model
+    parts: list[Any]
+    if question is Question.anatomy:
+        parts = [files, model.family, model.trust_remote_code, _version("transformers")]
+    else:
+        shape = to_plain(model)
+        for name in ("name", "weights", "initial_weights", "anatomy"):
+            del shape[name]
+        parts = [
+            shape,
+            repr(load("model", model.family)),
+            to_plain(config.precision),
+            config.training.sequence_length,
+            config.data.mask_documents,
+            {package: _version(package) for package in PACKAGES},
+            files,
+        ]
+    return hashlib.sha256(json.dumps([question.value, FORMAT, *parts]).encode()).hexdigest()
 
 
 def _files(config: RunConfig, folder: Path) -> list[str]:
@@ -149,13 +193,13 @@ def _file(key: str) -> Path:
     return Path(cache) / "trainctl" / "traces" / f"{key}.json"
 
 
-def _keep(key: str, traced: dict[str, Any]) -> None:
-    """Write it for later commands; one that cannot be written is traced again."""
+def _keep(key: str, found: Any) -> None:
+    """Write it for later commands; what cannot be written is asked again."""
     path = _file(key)
     part = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"format": FORMAT, "traced": traced}), encoding="utf-8")
+        part.write_text(json.dumps({"format": FORMAT, "found": found}), encoding="utf-8")
         part.replace(path)
     except OSError:
         return

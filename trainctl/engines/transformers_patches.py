@@ -117,6 +117,13 @@ USES = (
         at=At.trace,
     ),
     Use(
+        target="transformers.modeling_utils:PreTrainedModel._is_stateful",
+        how=How.read,
+        why="which architectures carry a state from token to token, that documents would share",
+        contains="_is_stateful: bool = False",
+        at=At.trace,
+    ),
+    Use(
         target="transformers.modeling_utils:PreTrainedModel._supports_sdpa",
         how=How.read,
         why="which attention an architecture can have, said before it is built",

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainctl.config.schema import (
     Accelerator,
+    AttentionKind,
     CompileKind,
 )
 from trainctl.memory.activations import block_activations, compute_bytes
@@ -32,7 +33,7 @@ from trainctl.memory.runtime import (
     runtime_of,
     workspace_bytes,
 )
-from trainctl.memory.stages import Stage, stage_of_traced, stages
+from trainctl.memory.stages import Stage, stages, stages_of
 from trainctl.memory.traced import TracedModel, shared_over_tensor_ranks
 from trainctl.options.precision import precision_of
 from trainctl.plan.batches import Batch
@@ -192,8 +193,18 @@ def budget(plan: RunPlan, traced: TracedModel | None = None) -> MemoryBudget:
 
 
 def _trace_of(sketch: Sketch, batch: Batch, traced: TracedModel | None) -> TracedModel | None:
-    """A trace is of samples of one length: of longer ones it knows nothing."""
-    return traced if batch.sequence_length <= sketch.batch.sequence_length else None
+    """A trace is of samples of one length. Where longer ones have no closed form, they keep as much
+    for a token, but for the scores of eager attention, which grow with them."""
+    longer = batch.sequence_length / sketch.batch.sequence_length
+    if traced is None or longer <= 1:
+        return traced
+    model = sketch.config.model
+    if not model.is_directory:
+        return None
+    if model.attention is not AttentionKind.eager:
+        return traced
+    attention = round(longer * traced.block.attention)
+    return replace(traced, block=replace(traced.block, attention=attention))
 
 
 def _budget(plan: RunPlan, traced: TracedModel | None) -> MemoryBudget:
@@ -257,10 +268,10 @@ def _device_budget(sketch: Sketch, engine: EngineMemory, held: tuple[Stage, ...]
 
 
 def _stages(plan: Sketch, engine: EngineMemory, traced: TracedModel | None) -> tuple[Stage, ...]:
-    """The pipeline's stages; sharded ones are of families whose tensors are known exactly."""
+    """The pipeline's stages: of a traced model by what it is made of."""
     model, tensor = plan.config.model, plan.mesh.tensor
-    if traced is not None and tensor == 1 and plan.mesh.pipeline == 1:
-        return (stage_of_traced(traced),)
+    if traced is not None and tensor == 1:
+        return stages_of(traced.anatomy, stage_blocks=plan.stage_blocks, traced=traced.block)
     held = stages(model, tensor=tensor, stage_blocks=plan.stage_blocks)
     if traced is None:
         return held
@@ -286,8 +297,6 @@ def _notes(plan: RunPlan, traced: TracedModel | None) -> list[str]:
         notes.append(
             "On cpu a device is a process: the host's figure contains the devices' memory."
         )
-    if config.model.is_directory and traced is None:
-        notes.append("Activations are counted as those of a Llama of the same shape.")
     compute = precision_of(config.precision)
     if compute.product_bytes is not None:
         as_ = compute.format.value

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from trainctl.config.anatomy import Anatomy, Parameter, Role
 from trainctl.config.schema import ModelConfig
 from trainctl.memory.activations import BlockActivations
-from trainctl.memory.traced import TracedModel
 from trainctl.plan import shapes
 from trainctl.plan.shapes import TensorShape
 
@@ -24,6 +24,7 @@ class Piece:
         embedding: Whether it is an embedding (or a projection tied to one).
         factors: Rows and columns of a matrix, elements of a vector: what adafactor keeps of it.
         name: Canonical name, relative to the block where there are several; empty if it has none.
+        is_expert: Whether only some tokens meet it: what `parallelism.expert` divides.
     """
 
     numel: int
@@ -33,6 +34,7 @@ class Piece:
     embedding: bool
     factors: int = 0
     name: str = ""
+    is_expert: bool = False
 
     @property
     def total(self) -> int:
@@ -79,6 +81,11 @@ class Stage:
         return max((piece.numel for piece in self.pieces if piece.in_block), default=0)
 
     @property
+    def expert_parameters(self) -> int:
+        """Elements of the experts, which only some tokens meet."""
+        return sum(piece.total for piece in self.pieces if piece.is_expert)
+
+    @property
     def block_parameters(self) -> int:
         """Elements of one block."""
         return sum(piece.total for piece in self.pieces if piece.in_block) // max(self.blocks, 1)
@@ -101,50 +108,77 @@ def stages(
         stage_blocks: Blocks of each stage; empty is one stage with all of them.
     """
     counts = tuple(stage_blocks) or (model.num_layers,)
-    if model.tensors and tensor == 1 and len(counts) == 1:
-        return (_stage_of_table(model),)
+    read = shapes.anatomy(model)
+    if read is not None:
+        return stages_of(read, tensor=tensor, stage_blocks=counts)
     return tuple(_stage(model, index, counts, tensor=tensor) for index in range(len(counts)))
 
 
-def _stage_of_table(model: ModelConfig) -> Stage:
-    """The one stage of a model whose tensors are listed."""
-    tensors = tuple(shapes.all_tensors(model))
-    vocabulary = shapes.head_tensor(model).numel
-    return Stage(
-        index=0,
-        blocks=model.num_layers,
-        has_embedding=True,
-        has_head=True,
-        embedding=vocabulary,
-        head=vocabulary,
-        pieces=tuple(_listed(t, in_block=shapes.block_of(t.name) is not None) for t in tensors),
+def stages_of(
+    read: Anatomy,
+    *,
+    tensor: int = 1,
+    stage_blocks: Sequence[int] = (),
+    traced: BlockActivations | None = None,
+) -> tuple[Stage, ...]:
+    """The stages of a model that has been read, each with its own blocks.
+
+    Args:
+        read: What it is made of.
+        tensor: Tensor-parallel size.
+        stage_blocks: Blocks of each stage; empty is one stage with all of them.
+        traced: What one of its blocks keeps.
+    """
+    counts = tuple(stage_blocks) or (len(read.blocks),)
+    return tuple(
+        _stage_read(read, index, counts, tensor=tensor, traced=traced)
+        for index in range(len(counts))
     )
 
 
-def _listed(tensor: TensorShape, *, in_block: bool) -> Piece:
+def _stage_read(
+    read: Anatomy,
+    index: int,
+    counts: Sequence[int],
+    *,
+    tensor: int,
+    traced: BlockActivations | None,
+) -> Stage:
+    before = sum(counts[:index])
+    own = range(before, before + counts[index])
+    first, last = index == 0, index == len(counts) - 1
+
+    def is_here(parameter: Parameter) -> bool:
+        if parameter.block is not None:
+            return parameter.block in own
+        if parameter.role is Role.embedding:
+            return first or (last and read.has_tied_head)
+        return last
+
+    pieces = [_piece(parameter, tensor) for parameter in read.parameters if is_here(parameter)]
+    return Stage(
+        index=index,
+        blocks=counts[index],
+        has_embedding=first,
+        has_head=last,
+        embedding=_share(read.embedding, tensor) if first else 0,
+        head=_share(read.head, tensor) if last else 0,
+        pieces=tuple(pieces),
+        traced=traced,
+        first_block=before,
+    )
+
+
+def _piece(parameter: Parameter, tensor: int) -> Piece:
     return Piece(
-        numel=tensor.numel,
+        numel=_share(parameter.numel, tensor) if parameter.sharded else parameter.numel,
         count=1,
-        is_matrix=tensor.is_matrix,
-        in_block=in_block,
-        embedding=tensor.embedding,
-        factors=sum(tensor.shape),
-        name=tensor.name,
-    )
-
-
-def stage_of_traced(model: TracedModel) -> Stage:
-    """The one stage of a traced model that is not sharded."""
-    pieces = tuple(_listed(t, in_block=t.name in model.in_blocks) for t in model.tensors)
-    return Stage(
-        index=0,
-        blocks=model.blocks,
-        has_embedding=True,
-        has_head=True,
-        embedding=model.embedding,
-        head=model.head,
-        pieces=pieces,
-        traced=model.block,
+        is_matrix=len(parameter.shape) > 1,
+        in_block=parameter.block is not None,
+        embedding=parameter.role is Role.embedding,
+        factors=sum(parameter.shape),
+        name=parameter.name,
+        is_expert=parameter.role is Role.expert,
     )
 
 

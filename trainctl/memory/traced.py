@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from trainctl.config.anatomy import Anatomy, anatomy_of
 from trainctl.memory.activations import BlockActivations
-from trainctl.plan.shapes import TensorShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,49 +15,22 @@ class TracedModel:
     """What a trace of the model found (`trainctl.train.trace`), on one rank without sharding.
 
     Attributes:
-        tensors: Every parameter, tied ones once, by its canonical name.
-        in_blocks: Names of those that belong to a decoder block.
-        blocks: Number of decoder blocks.
-        block: What one of them keeps, in bytes per token: the mean over the blocks.
-        embedding: Elements of the token embedding.
-        head: Elements of the output projection, tied or not.
+        anatomy: What it is made of.
+        block: What one of its blocks keeps, in bytes per token: the mean over the blocks.
     """
 
-    tensors: tuple[TensorShape, ...]
-    in_blocks: frozenset[str]
-    blocks: int
+    anatomy: Anatomy
     block: BlockActivations
-    embedding: int
-    head: int
-
-    @property
-    def parameters(self) -> int:
-        return sum(tensor.numel for tensor in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
         """As another process reads it."""
-        return {
-            "tensors": [[t.name, list(t.shape), t.embedding] for t in self.tensors],
-            "in_blocks": sorted(self.in_blocks),
-            "blocks": self.blocks,
-            "block": asdict(self.block),
-            "embedding": self.embedding,
-            "head": self.head,
-        }
+        return {"anatomy": self.anatomy.to_table(), "block": asdict(self.block)}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> TracedModel:
         """What `to_json` gave."""
         return cls(
-            tensors=tuple(
-                TensorShape(name=name, shape=tuple(shape), sharded=False, embedding=embedding)
-                for name, shape, embedding in content["tensors"]
-            ),
-            in_blocks=frozenset(content["in_blocks"]),
-            blocks=content["blocks"],
-            block=BlockActivations(**content["block"]),
-            embedding=content["embedding"],
-            head=content["head"],
+            anatomy=anatomy_of(content["anatomy"]), block=BlockActivations(**content["block"])
         )
 
 

@@ -9,7 +9,8 @@ floating point operations per token of training:
   Each takes a multiplication and an addition forward, and twice that backward.
 - 12 L H Q T: attention scores and their weighted sum, with L blocks, H query heads of width Q, and
   T keys for each query. As in the paper they are not halved for being causal; a sliding window
-  bounds T.
+  bounds T. Where a model is read from its own code it is 6 H (Q + V) T for each attention of each
+  block, with its own heads, window, and widths of keys (Q) and values (V).
 
 What is done again to save memory (recomputed activations) is not counted: it is no progress.
 """
@@ -18,10 +19,8 @@ from __future__ import annotations
 
 from trainctl.config.schema import ModelConfig
 from trainctl.plan.shapes import (
-    active_share,
-    all_tensors,
+    anatomy,
     attention_window,
-    block_of,
     block_tensors,
     head_dim,
     head_tensor,
@@ -32,31 +31,30 @@ TERA = 1e12
 
 def multiplied_weights(model: ModelConfig) -> int:
     """N: elements of the matrices that every token is multiplied with."""
-    if model.tensors:
-        return _of_table(model)
+    read = anatomy(model)
+    if read is not None:
+        return read.multiplied
     block = sum(tensor.numel for tensor in block_tensors(model) if tensor.is_matrix)
     return block * model.num_layers + head_tensor(model).numel
-
-
-def _of_table(model: ModelConfig) -> int:
-    inside = sum(
-        tensor.numel * active_share(model, tensor.name)
-        for tensor in all_tensors(model)
-        if tensor.is_matrix and block_of(tensor.name) is not None
-    )
-    return round(inside) + head_tensor(model).numel
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """Floating point operations of the forward and backward pass, per token of a sequence.
 
     Args:
-        model: Its shape. Its heads are those of its shape, its matrices those of its table.
+        model: Its shape.
         sequence_length: Tokens that attend to each other.
     """
+    return 6 * (multiplied_weights(model) + attention_products(model, sequence_length))
+
+
+def attention_products(model: ModelConfig, sequence_length: int) -> int:
+    """Multiplications of attention for one token: scores and their weighted sum, in all blocks."""
+    read = anatomy(model)
+    if read is not None:
+        return read.attention_products(sequence_length)
     keys = min(sequence_length, attention_window(model) or sequence_length)
-    width = model.num_attention_heads * head_dim(model)
-    return 6 * multiplied_weights(model) + 12 * model.num_layers * width * keys
+    return 2 * model.num_layers * model.num_attention_heads * head_dim(model) * keys
 
 
 def utilisation(

@@ -1,8 +1,8 @@
 """The tensors of a decoder, exactly, from its published shape: no torch, no checkpoint.
 
 Names are those of transformers, so a test compares them one by one with transformers' own models
-on the meta device. A directory whose architecture has no closed form brings a table of its tensors
-(`model.tensors`, traced from its own code); without one it is a Llama with other positions.
+on the meta device. A directory whose architecture has no closed form brings its anatomy
+(`trainctl.config.anatomy`, read from its own code), and everything of it is counted by that.
 """
 
 from __future__ import annotations
@@ -12,15 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from trainctl.config.anatomy import Anatomy, Role, anatomy_of
 from trainctl.config.schema import ModelConfig
-from trainctl.config.tensor_table import from_table
+from trainctl.errors import TrainctlError
 from trainctl.options.model import Family, Region, spec_of
-
-LOOKUPS = ("wte", "wpe", "embeddings")
-"""Names of modules that are looked up by token or position, besides those with `embed` in them."""
-
-EXPERT = ".experts."
-"""Part of the names of what only some tokens go through."""
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 
@@ -93,6 +88,22 @@ def attention_window(model: ModelConfig) -> int | None:
     return model.sliding_window if spec_of(model).has_window or model.factory else None
 
 
+def anatomy(model: ModelConfig) -> Anatomy | None:
+    """What a directory's model is made of; None of a family with a closed form, and of a user's.
+
+    Raises:
+        TrainctlError: A directory's has not been read: no other family is taken for it.
+    """
+    if not model.is_directory:
+        return None
+    if model.is_unread:
+        raise TrainctlError(
+            f"nothing is known of the tensors of {model.name}",
+            hint="compose it (trainctl.config.compose): that reads what transformers makes of it",
+        )
+    return anatomy_of(model.anatomy)
+
+
 def embedding_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
     """What stands before the first block."""
     # Rows of the token embedding are shared by the tensor ranks, those of positions are not.
@@ -139,9 +150,15 @@ def block_of(name: str) -> int | None:
 
 def all_tensors(model: ModelConfig) -> Iterator[TensorShape]:
     """Every tensor of the model under its canonical name; a tied one once."""
-    if model.tensors:
-        for name, shape in from_table(model.tensors):
-            yield TensorShape(name=name, shape=shape, embedding=_is_lookup(name))
+    read = anatomy(model)
+    if read is not None:
+        for parameter in read.parameters:
+            yield TensorShape(
+                name=parameter.name,
+                shape=parameter.shape,
+                sharded=parameter.sharded,
+                embedding=parameter.role is Role.embedding,
+            )
         return
     yield from embedding_tensors(model)
     prefix = block_prefix(model)
@@ -154,22 +171,11 @@ def all_tensors(model: ModelConfig) -> Iterator[TensorShape]:
         yield head_tensor(model)
 
 
-def _is_lookup(name: str) -> bool:
-    module = name.rpartition(".")[0].rpartition(".")[2]
-    return "embed" in module or module in LOOKUPS
-
-
-def active_share(model: ModelConfig, name: str) -> float:
-    """The share of a tensor's elements that one token meets: of experts, those that it goes to."""
-    if EXPERT not in name or not model.num_experts or not model.experts_per_token:
-        return 1.0
-    return model.experts_per_token / model.num_experts
-
-
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """Exact parameter counts of the whole model."""
-    if model.tensors:
-        return _count_table(model)
+    read = anatomy(model)
+    if read is not None:
+        return _count_read(read)
     embeddings, block = embedding_tensors(model), block_tensors(model)
     final = final_norm_tensors(model)
     block_numel = sum(tensor.numel for tensor in block)
@@ -184,24 +190,20 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     )
 
 
-def _count_table(model: ModelConfig) -> ParameterCount:
-    """The counts of a model that is traced; its block is the largest of them."""
-    tensors = tuple(all_tensors(model))
-    blocks: dict[int, int] = {}
-    outside = {"embeddings": 0, "head": 0, "final_norm": 0}
-    for tensor in tensors:
-        index = block_of(tensor.name)
-        if index is not None:
-            blocks[index] = blocks.get(index, 0) + tensor.numel
-        elif tensor.embedding:
-            outside["embeddings"] += tensor.numel
-        else:
-            outside["head" if tensor.is_matrix else "final_norm"] += tensor.numel
+def _count_read(read: Anatomy) -> ParameterCount:
+    """The counts of an anatomy; its block is the largest of them."""
+    blocks = [0] * len(read.blocks)
+    for parameter in read.parameters:
+        if parameter.block is not None:
+            blocks[parameter.block] += parameter.numel
+    embeddings, head = read.numel(Role.embedding), read.numel(Role.head)
     return ParameterCount(
-        block=max(blocks.values(), default=0),
-        blocks=sum(blocks.values()),
-        tensors=len(tensors),
-        **outside,
+        embeddings=embeddings,
+        block=max(blocks),
+        blocks=sum(blocks),
+        final_norm=read.total - sum(blocks) - embeddings - head,
+        head=head,
+        tensors=len(read.parameters),
     )
 
 

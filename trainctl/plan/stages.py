@@ -25,7 +25,7 @@ def blocks_of_stages(
         return tuple(parallelism.stage_blocks)
     layers, stages = model.num_layers, parallelism.pipeline
     uniform = parallelism.pipeline_partition is PipelinePartition.uniform
-    if uniform or layers < stages:
+    if uniform or stages == 1 or layers < stages:
         return tuple((layers + stages - 1 - stage) // stages for stage in range(stages))
     if parallelism.pipeline_partition is PipelinePartition.parameters:
         first, block, last = _parameters(model)
@@ -62,8 +62,9 @@ def balanced(layers: int, fixed: Sequence[int], block: int) -> tuple[int, ...]:
 
 def _parameters(model: ModelConfig) -> tuple[int, int, int]:
     """Parameters before the blocks, of a block, and after the blocks."""
-    count = shapes.count_parameters(model)
-    return count.embeddings, count.block, count.final_norm + shapes.head_tensor(model).numel
+    count, read = shapes.count_parameters(model), shapes.anatomy(model)
+    head = shapes.head_tensor(model).numel if read is None else read.head
+    return count.embeddings, count.block, count.final_norm + head
 
 
 def _time(model: ModelConfig, sequence_length: int) -> tuple[int, int, int]:
@@ -72,6 +73,10 @@ def _time(model: ModelConfig, sequence_length: int) -> tuple[int, int, int]:
     A matrix has one for each element, attention two for each element of a query and key before the
     token, on average half the sequence (arXiv:2001.08361, section 2.1).
     """
+    read = shapes.anatomy(model)
+    if read is not None:
+        inside = read.multiplied - read.head + read.attention_products(sequence_length) // 2
+        return 0, inside // len(read.blocks), read.head
     matrices = sum(t.numel for t in shapes.block_tensors(model) if t.is_matrix)
     attention = model.num_attention_heads * shapes.head_dim(model) * sequence_length
     return 0, matrices + attention, shapes.head_tensor(model).numel

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from trainctl.config.anatomy import Anatomy, Parameter, Role
 from trainctl.config.schema import (
     AttentionKind,
     CompileKind,
@@ -19,6 +20,7 @@ from trainctl.options.activation_checkpointing import checkpointing_of
 from trainctl.options.model import spec_of
 from trainctl.options.precision import is_emulated, precision_of
 from trainctl.plan import shapes
+from trainctl.plan.flops import attention_products
 from trainctl.planner import constants
 
 TERA = 1e12
@@ -88,10 +90,10 @@ def block_time(
         tensor: Ranks that share the block's matrices.
     """
     model, element = config.model, BYTES[precision_of(config.precision).format]
-    products, moved = _products(*_shape(model))
+    products, moved, weights = _products_of(model)
     sharded = tokens * products / tensor
     # Each product reads its input and weights and writes its result.
-    streams = element * (tokens * moved + products) / tensor
+    streams = element * (tokens * moved + weights) / tensor
     product_seconds = 2 * sharded / speed.products + streams / speed.memory
     attention, attention_backward = _attention(config, speed, tokens, sequence_length, tensor)
     traffic = tokens * _traffic(config, tensor) / speed.memory
@@ -123,15 +125,14 @@ def _attention(
     middle ones when compiled).
     """
     model = config.model
-    keys = min(sequence_length, shapes.attention_window(model) or sequence_length)
-    width = model.num_attention_heads * shapes.head_dim(model) / tensor
+    products = attention_products(model, sequence_length) / model.num_layers / tensor
     if model.attention is AttentionKind.eager:
         score_bytes = 8 if _is_fused(config) else 22
-        heads = model.num_attention_heads / tensor
-        moved = heads * score_bytes / speed.memory
-        forward = tokens * keys * (4 * width / speed.wide_products + moved)
+        keys = min(sequence_length, shapes.attention_window(model) or sequence_length)
+        moved = model.num_attention_heads / tensor * keys * score_bytes / speed.memory
+        forward = tokens * (2 * products / speed.wide_products + moved)
         return forward, 2 * forward
-    forward = tokens * keys * 2 * width / speed.attention
+    forward = tokens * products / speed.attention
     return forward, constants.ATTENTION_BACKWARD * forward
 
 
@@ -143,7 +144,7 @@ def _traffic(config: RunConfig, tensor: int) -> float:
     residual addition 6; a rotation 16 or 4; SwiGLU 10 or 6; GELU in its tanh form 36 or 4.
     """
     model, spec = config.model, spec_of(config.model)
-    hidden, ffn = float(model.hidden_size), model.intermediate_size / tensor
+    hidden, ffn = float(model.hidden_size), _inner_width(model) / tensor
     if config.parallelism.sequence_sharded_norms:
         hidden /= tensor
     heads = (model.num_attention_heads + shapes.key_value_heads(model)) / tensor
@@ -172,16 +173,56 @@ def stage_parameters(
     model: ModelConfig, blocks: int, tensor: int, has_embedding: bool, has_head: bool
 ) -> float:
     """Parameters of a rank of a stage, nearly: tensor ranks are taken to share them all."""
-    products, _ = _products(*_shape(model))
+    _, _, weights = _products_of(model)
     vocabulary = model.vocab_size * model.hidden_size
     alone = has_embedding and has_head and model.tie_word_embeddings
     ends = vocabulary * (1 if alone else has_embedding + has_head)
-    return (blocks * products + ends) / tensor
+    return (blocks * weights + ends) / tensor
 
 
 def _is_fused(config: RunConfig) -> bool:
     """Whether what lies between matrix products runs as few kernels."""
     return config.kernels.liger or config.kernels.compile is not CompileKind.none
+
+
+def _products_of(model: ModelConfig) -> tuple[float, float, float]:
+    """Of a block, on average: weights that a token is multiplied with, elements that these products
+    read and write for it, and weights in all, with the experts that it does not go to."""
+    read = shapes.anatomy(model)
+    if read is None:
+        products, moved = _products(*_shape(model))
+        return products, moved, products
+    return _products_read(read)
+
+
+@lru_cache(maxsize=8)
+def _products_read(read: Anatomy) -> tuple[float, float, float]:
+    matrices = [p for p in read.parameters if p.block is not None and len(p.shape) > 1]
+    moved = sum(sum(p.shape[-2:]) * max(1.0, _chosen(read, p)) for p in matrices)
+    count = len(read.blocks)
+    inside = sum(p.numel for p in read.parameters if p.block is not None)
+    return (read.multiplied - read.head) / count, moved / count, inside / count
+
+
+def _chosen(read: Anatomy, parameter: Parameter) -> float:
+    """How many of the experts in a tensor a token goes to."""
+    return read.active_share(parameter) * parameter.shape[0] if len(parameter.shape) > 2 else 1.0
+
+
+def _inner_width(model: ModelConfig) -> float:
+    """Width of the feed-forward layer; of experts and shared ones, that of all that a token meets.
+
+    A gated layer has three matrices of its width.
+    """
+    read = shapes.anatomy(model)
+    if read is None or not read.has_experts:
+        return model.intermediate_size
+    dense = sum(not block.experts for block in read.blocks)
+    sparse = read.numel(Role.shared) + sum(
+        p.numel * read.active_share(p) for p in read.parameters if p.role is Role.expert
+    )
+    whole = dense * model.intermediate_size + sparse / (3 * model.hidden_size)
+    return whole / len(read.blocks)
 
 
 def _shape(model: ModelConfig) -> tuple[int, int, int, int, int, int]:

@@ -18,7 +18,7 @@ from trainctl.memory.budget import budget
 from trainctl.plan.batches import Batch
 from trainctl.plan.flops import flops_per_token, utilisation
 from trainctl.plan.types import RunPlan
-from trainctl.planner.traces import traced_already
+from trainctl.planner.traces import traced_model
 
 
 class Throughput:
@@ -121,7 +121,8 @@ def memory_record(
         name: None if first is None else max(peak[name] for peak in ranks)
         for name, first in ranks[0].items()
     }
-    planned = budget(plan, traced_already(plan.config))
+    # Once a run at most is it traced here: where its launch left nothing in this user's cache.
+    planned = budget(plan, traced_model(plan.config))
     record: dict[str, Any] = {
         "measured": measured,
         "planned": {

@@ -8,10 +8,9 @@ operations save a view of them; weights and buffers are not counted.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,18 +33,16 @@ from transformers.modeling_utils import PreTrainedModel
 from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
 from trainctl.engines import declared
 from trainctl.engines.patches import At
-from trainctl.errors import Finding, TrainctlError
+from trainctl.errors import TrainctlError
 from trainctl.memory.activations import BlockActivations, block_activations
 from trainctl.memory.constants import BYTES
 from trainctl.memory.traced import TracedModel
 from trainctl.options.precision import precision_of
 from trainctl.plan.precision import formats
-from trainctl.plan.shapes import TensorShape
+from trainctl.train.anatomy import attentions, one_of_each_kind, structure
+from trainctl.train.fake import in_words, way_out
 from trainctl.train.model import TORCH_TYPES, blocks, transformers_config, users_model
 from trainctl.train.recompute import KEPT_OPERATIONS
-from trainctl.train.user_code import in_words
-
-NO_SUCH_ATTENTION = "TC153"
 
 FEED_FORWARD = ("mlp", "ffn", "feed_forward", "moe")
 ATTENTION = ("attn", "attention")
@@ -71,18 +68,13 @@ def trace(config: RunConfig, folder: Path) -> TracedModel:
         sys.path.insert(0, str(folder))
     dtype = TORCH_TYPES[formats(config.precision).weights]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        with _in_words(config.model):
+        with in_words(config.model, "traced"):
             model = _fake_model(config.model, dtype)
-            recorder = Recorder(model)
+            recorder = Recorder(model, one_of_each_kind(model))
             _forward(model, config, recorder)
-        return TracedModel(
-            tensors=_tensors(model),
-            in_blocks=_in_blocks(model),
-            blocks=len(recorder.blocks),
-            block=_mean(recorder, config),
-            embedding=model.get_input_embeddings().weight.numel(),
-            head=model.get_output_embeddings().weight.numel(),
-        )
+            return TracedModel(
+                anatomy=structure(model, config.model), block=_mean(recorder, config)
+            )
 
 
 def _forward(model: PreTrainedModel, config: RunConfig, recorder: Recorder) -> None:
@@ -99,41 +91,12 @@ def _forward(model: PreTrainedModel, config: RunConfig, recorder: Recorder) -> N
         model(input_ids=tokens, use_cache=False)
 
 
-@contextmanager
-def _in_words(model: ModelConfig) -> Iterator[None]:
-    """What goes wrong in a model's code is the model's: a sentence, and no traceback."""
-    # torch logs what we say in a sentence.
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    except TrainctlError:
-        raise
-    except Exception as error:
-        where = f"{model.path}/config.json: " if model.is_directory else ""
-        raise TrainctlError(
-            f"{where}{model.name} cannot be traced: {in_words(error)}", hint=_way_out(model)
-        ) from error
-    finally:
-        log.setLevel(level)
-
-
-def _way_out(model: ModelConfig) -> str:
-    if not model.is_directory:
-        return "leave --exact out: the budget then follows from the model's shape"
-    return (
-        "transformers could not train from this directory either"
-        if model.trust_remote_code or not list(Path(str(model.path)).glob("*.py"))
-        else "the directory has Python code of its own: model.trust_remote_code=true runs it"
-    )
-
-
 @dataclass(slots=True)
 class Traced:
-    """Bytes that one block keeps, by part."""
+    """Bytes that one block keeps, by part; and how many blocks do."""
 
     boundary: int
+    blocks: int
     parts: Counter[str] = field(default_factory=Counter)
     products: int = 0
 
@@ -141,12 +104,17 @@ class Traced:
 class Recorder(TorchDispatchMode):
     """Within it, what autograd saves while each decoder block goes forward.
 
+    Args:
+        model: The model.
+        counts: Its blocks that work, and how many are of their kind.
+
     Attributes:
         blocks: One for each decoder block that has run.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, counts: Mapping[nn.Module, int]) -> None:
         super().__init__()
+        self._counts = counts
         self.blocks: list[Traced] = []
         self._part: str | None = None
         self._weights = {_storage(tensor) for tensor in model.parameters()}
@@ -156,7 +124,7 @@ class Recorder(TorchDispatchMode):
         for tensor in (*model.parameters(), *model.buffers()):
             self._ignore(tensor)
         self._owners: dict[int, str] = {}
-        self._handles = list(self._watch(model))
+        self._handles = list(self._watch())
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def __enter__(self) -> Recorder:
@@ -183,8 +151,8 @@ class Recorder(TorchDispatchMode):
             )
         return output
 
-    def _watch(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        for block in blocks(model):
+    def _watch(self) -> Iterator[RemovableHandle]:
+        for block in self._counts:
             yield block.register_forward_pre_hook(self._enter_block, with_kwargs=True)
             yield block.register_forward_hook(self._leave_block)
             for name, child in block.named_children():
@@ -198,7 +166,8 @@ class Recorder(TorchDispatchMode):
         hidden, *shared = _tensors_in((args, kwargs))
         for tensor in shared:
             self._ignore(tensor)
-        self.blocks.append(Traced(boundary=hidden.numel() * hidden.element_size()))
+        size = hidden.numel() * hidden.element_size()
+        self.blocks.append(Traced(boundary=size, blocks=self._counts[block]))
         self._part = "norms"
 
     def _leave_block(self, *_: Any) -> None:
@@ -271,81 +240,61 @@ def _fake_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     if not blocks(built):
         raise TrainctlError(
             f"{type(built).__name__} has no decoder blocks that transformers knows of",
-            hint=_way_out(model),
+            hint=way_out(model),
         )
     return built
 
 
 def _traceable_attention(model: ModelConfig, config: PretrainedConfig) -> AttentionKind:
-    """The attention to trace: flash attention keeps what sdpa keeps.
-
-    Raises:
-        TrainctlError: The architecture cannot have the one that the configuration asks for.
-    """
-    kind = model.attention
+    """The attention to trace: flash attention keeps what sdpa keeps."""
+    if model.attention is not AttentionKind.flash_attention_2:
+        return model.attention
     code = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    # The constructor raises by these, in a sentence about its own arguments.
-    has_sdpa = getattr(code, "_supports_sdpa", True)
-    has_flash = getattr(code, "_supports_flash_attn", True)
-    lacks = {AttentionKind.sdpa: not has_sdpa, AttentionKind.flash_attention_2: not has_flash}
-    if lacks.get(kind, False):
-        raise TrainctlError.from_findings(
-            [
-                Finding(
-                    rule=NO_SUCH_ATTENTION,
-                    key="model.attention",
-                    message=f"model.attention={kind.value}: transformers has none for "
-                    f"{config.model_type} (its attention caps or extends the scores)",
-                    hint=f"model.attention={_others(has_sdpa, has_flash)}",
-                )
-            ]
-        )
-    if kind is AttentionKind.flash_attention_2:
-        return AttentionKind.sdpa if has_sdpa else AttentionKind.eager
-    return kind
-
-
-def _others(has_sdpa: bool, has_flash: bool) -> str:
-    names = {"sdpa": has_sdpa, "eager": True, "flash_attention_2 (on GPUs)": has_flash}
-    return " or ".join(name for name, is_there in names.items() if is_there)
+    has_sdpa = code is None or AttentionKind.sdpa.value in attentions(code)
+    return AttentionKind.sdpa if has_sdpa else AttentionKind.eager
 
 
 def _mean(recorder: Recorder, config: RunConfig) -> BlockActivations:
-    """A block in bytes per token; gradients that live within it by the closed form."""
+    """A block in bytes per token, over all of them.
+
+    Gradients that live within it are the closed form's; where there is none they are as large as
+    what the layer keeps of its attention, and half of what it keeps of its feed-forward layer
+    (gradients of gate and up, beside gate, up, silu and product), with the two of the block's
+    input and output.
+    """
+    places = sum(block.blocks for block in recorder.blocks) * config.training.sequence_length
+    element = BYTES[precision_of(config.precision).format]
+
+    def mean(size: Callable[[Traced], int]) -> int:
+        return round(sum(block.blocks * size(block) for block in recorder.blocks) / places)
+
+    attention = mean(lambda block: block.parts["attention"])
+    feed_forward = mean(lambda block: block.parts["feed_forward"])
+    boundary = mean(lambda block: block.boundary)
+    ends = config.model.hidden_size * element + boundary
+    found = BlockActivations(
+        norms=mean(lambda block: block.parts["norms"]),
+        attention=attention,
+        scores=0,
+        feed_forward=feed_forward,
+        boundary=boundary,
+        products=mean(lambda block: block.products),
+        feed_forward_gradient=feed_forward // 2 + ends,
+        attention_gradient=attention + ends,
+    )
+    if config.model.is_directory:
+        return found
     closed = block_activations(
         config.model,
         sequence_length=config.training.sequence_length,
-        element=BYTES[precision_of(config.precision).format],
+        element=element,
         autocast=config.precision.autocast,
     )
-    places = len(recorder.blocks) * config.training.sequence_length
-    parts: Counter[str] = Counter()
-    for block in recorder.blocks:
-        parts += block.parts
     return replace(
-        closed,
-        norms=round(parts["norms"] / places),
-        attention=round(parts["attention"] / places),
-        scores=0,
-        feed_forward=round(parts["feed_forward"] / places),
-        boundary=round(sum(block.boundary for block in recorder.blocks) / places),
-        products=round(sum(block.products for block in recorder.blocks) / places),
+        found,
+        feed_forward_gradient=closed.feed_forward_gradient,
+        attention_gradient=closed.attention_gradient,
     )
-
-
-def _tensors(model: PreTrainedModel) -> tuple[TensorShape, ...]:
-    lookups = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    return tuple(
-        TensorShape(
-            name=name, shape=tuple(tensor.shape), sharded=False, embedding=tensor in lookups
-        )
-        for name, tensor in model.named_parameters()
-    )
-
-
-def _in_blocks(model: PreTrainedModel) -> frozenset[str]:
-    inside = {tensor for block in blocks(model) for tensor in block.parameters()}
-    return frozenset(name for name, tensor in model.named_parameters() if tensor in inside)
 
 
 def _part_of(name: str) -> str:

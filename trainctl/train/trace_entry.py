@@ -1,6 +1,7 @@
-"""`python -m trainctl.train.trace_entry`: trace the model of a configuration from standard input.
+"""`python -m trainctl.train.trace_entry`: look at the model of a configuration, by its own code.
 
-Called by `trainctl.config.tracing`; the last line of standard output is the answer.
+Called by `trainctl.config.tracing` with the question on standard input; the last line of standard
+output is the answer.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any
 
 from trainctl.config.codec import from_plain
 from trainctl.config.schema import RunConfig
-from trainctl.config.tracing import NOT_TRACED
+from trainctl.config.tracing import NOT_TRACED, Question
 from trainctl.errors import Finding, TrainctlError
 
 
 def main() -> None:
-    """Read the question, write the answer: what was traced, or why it cannot be."""
+    """Read the question, write the answer: what was found, or why it cannot be."""
     asked = json.load(sys.stdin)
     with redirect_stdout(sys.stderr):  # code of a directory's own may print
         answer = _answer(asked)
@@ -29,11 +30,9 @@ def main() -> None:
 
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     logging.disable(logging.WARNING)  # what the libraries say while they are imported
-    from trainctl.train.trace import trace
-
     config = from_plain(RunConfig, asked["config"])
     try:
-        traced = trace(config, Path(asked["folder"]))
+        return {"found": _look(Question(asked["question"]), config, Path(asked["folder"]))}
     except TrainctlError as error:
         (found,) = error.findings or (
             Finding(
@@ -45,7 +44,22 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
             ),
         )
         return {"error": asdict(found)}
-    return {"traced": traced.to_json()}
+
+
+def _look(question: Question, config: RunConfig, folder: Path) -> Any:
+    try:
+        from trainctl.train.anatomy import anatomy
+        from trainctl.train.trace import trace
+    except ModuleNotFoundError as missing:
+        raise TrainctlError(
+            f"what this model is made of is read from transformers' own code, and {missing.name} "
+            "is not installed here",
+            hint="pip install torch transformers, or plan it where they are: a run keeps what was "
+            "read",
+        ) from None
+    if question is Question.anatomy:
+        return anatomy(config.model).to_table()
+    return trace(config, folder).to_json()
 
 
 def _key(config: RunConfig) -> str:

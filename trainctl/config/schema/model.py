@@ -106,10 +106,10 @@ class ModelConfig:
     experts_per_token: int | None = option(
         None, "Experts that each token goes to; read from config.json.", minimum=1, maximum=100_000
     )
-    tensors: list[str] = option(
+    anatomy: list[str] = option(
         [],
-        "Every parameter of a directory whose architecture has no closed form, as its own code "
-        "makes it; traced, never typed.",
+        "Tensors, blocks, experts and attention of a directory whose architecture has no closed "
+        "form, as its own code makes them; read, never typed.",
     )
     trust_remote_code: bool = option(False, "Let transformers run Python code found in model.path.")
     factory: str | None = option(
@@ -126,6 +126,11 @@ class ModelConfig:
         """Whether it is what a transformers directory says: the shape describes it."""
         said: bool = load("model", self.family).is_directory
         return said
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nothing is known of its tensors: what its directory says could not be read."""
+        return self.is_directory and not self.anatomy
 
     @property
     def own_keys(self) -> tuple[str, ...]:

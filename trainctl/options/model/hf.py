@@ -1,6 +1,7 @@
-"""Any decoder of transformers: what its directory says, its tensors and activations traced.
+"""Any decoder of transformers: what its directory says.
 
-Where nothing is traced yet it is counted as a Llama of the same shape.
+What it is made of is read from its own code, and its activations are traced: nothing below is said
+of it, but what its ranks need of a Llama's modules where it is one.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from dataclasses import replace
 from trainctl.errors import Finding
 from trainctl.plan import deepspeed_rules as json
 from trainctl.plan.rules import (
+    architecture,
     batch,
     data,
     deterministic,
@@ -115,6 +116,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC094", run.model_has_a_shape),
     ("TC099", no_effect.settings_have_an_effect),
     ("TC144", run.weights_have_one_source),
+    ("TC153", architecture.architecture_has_the_attention),
     ("TC195", precision.loss_scale_starts_above_its_least),
     ("TC340", data.sources_have_their_share),
     ("TC341", data.run_of_sources_has_a_length),
@@ -131,6 +133,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC362", data.bins_have_one_length),
     ("TC363", data.infilling_has_its_tokens),
     ("TC365", data.stream_has_its_place),
+    ("TC370", architecture.state_ends_with_its_document),
     ("TC390", experts.expert_axis_goes_with_the_rest),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""

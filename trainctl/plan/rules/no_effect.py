@@ -251,7 +251,7 @@ FAMILIES: tuple[tuple[tuple[str, ...], Callable[[Family], bool]], ...] = (
     (
         (
             "model.trust_remote_code",
-            "model.tensors",
+            "model.anatomy",
             "model.num_experts",
             "model.experts_per_token",
         ),

@@ -29,10 +29,10 @@ def optimizer_fits_the_layout(draft: Draft) -> Iterator[Finding]:
 def groups_match_parameters(draft: Draft) -> Iterator[Finding]:
     """Each entry of optimizer.groups is the first to match some parameter."""
     config = draft.config
-    if not config.optimizer.groups:
+    if not config.optimizer.groups or config.model.is_unread:
         return
     left = [tensor.name for tensor in all_tensors(config.model)]
-    names_are_known = config.model.has_closed_form or bool(config.model.tensors)
+    names_are_known = config.model.factory is None
     for index, entry in enumerate(config.optimizer.groups):
         key = f"optimizer.groups[{index}]"
         try:

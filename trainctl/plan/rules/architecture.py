@@ -1,0 +1,39 @@
+"""Rules about a directory's architecture, by what was read of its code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainctl.config.schema import AttentionKind
+from trainctl.errors import Finding
+from trainctl.plan.rules.draft import Draft, error
+from trainctl.plan.shapes import anatomy
+
+
+def architecture_has_the_attention(draft: Draft) -> Iterator[Finding]:
+    """`model.attention` is one that transformers has for the architecture."""
+    model = draft.config.model
+    read = None if model.is_unread else anatomy(model)
+    if read is None or model.attention.value in read.attentions:
+        return
+    on_gpus = {AttentionKind.flash_attention_2.value: " (on GPUs)"}
+    yield error(
+        "model.attention",
+        f"model.attention={model.attention.value}: transformers has none for {model.model_type} "
+        "(its attention caps or extends the scores)",
+        "model.attention="
+        + " or ".join(f"{name}{on_gpus.get(name, '')}" for name in read.attentions),
+    )
+
+
+def state_ends_with_its_document(draft: Draft) -> Iterator[Finding]:
+    """A recurrent state has no mask: it goes on from one document of a sample into the next."""
+    config = draft.config
+    read = None if config.model.is_unread else anatomy(config.model)
+    if read is not None and read.is_recurrent and config.data.mask_documents:
+        yield error(
+            "data.mask_documents",
+            f"data.mask_documents=true: {config.model.model_type} carries a state from token to "
+            "token, which nothing resets where a document ends",
+            "data.mask_documents=false",
+        )

@@ -1,0 +1,339 @@
+"""The anatomy of a model of transformers, from its class and configuration; no weights are made.
+
+The model is built on fake tensors, which have shapes and no values, and goes forward once over two
+tokens with an attention that only notes what it is given: so every architecture whose attention
+goes through transformers' interface is counted by what it multiplies, whatever it is called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+)
+from transformers.modeling_utils import PreTrainedModel
+
+from trainctl.config.anatomy import (
+    Anatomy,
+    Attention,
+    Block,
+    Parameter,
+    Role,
+    SavedBuffer,
+    block_of,
+)
+from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
+from trainctl.engines import declared
+from trainctl.engines.patches import At
+from trainctl.errors import TrainctlError
+from trainctl.train.fake import in_words, way_out
+from trainctl.train.model import blocks, transformers_config
+
+TOKENS = 2
+"""A window or a chunk of one token would be another code path."""
+
+COUNTED = "trainctl_counted"
+"""Name of the attention that notes what it is given, in transformers' table."""
+
+SHARED = ("shared_expert", "shared_mlp")
+ROUTER = re.compile(r"(?:^|\.)(?:gate|router)(?:\.|$)")
+"""Parts of the names of what stands beside experts."""
+
+SPLIT = ("colwise", "rowwise")
+"""Parts of the names of transformers' styles that cut a matrix."""
+
+
+def anatomy(model: ModelConfig) -> Anatomy:
+    """What a model is made of, by its directory (`trainctl.config.anatomy`).
+
+    Raises:
+        TrainctlError: It is no decoder, or transformers cannot build or run it: says why.
+    """
+    declared.require(RunConfig(model=model), {At.trace})
+    seen = ForwardNotes()
+    AttentionInterface.register(COUNTED, seen.attend)
+    with FakeTensorMode(allow_non_fake_inputs=True), in_words(model, "built"):
+        config = transformers_config(model)
+        _refuse(model, config)
+        try:
+            built = _build(model, config, COUNTED)
+        except KeyError:  # older classes have a table of attentions of their own
+            built = _build(model, config, AttentionKind.eager.value)
+        built.tie_weights()
+        built.train()
+        _run(built, seen)
+        return structure(built, model, seen)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardNotes:
+    """What a forward pass was seen to do.
+
+    Attributes:
+        attention: What each attention was given to multiply, by the module that called it.
+        chosen: How many experts a token went to, by the module that has them.
+    """
+
+    attention: dict[nn.Module, Attention] = field(default_factory=dict)
+    chosen: dict[nn.Module, int] = field(default_factory=dict)
+
+    def attend(
+        self, module: nn.Module, query: Any, key: Any, value: Any, *_: Any, **settings: Any
+    ) -> Any:
+        """Attention that gives a result of the right shape, and is noted."""
+        window = settings.get("sliding_window")
+        found = Attention(query.shape[1], query.shape[-1], value.shape[-1], window)
+        self.attention[module] = found
+        batch, heads, tokens, _ = query.shape
+        return query.new_empty(batch, tokens, heads, value.shape[-1]), None
+
+    def choose(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Hook of experts: their second argument has the numbers of those that are chosen."""
+        if len(args) > 1:
+            self.chosen[module] = args[1].shape[-1]
+
+
+def _run(built: PreTrainedModel, seen: ForwardNotes) -> None:
+    """One forward pass."""
+    for module in _experts(built):
+        module.register_forward_pre_hook(seen.choose)
+    one_of_each_kind(built)
+    built(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
+
+
+def _build(model: ModelConfig, config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(
+        config,
+        dtype=torch.bfloat16,  # torch has shapes of a grouped product for it alone
+        attn_implementation=attention,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def structure(
+    built: PreTrainedModel, model: ModelConfig, seen: ForwardNotes | None = None
+) -> Anatomy:
+    """What a model that has been built is made of.
+
+    Args:
+        built: The model, on whatever device.
+        model: Where it is from.
+        seen: What a forward pass did; where none has been its settings say it.
+
+    Raises:
+        TrainctlError: Nothing tells its blocks, or how many experts a token goes to.
+    """
+    return _Reader(built, model, seen or ForwardNotes()).anatomy()
+
+
+def _refuse(model: ModelConfig, config: PretrainedConfig) -> None:
+    what = f"{model.path}/config.json: {config.model_type}"
+    if config.is_encoder_decoder:
+        raise TrainctlError(
+            f"{what} is an encoder with a decoder, and no causal language model",
+            hint="a decoder: an architecture with a class ...ForCausalLM",
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not model.trust_remote_code:
+        raise TrainctlError(
+            f"{what} has no causal language model in transformers",
+            hint="an architecture with a class ...ForCausalLM; code of the directory's own runs "
+            "with model.trust_remote_code=true",
+        )
+
+
+class _Reader:
+    """Reads a model that has been built on fake tensors."""
+
+    def __init__(self, built: PreTrainedModel, model: ModelConfig, seen: ForwardNotes) -> None:
+        self._built, self._model, self._seen = built, model, seen
+        self._modules = {module: name for name, module in built.named_modules()}
+        self._blocks = blocks(built)
+        if not self._blocks:
+            raise TrainctlError(
+                f"{type(built).__name__} has no decoder blocks that transformers knows of",
+                hint=way_out(model),
+            )
+        self._experts = {self._modules[module]: module for module in _experts(built)}
+
+    def anatomy(self) -> Anatomy:
+        built = self._built
+        names = {self._modules[block]: number for number, block in enumerate(self._blocks)}
+        parameters = {tensor: name for name, tensor in built.named_parameters()}
+        aliases = built.named_parameters(remove_duplicate=False)
+        return Anatomy(
+            parameters=tuple(
+                Parameter(
+                    name=name,
+                    shape=tuple(tensor.shape),
+                    role=self._role(name, tensor),
+                    block=block_of(name, names),
+                    sharded=self._is_sharded(name),
+                )
+                for tensor, name in parameters.items()
+            ),
+            blocks=tuple(self._read_blocks()),
+            ties=tuple(
+                (name, parameters[tensor]) for name, tensor in aliases if name != parameters[tensor]
+            ),
+            buffers=tuple(
+                SavedBuffer(name=name, shape=tuple(t.shape))
+                for name, t in built.state_dict(keep_vars=True).items()
+                if not isinstance(t, nn.Parameter)
+            ),
+            attentions=attentions(type(built)),
+            is_recurrent=bool(built._is_stateful),
+        )
+
+    def _read_blocks(self) -> Iterator[Block]:
+        kinds = kinds_of(self._built)
+        first = {kind: self._blocks[kinds.index(kind)] for kind in set(kinds)}
+        noted = self._seen.attention
+        unseen = () if noted else self._attention_by_settings()
+        for number, block in enumerate(self._blocks):
+            like = first[kinds[number]]
+            inside = f"{self._modules[like]}."
+            experts = [m for name, m in self._experts.items() if name.startswith(inside)]
+            yield Block(
+                name=self._modules[block],
+                kind=kinds[number],
+                experts=max(map(_count, experts), default=0),
+                experts_per_token=max(map(self._chosen_of, experts), default=0),
+                attention=tuple(noted[m] for m in like.modules() if m in noted) or unseen,
+            )
+
+    def _chosen_of(self, experts: nn.Module) -> int:
+        if experts in self._seen.chosen:
+            return self._seen.chosen[experts]
+        parent = self._built.get_submodule(self._modules[experts].rpartition(".")[0])
+        for module in parent.modules():
+            for name in ("top_k", "num_experts_per_tok"):
+                found = getattr(module, name, None)
+                if isinstance(found, int):
+                    return found
+        raise TrainctlError(
+            f"{self._modules[experts]} has experts, and nothing says how many a token goes to",
+            hint=way_out(self._model),
+        )
+
+    def _attention_by_settings(self) -> tuple[Attention, ...]:
+        """Of a class whose attention does not go through transformers' table: by its heads."""
+        config = self._built.config
+        heads = getattr(config, "num_attention_heads", None)
+        if not heads or self._built._is_stateful:
+            return ()
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return (Attention(heads, width, width, getattr(config, "sliding_window", None)),)
+
+    def _role(self, name: str, tensor: nn.Parameter) -> Role:
+        module_name, _, own = name.rpartition(".")
+        module = self._built.get_submodule(module_name)
+        inside = next((each for each in self._experts if name.startswith(f"{each}.")), None)
+        if inside is not None:
+            return Role.expert
+        if isinstance(module, nn.Embedding):
+            return Role.embedding
+        head = self._built.get_output_embeddings()
+        if head is not None and tensor is head.weight:
+            return Role.head
+        if any(part in name for part in SHARED):
+            return Role.shared
+        beside = {each.rpartition(".")[0] for each in self._experts}
+        if any(name.startswith(f"{p}.") and ROUTER.search(name[len(p) :]) for p in beside):
+            return Role.router
+        if "norm" in type(module).__name__.lower():
+            return Role.norm
+        return Role.bias if own.endswith("bias") else Role.weight
+
+    def _is_sharded(self, name: str) -> bool:
+        plan = self._built.tp_plan
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        style = plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")
+        is_cut = any(part in style for part in SPLIT)
+        return is_cut and not (name.endswith("bias") and "rowwise" in style)
+
+
+def kinds_of(built: PreTrainedModel) -> list[int]:
+    """The kind of each block: equal for blocks that have equal tensors and settings."""
+    known: dict[Hashable, int] = {}
+    types = getattr(built.config, "layer_types", None) or ()
+    return [
+        known.setdefault((_signature(block), *types[number : number + 1]), len(known))
+        for number, block in enumerate(blocks(built))
+    ]
+
+
+def _signature(block: nn.Module) -> Hashable:
+    tensors = tuple((name, tuple(tensor.shape)) for name, tensor in block.named_parameters())
+    settings = tuple(
+        (name, key, value)
+        for name, module in block.named_modules()
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, (bool, int, float, str)) and not _is_number_of_block(key)
+    )
+    return tensors, settings
+
+
+def _is_number_of_block(key: str) -> bool:
+    return "idx" in key or "index" in key or key in ("layer_id", "layer_number")
+
+
+def one_of_each_kind(built: PreTrainedModel) -> dict[nn.Module, int]:
+    """Let only the first block of each kind do its work: the others hand on what they get.
+
+    Returns:
+        The blocks that work, and how many are of their kind.
+    """
+    kinds, found = kinds_of(built), blocks(built)
+    first: dict[int, nn.Module] = {}
+    results: dict[nn.Module, Any] = {}
+
+    def remember(block: nn.Module, args: Any, output: Any) -> None:
+        results[block] = output
+
+    def hand_on(working: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hidden, like = args[0] if args else kwargs["hidden_states"], results[working]
+        return (hidden, *like[1:]) if isinstance(like, tuple) else hidden
+
+    for kind, block in zip(kinds, found, strict=True):
+        working = first.setdefault(kind, block)
+        if working is block:
+            block.register_forward_hook(remember)
+        else:
+            block.forward = partial(hand_on, working)  # type: ignore[method-assign]
+    return {block: kinds.count(kind) for kind, block in first.items()}
+
+
+def _experts(built: nn.Module) -> list[nn.Module]:
+    return [module for module in built.modules() if _count(module)]
+
+
+def _count(module: nn.Module) -> int:
+    """Experts of a module of experts; 0 of others."""
+    if isinstance(module, nn.ModuleList):
+        names = {type(child).__name__ for child in module}
+        return len(module) if len(names) == 1 and "Expert" in names.pop() else 0
+    count: int = getattr(module, "num_experts", 0)
+    own = list(module.parameters(recurse=False))
+    is_fused = bool(own) and all(t.dim() > 1 and t.shape[0] == count for t in own)
+    return count if is_fused and "Experts" in type(module).__name__ else 0
+
+
+def attentions(code: type[PreTrainedModel]) -> tuple[str, ...]:
+    """What `model.attention` may be, of a class of transformers."""
+    has = {
+        AttentionKind.sdpa: code._supports_sdpa,
+        AttentionKind.eager: True,
+        AttentionKind.flash_attention_2: code._supports_flash_attn,
+    }
+    return tuple(kind.value for kind, is_there in has.items() if is_there)
