@@ -35,6 +35,7 @@ PARTITIONED = {
 MUP = {"model__mup": True, "model__mup_base_width": 64}
 DEEPCOMPILE = {"kernels__compile": "deepcompile"}
 SAVES = {"checkpoint__every_steps": 10}
+SHARDED = {"engine__kind": "fsdp2", "zero_stage__stage": 3}
 
 
 def mixed(*stages, **sources):
@@ -82,6 +83,48 @@ ERRORS = [
         "training.tokens=NUMBER",
     ),
     ("TC341", {**mixed(), "data__factory": "a:b"}, gpus(), "both say what is trained on", "leave"),
+    (
+        "TC405",
+        {**SHARDED, "zero_stage__stage": 1},
+        gpus(),
+        "zero_stage.stage=1: engine.kind=fsdp2 has gradients and states in shards always",
+        "zero_stage=2, or engine=deepspeed",
+    ),
+    (
+        "TC405",
+        {**SHARDED, "parallelism__tensor": 2},
+        gpus(),
+        "parallelism.tensor=2: engine.kind=fsdp2 is data parallel only",
+        "parallelism.tensor=1, or engine=deepspeed",
+    ),
+    (
+        "TC405",
+        {**SHARDED, "precision__compute": "fp16"},
+        gpus(),
+        "precision.compute=fp16: engine.kind=fsdp2 computes in fp32 and bf16",
+        "precision=bf16",
+    ),
+    (
+        "TC405",
+        {**SHARDED, "optimizer__kind": "muon"},
+        gpus(),
+        "optimizer.kind=muon: engine.kind=fsdp2 steps optimizers that look at one element",
+        "optimizer=adamw, adam, sgd or lion",
+    ),
+    (
+        "TC405",
+        {**SHARDED, "offload__optimizer": "cpu"},
+        gpus(),
+        "offload.optimizer=cpu: engine.kind=fsdp2 offloads parameters, gradients and states",
+        "offload=cpu-all",
+    ),
+    (
+        "TC405",
+        {**SHARDED, "deepspeed": {"steps_per_print": 7}},
+        gpus(),
+        "deepspeed.steps_per_print=7: engine.kind=fsdp2 passes nothing on to DeepSpeed",
+        "leave deepspeed.* out",
+    ),
     ("TC365", {"data__kind": "stream"}, gpus(), "data.kind=stream needs data.url", "data.url=s3:"),
     (
         "TC365",

@@ -4,13 +4,15 @@ import gc
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from trainctl.train.session import assemble
 
 
 def storages() -> dict[int, tuple[int, torch.UntypedStorage]]:
     """Address of each storage that a live tensor has, those of subclasses included, to its bytes
-    and itself: while it is held, nothing else can get its address."""
+    and itself: while it is held, nothing else can get its address. (Of a DTensor, its local part
+    is a tensor of its own.)"""
     gc.collect()
     found = {}
     for item in gc.get_objects():
@@ -18,7 +20,7 @@ def storages() -> dict[int, tuple[int, torch.UntypedStorage]]:
             is_tensor = isinstance(item, torch.Tensor)
         except (ReferenceError, RuntimeError):  # a lazy module's stand-in, or a dead proxy
             continue
-        if is_tensor and item.device.type != "meta":
+        if is_tensor and item.device.type != "meta" and not isinstance(item, DTensor):
             storage = item.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes(), storage
     found.pop(0, None)

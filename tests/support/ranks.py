@@ -15,7 +15,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from rank_processes import Case
 
 from trainctl.config.schema import OffloadDevice
-from trainctl.engines.deepspeed.process import start_process
+from trainctl.engines.choose import engine_room
 from trainctl.engines.process import Process, stop_process
 from trainctl.plan.batches import Batch
 from trainctl.runs.records import EventWriter
@@ -65,7 +65,7 @@ def probe(work: tuple[list[Case], str]) -> Any:
 @contextmanager
 def _joined(case: Case) -> Iterator[Process]:
     torch.set_num_threads(1)
-    yield start_process(case.plan)
+    yield engine_room(case.plan).start_process(case.plan)
     stop_process()
 
 

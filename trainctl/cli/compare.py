@@ -69,7 +69,7 @@ def read_side(name: str, config_dir: Path | None, *, attempt: int | None = None)
         name=name,
         values=values,
         derived={item.key: to_plain(item.value) for item in made.derived} if made else {},
-        deepspeed=dict(flatten(made.deepspeed)) if made else None,
+        deepspeed=dict(flatten(made.deepspeed)) if made and made.deepspeed else None,
     )
 
 
@@ -95,7 +95,7 @@ def compare(left: Side, right: Side) -> list[Difference]:
     for side in (left, right):
         if side.deepspeed is None:
             raise TrainctlError(
-                f"no plan can be made of {side.name}, so it has no JSON to compare",
+                f"no JSON of DeepSpeed's can be made of {side.name}, so there is none to compare",
                 hint=f"trainctl validate recipe={side.name}",
             )
     assert left.deepspeed is not None and right.deepspeed is not None

@@ -65,6 +65,11 @@ def deepspeed(
     planned = plan(compose_target(*split_target(target), config_dir, attempt=attempt))
     made = _plan_of(planned)
     show_findings(planned.findings)
+    if not made.deepspeed:
+        raise TrainctlError(
+            f"engine={made.engine} takes no JSON of DeepSpeed's",
+            hint="`trainctl launch --dry-run ...` lists its settings",
+        )
     print_json(made.deepspeed)
 
 

@@ -74,7 +74,11 @@ class Explanation:
         for source in self.sources:
             by = source.layers[-1]["source"] if source.layers else "the schema's default"
             shown.append(f"  {source.key} = {_text(source.value)}, set by {by}")
-        names = {"deepspeed": "in DeepSpeed's JSON", "derived": "derived from it"}
+        names = {
+            "deepspeed": "in DeepSpeed's JSON",
+            "engine": "for the engine",
+            "derived": "derived from it",
+        }
         for kind, items in self.became.items():
             listed = ", ".join(f"{name} = {_text(value)}" for name, value in items.items())
             shown.append(f"  {names[kind]}: {listed or 'nothing'}")
@@ -136,10 +140,12 @@ def _sources(own: Derived, composed: Composed, plan: RunPlan | None) -> tuple[Ex
 
 
 def _became(key: str, plan: RunPlan) -> dict[str, dict[str, Any]]:
-    settings = {name for name, _ in flatten(plan.deepspeed)}
+    settings = {name for name, _ in flatten(plan.deepspeed or plan.settings)}
     items = depending_on(key, plan)
     became = {
-        "deepspeed": {item.key: to_plain(item.value) for item in items if item.key in settings}
+        "deepspeed" if plan.deepspeed else "engine": {
+            item.key: to_plain(item.value) for item in items if item.key in settings
+        }
     }
     others = {item.key: to_plain(item.value) for item in items if item.key not in settings}
     return became | ({"derived": others} if others else {})

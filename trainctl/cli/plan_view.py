@@ -59,6 +59,8 @@ def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
         ),
         ("run", steps),
     ]
+    if plan.settings:
+        rows.append(("engine", plan.engine))
     rows += [("weights", text) for text in _weights(config)]
     rows += [("tokenizer", text) for text in _tokenizer(config)]
     most = GROUPS_IN_BRIEF if brief else GROUPS_SHOWN

@@ -29,9 +29,9 @@ ENTRY_POINTS = "trainctl.options"
 FOLDER_VARIABLE = "TRAINCTL_OPTIONS"
 """Names a folder of `GROUP/NAME.py`; whoever sets it has trainctl run that code."""
 
-WITHOUT_A_SECTION = ("engine", "filter", "logger")
-"""Groups of which no option is the kind of a section: a plan names the engine, and a run may have
-several loggers, by a list of names; those that have keys have them in a section each."""
+WITHOUT_A_SECTION = ("filter", "logger")
+"""Groups of which no option is the kind of a section: a run may have several, by a list of names;
+those that have keys have them in a section each."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ def listed(config: RunConfig) -> list[dict[str, Any]]:
             "why": use.why,
             "upstream": use.upstream,
             "key": use.need.key,
-            "is_needed": use.at in TRAINING and use.is_needed(config),
+            "is_needed": use.at in TRAINING and table.is_needed(use, config),
             "difference": difference(use) if table.is_installed else None,
             "fallback": use.fallback,
         }
@@ -91,7 +91,7 @@ def apply(config: RunConfig) -> None:
     """
     for table in TABLES:
         for use in table.uses:
-            if use.apply and use.is_needed(config):
+            if use.apply and table.is_needed(use, config):
                 load(use.apply)()
 
 

@@ -11,6 +11,7 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.options.activation_checkpointing import recomputed, selective
+from trainctl.options.engine import engine_of, fsdp2
 from trainctl.options.optimizer import adamw_8bit
 from trainctl.options.precision import loss_scaling
 
@@ -29,6 +30,9 @@ class Need:
 
 
 ALWAYS = Need("", lambda config: True)
+
+DEEPSPEED_JSON = Need("engine.kind", lambda config: engine_of(config).takes_json)
+FSDP2 = Need("engine.kind", lambda config: config.engine.kind == fsdp2.SPEC.name)
 
 STAGES_1_2 = Need("zero_stage.stage", lambda config: config.zero_stage.stage in (1, 2))
 STAGE_3 = Need("zero_stage.stage", lambda config: config.zero_stage.stage == 3)

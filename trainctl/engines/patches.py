@@ -118,11 +118,13 @@ class Table:
         package: As it is installed and imported.
         read_in: Versions whose code has been read.
         uses: What is used of it.
+        need: Which configurations use it at all.
     """
 
     package: str
     read_in: tuple[str, ...]
     uses: tuple[Use, ...]
+    need: Need = ALWAYS
 
     @property
     def version(self) -> str | None:
@@ -137,9 +139,13 @@ class Table:
         """Whether it can be imported; whoever looks at the packages tells where it must be."""
         return source.package_folder(self.package) is not None
 
+    def is_needed(self, use: Use, config: RunConfig) -> bool:
+        """One of the uses, by a run of the configuration."""
+        return self.need.holds(config) and use.is_needed(config)
+
     def needed(self, config: RunConfig, at: Collection[At]) -> list[Use]:
         """What those processes of a run use of it."""
-        return [use for use in self.uses if use.at in at and use.is_needed(config)]
+        return [use for use in self.uses if use.at in at and self.is_needed(use, config)]
 
     def differences(self, config: RunConfig, at: Collection[At]) -> list[Finding]:
         """What those processes need, and the installed version has otherwise."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trainctl.errors import TrainctlError
+from trainctl.runs.processes import STORE_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,23 @@ class Process:
     def apart(self) -> Process:
         """The same rank with a control group of its own, for another thread; on all ranks."""
         return replace(self, control=dist.new_group(backend="gloo", timeout=self.timeout))
+
+
+def meeting_place() -> dict[str, Any]:
+    """Arguments that initialise process groups where ranks meet in a file (`agent.rendezvous`).
+
+    None where they meet by the environment. By a scheme of our own: torch's `file://` takes no path
+    with a `?` or `#` in it.
+    """
+    if STORE_VARIABLE not in os.environ:
+        return {}
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def meet(*_: Any, **__: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        yield dist.FileStore(os.environ[STORE_VARIABLE], world_size), rank, world_size
+
+    dist.register_rendezvous_handler("trainctl", meet)
+    return {"init_method": "trainctl://", "rank": rank, "world_size": world_size}
 
 
 def compute_deterministically() -> None:

@@ -53,6 +53,7 @@ class Job:
         optimizer: The one that makes the update; None if the engine makes it by the plan.
         tied: The weight that the two ends of a pipeline share, on these ends.
         flash_attention: Whether attention is told where documents begin.
+        blocks: The decoder's, in order.
     """
 
     plan: RunPlan
@@ -64,6 +65,7 @@ class Job:
     optimizer: Optimizer | None
     tied: nn.Parameter | None = None
     flash_attention: bool = False
+    blocks: tuple[nn.Module, ...] = ()
 
 
 class LossScale(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainctl.engines.needs import EIGHT_BIT_MOMENTS, LIGER_LOSS, SELECTIVE, TENSOR
+from trainctl.engines.needs import EIGHT_BIT_MOMENTS, FSDP2, LIGER_LOSS, SELECTIVE, TENSOR
 from trainctl.engines.patches import At, How, Table, Use
 
 _ELASTIC = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
@@ -30,6 +30,14 @@ USES = (
         why="while a model is built, so that no parameter ever takes memory or time to initialise",
         signature="(self, name, param)",
         at=At.model,
+    ),
+    Use(
+        target="torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule._apply",
+        how=How.called,
+        why="shards that were put in the place of those on meta are padded and kept before the "
+        "optimizer is told of them, not at the first forward pass",
+        contains="fsdp_param.reset_sharded_param()",
+        need=FSDP2,
     ),
     Use(
         target="torch.nn.modules.linear:Linear.forward",

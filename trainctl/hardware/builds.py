@@ -28,6 +28,7 @@ from trainctl.hardware.facts import Hardware
 from trainctl.hardware.finding import problem
 from trainctl.hardware.packages import packaged_text, torch_build
 from trainctl.hardware.storage import REMOTE, filesystem
+from trainctl.options.engine import engine_of
 from trainctl.options.optimizer import Maker, spec_of
 
 _COMPILE_SECONDS = 60.0
@@ -44,6 +45,8 @@ def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
 
     Those that DeepSpeed was installed with are left out.
     """
+    if not engine_of(config).takes_json:
+        return {}
     offload, optimizer = config.offload, spec_of(config.optimizer)
     on_cpu = hardware.accelerator is Accelerator.cpu
     wanted: dict[str, str] = {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+from trainctl.config.registry import function_of
 from trainctl.config.schema import (
     Accelerator,
     AttentionKind,
@@ -24,7 +25,6 @@ from trainctl.memory.host import (
     weights_only_bytes,
     weights_only_kept_bytes,
 )
-from trainctl.memory.phases import phases
 from trainctl.memory.runtime import (
     band,
     fits,
@@ -242,6 +242,7 @@ def device_budget(sketch: Sketch, traced: TracedModel | None = None) -> DeviceBu
 
 def _device_budget(sketch: Sketch, engine: EngineMemory, held: tuple[Stage, ...]) -> DeviceBudget:
     runtime, fragmentation = runtime_of(sketch), fragmentation_of(sketch)
+    phases = function_of("engine", sketch.config.engine.kind, "phases")
     budgets = [
         StageBudget(
             pipeline_stage=stage.index, moments=phases(sketch, engine, stage, runtime.usual)

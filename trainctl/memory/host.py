@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainctl.config.registry import function_of
 from trainctl.config.schema import Accelerator, OffloadDevice
 from trainctl.memory.activations import compute_bytes, stage_activations
 from trainctl.memory.constants import (
@@ -45,8 +46,7 @@ def host_budget(plan: Sketch, engine: EngineMemory, stage: Stage, device_peak: i
     """
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     per_rank = {"processes": device_peak if on_cpu else HOST_RUNTIME.usual}
-    per_rank |= _offloaded_optimizer(engine, stage)
-    per_rank |= _offloaded_parameters(engine, stage)
+    per_rank |= function_of("engine", plan.config.engine.kind, "offloaded")(engine, stage)
     per_rank |= _checkpoint_copy(plan, engine) or _checkpoint_tensor(engine, stage)
     settings = recomputed(plan.config)
     if settings is not None and settings.offload_to_cpu:
@@ -64,6 +64,11 @@ def host_budget(plan: Sketch, engine: EngineMemory, stage: Stage, device_peak: i
     return HostBudget(bytes_per_node=sum(components.values()), components=components)
 
 
+def offloaded(engine: EngineMemory, stage: Stage) -> dict[str, int]:
+    """Bytes per rank of what DeepSpeed keeps on the host, or passes through it to NVMe."""
+    return _offloaded_optimizer(engine, stage) | _offloaded_parameters(engine, stage)
+
+
 def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     """Bytes per rank of an optimizer on the host or passing through it to NVMe.
 
@@ -74,9 +79,9 @@ def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
         return {}
     groups = engine.groups(stage)
     own = engine.share(stage.parameters)
-    staging = {"optimizer_staging": _pinned(engine, engine.weight_bytes * own)}
+    staging = {"optimizer_staging": pinned(engine, engine.weight_bytes * own)}
     if engine.stage == 3:
-        staging = {"gradients": _pinned(engine, engine.gradient_bytes * own)}
+        staging = {"gradients": pinned(engine, engine.gradient_bytes * own)}
     elif engine.accumulates and engine.stage == 2:
         # Reduced after each micro batch (stage 1 leaves them on the device until the last), in
         # buffers of whole tensors: those that a partition begins and ends in count fully.
@@ -85,18 +90,18 @@ def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     if engine.offload.optimizer is OffloadDevice.nvme:
         largest = max((engine.sub_group(group) for group in groups), default=0)
         pool = NVME_OPTIMIZER_BUFFERS * FP32 * largest
-        return {"nvme_buffers": _pinned(engine, pool)} | staging
+        return {"nvme_buffers": pinned(engine, pool)} | staging
     offloaded = 1 - engine.device_share_of_offload(groups)
     shares = [int(engine.share(group.elements) * offloaded) for group in groups]
     master = sum(engine.master_bytes * share for share in shares)
     if engine.stage < 3:
-        master = sum(_pinned(engine, engine.master_bytes * share) for share in shares)
-        staging["optimizer_staging"] += _pinned(engine, engine.weight_bytes * stage.largest)
+        master = sum(pinned(engine, engine.master_bytes * share) for share in shares)
+        staging["optimizer_staging"] += pinned(engine, engine.weight_bytes * stage.largest)
     return {
         "master_weights": master,
         "optimizer_states": int(engine.share(engine.moments(stage)) * offloaded),
         "weight_average": engine.average_bytes * sum(shares),
-        "master_gradients": sum(_pinned(engine, engine.master_bytes * share) for share in shares),
+        "master_gradients": sum(pinned(engine, engine.master_bytes * share) for share in shares),
     } | staging
 
 
@@ -106,12 +111,12 @@ def _offloaded_parameters(engine: EngineMemory, stage: Stage) -> dict[str, int]:
         return {}
     own = engine.share(stage.parameters)
     if engine.offload.parameters is OffloadDevice.cpu:
-        return {"parameters": _pinned(engine, engine.weight_bytes * own)}
+        return {"parameters": pinned(engine, engine.weight_bytes * own)}
     kept = min(own, engine.offload.max_in_cpu)
     pool = engine.offload.buffer_count * engine.offload.buffer_size
     return {
-        "parameters": _pinned(engine, engine.weight_bytes * kept),
-        "nvme_parameter_buffers": _pinned(engine, engine.weight_bytes * pool),
+        "parameters": pinned(engine, engine.weight_bytes * kept),
+        "nvme_parameter_buffers": pinned(engine, engine.weight_bytes * pool),
     }
 
 
@@ -123,7 +128,7 @@ def _checkpoint_copy(plan: Sketch, engine: EngineMemory) -> dict[str, int]:
     whole = checkpoint_bytes(plan, engine) + weights_only_bytes(plan, engine)
     share = whole // plan.mesh.world_size
     on_host = engine.offloads_optimizer or engine.on_cpu
-    return {"checkpoint_copy": share if on_host else _pinned(engine, share)}
+    return {"checkpoint_copy": share if on_host else pinned(engine, share)}
 
 
 def _checkpoint_tensor(engine: EngineMemory, stage: Stage) -> dict[str, int]:
@@ -135,7 +140,7 @@ def _checkpoint_tensor(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     return {"checkpoint_tensor": engine.master_bytes * largest}
 
 
-def _pinned(engine: EngineMemory, size: int) -> int:
+def pinned(engine: EngineMemory, size: int) -> int:
     """Bytes of a buffer that may be page-locked: torch's host allocator takes a power of two
     (CachingHostAllocator.cpp). Without an accelerator nothing is pinned."""
     if not engine.offload.pin_memory or engine.on_cpu or size == 0:

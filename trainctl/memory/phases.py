@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from trainctl.memory.activations import (
     compute_bytes,
-    stage_activations,
     tokens_per_rank,
 )
 from trainctl.memory.components import Components
 from trainctl.memory.constants import (
-    LOGIT_BYTES,
     STAGE0_ALLREDUCE_ELEMENTS,
     LogitBytes,
 )
 from trainctl.memory.engine import EngineMemory
 from trainctl.memory.loss import fused_head, head_input, logits
-from trainctl.memory.rank import RankMemory
+from trainctl.memory.rank import RankMemory, rank_memory
 from trainctl.memory.stages import Stage
 from trainctl.options.model import spec_of
 from trainctl.options.precision import is_emulated, precision_of
@@ -42,23 +40,7 @@ def phases(
         runtime: Bytes of the process that are in no tensor.
         logit_bytes: What the loss holds of each logit; none is trainctl's plain loss.
     """
-    micro_batches = plan.batch.gradient_accumulation_steps
-    rank = RankMemory(
-        plan=plan,
-        engine=engine,
-        stage=stage,
-        groups=engine.groups(stage),
-        activations=stage_activations(
-            plan,
-            blocks=stage.blocks,
-            in_flight=min(micro_batches, plan.mesh.pipeline - stage.index),
-            element=compute_bytes(plan),
-            autocast=engine.autocast,
-            traced=stage.traced,
-        ),
-        logit_bytes=logit_bytes or LOGIT_BYTES[compute_bytes(plan)],
-        resident=resident(engine, stage, runtime),
-    )
+    rank = rank_memory(plan, engine, stage, resident(engine, stage, runtime), logit_bytes)
     return {
         "load": _load(rank, runtime),
         "forward_end": _forward_end(rank),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainctl.memory.activations import StageActivations
+from trainctl.memory.activations import StageActivations, compute_bytes, stage_activations
 from trainctl.memory.components import Components
-from trainctl.memory.constants import LogitBytes
+from trainctl.memory.constants import LOGIT_BYTES, LogitBytes
 from trainctl.memory.engine import EngineMemory
 from trainctl.memory.groups import Group
 from trainctl.memory.stages import Stage
@@ -20,7 +20,7 @@ class RankMemory:
 
     Attributes:
         plan: The plan.
-        engine: DeepSpeed's engine of the plan.
+        engine: The engine of the plan.
         stage: What the pipeline stage holds.
         groups: The optimizer's parameter groups of it.
         activations: Activations of its blocks.
@@ -49,3 +49,34 @@ class RankMemory:
     def update(self) -> int:
         """Bytes of the copies that the update makes on the way, in the group that makes most."""
         return max((self.engine.update_bytes(group) for group in self.groups), default=0)
+
+
+def rank_memory(
+    plan: Sketch,
+    engine: EngineMemory,
+    stage: Stage,
+    resident: Components,
+    logit_bytes: LogitBytes | None = None,
+) -> RankMemory:
+    """What the phases of a rank are computed from.
+
+    Args:
+        logit_bytes: What the loss holds of each logit; none is trainctl's plain loss.
+    """
+    micro_batches = plan.batch.gradient_accumulation_steps
+    return RankMemory(
+        plan=plan,
+        engine=engine,
+        stage=stage,
+        groups=engine.groups(stage),
+        activations=stage_activations(
+            plan,
+            blocks=stage.blocks,
+            in_flight=min(micro_batches, plan.mesh.pipeline - stage.index),
+            element=compute_bytes(plan),
+            autocast=engine.autocast,
+            traced=stage.traced,
+        ),
+        logit_bytes=logit_bytes or LOGIT_BYTES[compute_bytes(plan)],
+        resident=resident,
+    )

@@ -150,7 +150,7 @@ def _optimizer_params(
     optimizer, params = config.optimizer, "optimizer.params"
     offloaded = config.offload.optimizer is not OffloadDevice.none
     for parameter in form.parameters:
-        yield _parameter(config, parameter, lr_scale)
+        yield optimizer_parameter(config, parameter, lr_scale)
     for name, (value, why) in form.fixed.items():
         yield _set(f"{params}.{name}", value, "optimizer.kind", why=why)
     # ZenFlow hands these parameters on to torch's AdamW, which does not know the key.
@@ -168,7 +168,9 @@ def _optimizer_params(
         yield _set(f"{params}.fused", True, *sources, why=why)
 
 
-def _parameter(config: RunConfig, parameter: OptimizerParameter, lr_scale: float) -> Derived:
+def optimizer_parameter(
+    config: RunConfig, parameter: OptimizerParameter, lr_scale: float
+) -> Derived:
     """A parameter of the JSON, from the keys that say it."""
     optimizer = config.optimizer
     values = [getattr(optimizer, key) for key in parameter.keys]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from trainctl.config.derived import Derived
 from trainctl.config.schema import Accelerator, DataType, OffloadDevice, RunConfig
 from trainctl.hardware import Hardware
+from trainctl.options.engine import engine_of
 from trainctl.options.optimizer import Maker, spec_of
 
 
@@ -44,7 +45,7 @@ def refusals(config: RunConfig) -> Iterator[Refusal]:
 
 def is_fused(config: RunConfig, hardware: Hardware) -> bool:
     """Whether one fused kernel on the device makes the update."""
-    if spec_of(config.optimizer).fused_by is None:
+    if spec_of(config.optimizer).fused_by not in engine_of(config).makers:
         return False
     if config.offload.optimizer is not OffloadDevice.none:
         return False
@@ -70,7 +71,8 @@ def maker(config: RunConfig, hardware: Hardware) -> Maker:
     """Whose code updates: torch's and DeepSpeed's come by the JSON, trainctl's beside it."""
     spec = spec_of(config.optimizer)
     if config.offload.optimizer is not OffloadDevice.none:
-        return spec.made_on_host_by or spec.made_by
+        on_host = spec.made_on_host_by or spec.made_by
+        return on_host if on_host in engine_of(config).makers else spec.made_by
     # A kernel of torch's is a switch of whoever makes the rest.
     if spec.fused_by is Maker.deepspeed and is_fused(config, hardware):
         return spec.fused_by

@@ -8,7 +8,8 @@ from trainctl.config.derived import Derived
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
-from trainctl.plan.deepspeed import user_settings
+from trainctl.options.engine import engine_of
+from trainctl.plan.deepspeed import render, user_settings
 from trainctl.plan.derive import (
     derive_batch,
     derive_mesh,
@@ -71,9 +72,10 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     assert mesh is not None and batch is not None and total_steps is not None
     assert batches is not None
 
-    passed = user_settings(config.deepspeed)
+    passed, has_json = user_settings(config.deepspeed), engine_of(config).takes_json
     case = own_case(config, hardware, mesh, draft.settings, passed) if passed else draft.case
-    findings += tuple(check_own_json(case, draft.settings))
+    if has_json:
+        findings += tuple(check_own_json(case, draft.settings))
     if any(finding.is_error for finding in findings):
         return Resolution(plan=None, findings=findings)
 
@@ -92,7 +94,9 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
         stage_blocks=stage_blocks,
         ramp=batches.phases if len(batches.phases) > 1 else (),
         lr_scale=lr_scale(config.optimizer, batch),
-        deepspeed=dict(case.json),
+        engine=config.engine.kind,
+        deepspeed=dict(case.json) if has_json else {},
+        settings={} if has_json else render(draft.settings),
         derived=(
             *mesh_reasons,
             *batch_reasons,
@@ -118,13 +122,16 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
 
 def _format_reasons(config: RunConfig) -> tuple[Derived, ...]:
     """Number formats that follow from `precision.compute`."""
-    used = formats(config.precision)
+    used, always = formats(config.precision), engine_of(config).gradients
+    why, source = f"precision.compute={config.precision.compute}", "precision.compute"
+    if always is not None:
+        why, source = f"engine.kind={config.engine.kind}, whatever the weights are", "engine.kind"
     return tuple(
         Derived(
             key=f"precision.{name}",
-            value=getattr(used, name).value,
-            reason=f"the format of the weights under precision.compute={config.precision.compute}",
-            sources=("precision.compute",),
+            value=(always or getattr(used, name)).value,
+            reason=why if always else f"the format of the weights under {why}",
+            sources=(source,),
         )
         for name in ("gradient_accumulation", "communication")
         if getattr(config.precision, name) is None

@@ -81,7 +81,8 @@ class RunPlan(Sketch):
         warmup_steps: Optimizer steps of the linear warmup.
         lr_scale: What `optimizer.lr_scaling` makes of the learning rates.
         engine: What makes the steps: an option of the group `engine`.
-        deepspeed: The settings of the engine of that name: its JSON, complete, without "auto".
+        deepspeed: The JSON of the engine of that name, complete, without "auto"; of another, empty.
+        settings: What another engine than DeepSpeed is told, nested.
         derived: Every derived value with its reason.
         not_yet: What this plan asks for that cannot be trained with yet, in words;
             `launch` refuses while it is not empty.
@@ -90,7 +91,8 @@ class RunPlan(Sketch):
     total_steps: int
     stop_step: int
     warmup_steps: int
-    deepspeed: dict[str, Any]
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     ramp: tuple[BatchPhase, ...] = ()
     derived: tuple[Derived, ...] = ()
     not_yet: tuple[str, ...] = ()

@@ -125,7 +125,7 @@ def _attention(
     middle ones when compiled).
     """
     model = config.model
-    products = attention_products(model, sequence_length) / model.num_layers / tensor
+    products = attention_products(model, sequence_length) / max(model.num_layers, 1) / tensor
     if model.attention is AttentionKind.eager:
         score_bytes = 8 if _is_fused(config) else 22
         keys = min(sequence_length, shapes.attention_window(model) or sequence_length)

@@ -183,7 +183,7 @@ def last_attempt(run: RunPaths) -> int:
 
 
 def new_attempt(run: RunPaths, plan: RunPlan) -> AttemptPaths:
-    """Make the next attempt and write its plan and DeepSpeed's JSON.
+    """Make the next attempt and write its plan, and DeepSpeed's JSON if it trains.
 
     Call it while holding the run's lock. `command.json` is written by the launcher that starts it.
     It is there with its plan or not at all: a later resume goes on from the plan of the last one.
@@ -197,7 +197,8 @@ def new_attempt(run: RunPaths, plan: RunPlan) -> AttemptPaths:
     ensure_folder(run.attempts)
     make_folder(unfinished.root)
     make_folder(unfinished.logs)
-    write_json(unfinished.deepspeed, plan.deepspeed)
+    if plan.deepspeed:
+        write_json(unfinished.deepspeed, plan.deepspeed)
     write_json(unfinished.plan, to_plain(plan))
     attempt = run.attempt(number)
     unfinished.root.rename(attempt.root)

@@ -37,7 +37,7 @@ from trainctl.train.groups import parameter_groups
 from trainctl.train.kernels import apply_kernels
 from trainctl.train.learning_rate import LearningRate
 from trainctl.train.loss import LanguageModel
-from trainctl.train.model import TORCH_TYPES, has_flash_attention, skeleton
+from trainctl.train.model import TORCH_TYPES, blocks, has_flash_attention, skeleton
 from trainctl.train.optimizers import own_optimizer
 from trainctl.train.patience import Patience
 from trainctl.train.pipeline import PipelineStage, cut_to_stage, tied_weight
@@ -250,6 +250,7 @@ def _job(
         optimizer=own_optimizer(plan, groups),
         tied=tied,
         flash_attention=has_flash_attention(model),
+        blocks=tuple(blocks(model)),
     )
 
 

@@ -26,6 +26,7 @@ from trainctl.config.schema.layout import (
     CompileKind,
     CrossEntropyKind,
     DataType,
+    EngineConfig,
     KernelsConfig,
     OffloadConfig,
     OffloadDevice,
@@ -83,6 +84,7 @@ __all__ = [
     "DataFromRecords",
     "DataType",
     "Dedup",
+    "EngineConfig",
     "GradientsConfig",
     "GroupOverride",
     "HardwareConfig",
@@ -123,6 +125,7 @@ class RunConfig:
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
     gradients: GradientsConfig = section(GradientsConfig)
+    engine: EngineConfig = section(EngineConfig)
     zero_stage: ZeroStageConfig = section(ZeroStageConfig)
     offload: OffloadConfig = section(OffloadConfig)
     precision: PrecisionConfig = section(PrecisionConfig)

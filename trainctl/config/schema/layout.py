@@ -10,6 +10,15 @@ from trainctl.config.schema.option import option
 
 
 @dataclass
+class EngineConfig:
+    """What makes the steps of a run."""
+
+    units: ClassVar[str] = "engine"
+
+    kind: str = option("deepspeed", "What partitions, computes and updates.", units="engine")
+
+
+@dataclass
 class ZeroStageConfig:
     """What ZeRO partitions over the data-parallel ranks (arXiv:1910.02054), and its buffers."""
 

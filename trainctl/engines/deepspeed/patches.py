@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainctl.engines.needs import (
+    DEEPSPEED_JSON,
     EXPERTS,
     FP16,
     OPTIMIZER_ON_HOST,
@@ -387,4 +388,4 @@ USES = (
     ),
 )
 
-DEEPSPEED = Table("deepspeed", ("0.19.8",), USES)
+DEEPSPEED = Table("deepspeed", ("0.19.8",), USES, DEEPSPEED_JSON)

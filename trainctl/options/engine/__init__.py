@@ -1,23 +1,67 @@
-"""What an engine says of itself: what makes the steps of a plan that names it.
+"""What an engine says of itself: what makes the steps of a run, with what settings, within what.
 
-No key chooses one: the plan does, and there is one that is shipped. `build` gives the
-`trainctl.engines.protocol.Room`.
+`build` gives the `trainctl.engines.protocol.Room`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainctl.config.registry import Spec
+from trainctl.config.registry import Spec, load
+from trainctl.config.schema import DataType, EngineConfig, RunConfig
+from trainctl.options.optimizer import Maker
 
 
-@dataclass
-class NoKeys:
-    """An engine has no section."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A key that an engine has for some values only.
+
+    Attributes:
+        key: The key.
+        holds: Whether a configuration keeps within.
+        why: Why not otherwise: a sentence without its subject, the engine.
+        nearest: What to type instead.
+    """
+
+    key: str
+    holds: Callable[[RunConfig], bool]
+    why: str
+    nearest: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec(Spec):
-    """What makes the steps of a run; its settings are a part of the plan."""
+    """What makes the steps of a run.
 
-    keys: type = NoKeys
+    Attributes:
+        settings: `module:function` of the settings that a plan has for it, as
+            `trainctl.plan.deepspeed.derived_settings`; empty for none.
+        takes_json: Whether these are DeepSpeed's JSON, and what is known of that holds for it.
+        phases: `module:function` of the memory of a rank, as `trainctl.memory.phases.phases`.
+        offloaded: The same of what a rank has in host memory, as `trainctl.memory.host.offloaded`.
+        makers: Whose optimizers it can step.
+        gradients: Format in which gradients are added up and sent, whatever the weights' is; None
+            is what `precision` says.
+        limits: What it does not have, or not with everything.
+    """
+
+    keys: type = EngineConfig
+    settings: str = ""
+    takes_json: bool = False
+    phases: str = "trainctl.memory.phases:phases"
+    offloaded: str = "trainctl.memory.host:offloaded"
+    makers: tuple[Maker, ...] = (Maker.torch, Maker.trainctl)
+    gradients: DataType | None = None
+    limits: tuple[Limit, ...] = ()
+
+
+def engine_of(config: RunConfig) -> EngineSpec:
+    """Of the kind that a configuration has.
+
+    Raises:
+        TrainctlError: A package that brings it is not installed here.
+    """
+    spec = load("engine", config.engine.kind)
+    assert isinstance(spec, EngineSpec)
+    return spec

@@ -1,7 +1,14 @@
-"""DeepSpeed; its settings are `RunPlan.deepspeed`."""
+"""DeepSpeed; its settings are its JSON, `RunPlan.deepspeed`."""
 
 from __future__ import annotations
 
 from trainctl.options.engine import EngineSpec
+from trainctl.options.optimizer import Maker
 
-SPEC = EngineSpec(name="deepspeed", build="trainctl.engines.deepspeed.room:DeepSpeedRoom")
+SPEC = EngineSpec(
+    name="deepspeed",
+    build="trainctl.engines.deepspeed.room:DeepSpeedRoom",
+    settings="trainctl.plan.deepspeed:derived_settings",
+    takes_json=True,
+    makers=tuple(Maker),
+)

@@ -180,6 +180,11 @@ class Optimizer(Spec):
     deepspeed: OptimizerForm | None = None
 
     @property
+    def is_elementwise(self) -> bool:
+        """Whether one element's update depends on that element alone."""
+        return self.needs == ELEMENT
+
+    @property
     def has_matrix_rule(self) -> bool:
         """Whether matrices of the blocks are updated by a rule of their own."""
         return bool(self.matrix_states)

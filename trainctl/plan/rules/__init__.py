@@ -16,6 +16,7 @@ from trainctl.plan.rules import (
     batch,
     data,
     deterministic,
+    engine,
     escape,
     experts,
     kernels,
@@ -135,6 +136,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC365", data.stream_has_its_place),
     ("TC370", architecture.state_ends_with_its_document),
     ("TC390", experts.expert_axis_goes_with_the_rest),
+    ("TC405", engine.engine_has_what_is_asked),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trainctl.config.derived import Derived
+from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding, Severity
 from trainctl.hardware import Hardware
+from trainctl.options.engine import engine_of
 from trainctl.plan import deepspeed_rules
 from trainctl.plan.batches import Batch, Batches
-from trainctl.plan.deepspeed import derived_settings
 from trainctl.plan.nearest import choices as choices
 from trainctl.plan.nearest import nearest_divisors as nearest_divisors
 from trainctl.plan.nearest import nearest_multiples as nearest_multiples
@@ -33,12 +34,16 @@ class Draft:
 
     @cached_property
     def settings(self) -> tuple[Derived, ...]:
-        """What trainctl writes into DeepSpeed's JSON, as far as it is known."""
-        return derived_settings(self.config, self.hardware, self.mesh, self.batch)
+        """What trainctl writes for the engine, such as DeepSpeed's JSON, as far as it is known."""
+        if not engine_of(self.config).settings:
+            return ()
+        derive = function_of("engine", self.config.engine.kind, "settings")
+        made: tuple[Derived, ...] = derive(self.config, self.hardware, self.mesh, self.batch)
+        return made
 
     @cached_property
     def case(self) -> deepspeed_rules.Case:
-        """That JSON, without what the user passes through."""
+        """That JSON, if it is one, without what the user passes through."""
         return own_case(self.config, self.hardware, self.mesh, self.settings)
 
 
@@ -49,6 +54,8 @@ def on_json(rule: deepspeed_rules.Rule) -> Rule:
     """A rule over DeepSpeed's JSON as one over the plan: by the keys that the user has typed."""
 
     def told(draft: Draft) -> Iterator[Finding]:
+        if not engine_of(draft.config).takes_json:
+            return
         names = draft.case.names
         found = (replace(each, key=names.key(each.key)) for each in rule.findings(draft.case))
         yield from dict.fromkeys(found)  # two keys of the JSON may be one of the config

@@ -22,9 +22,10 @@ from trainctl.config.schema import (
 )
 from trainctl.errors import Finding
 from trainctl.options import model
+from trainctl.options.engine import engine_of
 from trainctl.options.model import Family
 from trainctl.options.schedule import spec_of
-from trainctl.plan.deepspeed_table import unread
+from trainctl.plan.deepspeed_table import ZERO_KEYS, unread
 from trainctl.plan.derive import is_counted_in_epochs
 from trainctl.plan.rules.draft import Draft, warning
 
@@ -44,6 +45,8 @@ def _has_a_limit(config: RunConfig) -> bool:
     stability = config.stability
     return stability.loss_limit is not None or stability.norm_limit is not None
 
+
+DEEPSPEED = "engine=deepspeed"
 
 NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
     (
@@ -88,6 +91,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         ),
         lambda c: c.trains_itself,
         "trainctl's trainer: a program of your own does this itself",
+    ),
+    (
+        ("logging.deepspeed_level",),
+        lambda c: engine_of(c).takes_json,
+        DEEPSPEED,
     ),
     (
         ("zero_stage.overlap_comm",),
@@ -247,6 +255,9 @@ key itself says it (`option(needs=...)`), and of those that only DeepSpeed reads
 OWN_RULES = {"offload.super_offload", *(key for keys, _, _ in NEEDS for key in keys)}
 """Keys of DeepSpeed's table about which something else is said."""
 
+BUFFERS = tuple(row.source for row in ZERO_KEYS if row.source not in OWN_RULES)
+"""Keys of what DeepSpeed's stages of ZeRO are made of, which no other engine has."""
+
 FAMILIES: tuple[tuple[tuple[str, ...], Callable[[Family], bool]], ...] = (
     (
         (
@@ -282,6 +293,9 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
         if key in changed
     ]
     idle += [(key, words) for key, words in unread(config) if key in changed.keys() - OWN_RULES]
+    if not engine_of(config).takes_json:
+        refused = {limit.key for limit in engine_of(config).limits}
+        idle += [(key, DEEPSPEED) for key in BUFFERS if key in changed.keys() - refused]
     for key, (item, _) in changed.items():
         needs = item.metadata.get("needs")
         group, *part, _ = key.split(".") if "." in key else (key, "")

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainctl.engines.deepspeed.updaters import updater_of
-from trainctl.engines.fragments import Fragment, Place, cut
+from trainctl.engines.fragments import Fragment, Place, cut, square
 from trainctl.engines.mesh import ProcessMesh
 from trainctl.engines.protocol import Change, States
 from trainctl.engines.shards import Pieces
@@ -143,9 +143,3 @@ class Wrapper(States):
     def _clear(self) -> None:
         """Clear the gradients as an update does."""
         self._wrapper.zero_grad()
-
-
-def square(values: torch.Tensor) -> torch.Tensor:
-    """Their summed squares; over a large tensor torch's fp32 norm is off by 1e-4 on a CPU."""
-    kind = torch.float64 if values.device.type == "cpu" else torch.float32
-    return torch.linalg.vector_norm(values.detach(), dtype=kind).double().square()

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from trainctl.engines.deepspeed.wrappers.base import Wrapper, square
-from trainctl.engines.fragments import Fragment
+from trainctl.engines.deepspeed.wrappers.base import Wrapper
+from trainctl.engines.fragments import Fragment, square
 from trainctl.engines.protocol import Change
 
 

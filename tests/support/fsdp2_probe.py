@@ -1,0 +1,74 @@
+"""Runs one after another on the same ranks, where the engine leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from census_probe import storages
+from rank_processes import Case
+from torch.profiler import ProfilerActivity, profile
+
+from trainctl.engines.process import Process
+from trainctl.runs.records import EventWriter
+from trainctl.train.session import Session, assemble
+from trainctl.train.trainer import Trainer
+
+
+def train(cases: list[Case], process: Process) -> None:
+    """Train each case as launched."""
+    for case in cases:
+        session = assemble(case.plan, case.run, process)
+        events = EventWriter(case.run.events, case.attempt) if process.is_first else None
+        Trainer(session, events, attempt=case.attempt).train()
+        process.barrier()
+        session.engine.close()
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """In tensors of a rank.
+
+    Attributes:
+        resident: Alive after a step.
+        peak: Most within the next one.
+    """
+
+    resident: int
+    peak: int
+
+
+def memory(cases: list[Case], process: Process) -> list[Bytes]:
+    """Of each case."""
+    return [_memory_of(case, process) for case in cases]
+
+
+def _memory_of(case: Case, process: Process) -> Bytes:
+    before = storages()
+    session = assemble(case.plan, case.run, process)
+    _step(session, 0)
+    new = (size for address, (size, _) in storages().items() if address not in before)
+    resident = sum(new)
+    del before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        _step(session, 1)
+    session.engine.close()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    held = peak = 0
+    allocations = [event for event in events if event.get("name") == "[memory]"]
+    for event in sorted(allocations, key=lambda event: event["ts"]):
+        held += event["args"]["Bytes"]
+        peak = max(peak, held)
+    return Bytes(resident, resident + peak)
+
+
+def _step(session: Session, number: int) -> None:
+    batch = session.plan.batch
+    session.engine.set_learning_rate(1.0)
+    session.engine.accumulate(session.training.step(number * batch.global_batch_size, batch))
+    session.engine.update(norm=session.gradients.norms().total, clip_at=1.0)

@@ -1,0 +1,91 @@
+"""torch's `fully_shard` as the engine: the same curve, the same checkpoints, without DeepSpeed."""
+
+from __future__ import annotations
+
+import pytest
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
+
+from trainctl.plan.types import RunPlan
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events
+
+pytestmark = pytest.mark.slow
+
+STEPS = 6
+RANKS = 2
+PROBE = "fsdp2_probe:train"
+
+UNEVEN = {
+    "model__vocab_size": 261,
+    "model__hidden_size": 63,
+    "model__num_attention_heads": 3,
+    "model__num_key_value_heads": 3,
+    "model__head_dim": 22,
+    "model__intermediate_size": 175,
+}
+"""First dimensions that two ranks cannot halve."""
+
+THE_REST = {
+    **UNEVEN,
+    "model__tie_word_embeddings": False,
+    "activation_checkpointing__mode": "full",
+    "kernels__cross_entropy": "chunked",
+    "stability__z_loss": 1e-4,
+    "gradients__clip_value": 1e-2,
+    "training__ema_decay": 0.9,
+}
+
+
+def plan_of(stage: int = 3, engine: str = "fsdp2", **changes) -> RunPlan:
+    config = tiny_config(
+        steps=STEPS,
+        evaluate_every_steps=STEPS,
+        sample_tokens=8,
+        optimizer__gradient_clipping=0.5,  # always active
+        zero_stage__stage=stage,
+        engine__kind=engine,
+        **{"precision__compute": "fp32", **changes},
+    )
+    return tiny_plan(config, RANKS)
+
+
+def end_of(run: RunPaths) -> tuple[float, str]:
+    """Held-out loss and the sampled text."""
+    events = {event["event"]: event for event in read_events(run.events)}
+    return events["evaluation"]["loss"], events["sample"]["text"]
+
+
+def assert_alike(run: RunPaths, expected: RunPaths, *, loss: float = 1e-6, norm: float = 5e-6):
+    for step, (its_loss, its_norm) in curve(expected).items():
+        assert curve(run)[step][0] == pytest.approx(its_loss, rel=loss), step
+        assert curve(run)[step][1] == pytest.approx(its_norm, rel=norm), step
+    assert end_of(run)[0] == pytest.approx(end_of(expected)[0], rel=loss)
+
+
+def test_the_curve_is_that_of_zero_3_and_a_run_goes_on_under_either(tmp_path):
+    """Tied embeddings, first dimensions that do not divide, recomputation, an average, and back."""
+    run = {
+        name: RunPaths(tmp_path / name)
+        for name in ("zero", "zero-rest", "zero-16", "3", "2", "rest", "16", "there", "back")
+    }
+    zero, rest = plan_of(engine="deepspeed"), plan_of(engine="deepspeed", **THE_REST)
+    half = plan_of(engine="deepspeed", precision__compute="bf16")
+    train_cases(RANKS, [Case(zero, run["zero"]), Case(rest, run["zero-rest"])])
+    train_cases(RANKS, [Case(half, run["zero-16"]), Case(with_stop(zero, 2), run["there"])])
+    train_cases(
+        RANKS,
+        [
+            Case(plan_of(), run["3"]),
+            Case(plan_of(2, engine__reduce_every_micro_batch=False), run["2"]),
+            Case(plan_of(**THE_REST), run["rest"]),
+            Case(plan_of(precision__compute="bf16"), run["16"]),
+            Case(with_stop(plan_of(2), 4), run["there"], 2),
+        ],
+        probe=PROBE,
+    )
+    train_cases(RANKS, [Case(zero, run["there"], 3)])
+    for name, expected in (("3", "zero"), ("2", "zero"), ("there", "zero"), ("rest", "zero-rest")):
+        assert_alike(run[name], run[expected])
+    assert end_of(run["there"])[1] == end_of(run["3"])[1] == end_of(run["zero"])[1]
+    # DeepSpeed adds up and sends gradients of 16-bit weights in 16 bits, torch's in fp32.
+    assert_alike(run["16"], run["zero-16"], loss=1e-3, norm=3e-2)

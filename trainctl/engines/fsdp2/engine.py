@@ -1,0 +1,115 @@
+"""torch's `fully_shard` around the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainctl.engines.fsdp2.settings import Settings
+from trainctl.engines.fsdp2.shards import shard
+from trainctl.engines.fsdp2.states import Shards
+from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
+from trainctl.engines.protocol import Engine, Job
+from trainctl.plan.batches import Batch
+
+
+class Fsdp2Engine(Engine):
+    """Data parallelism with everything in shards.
+
+    Args:
+        job: What it is built of; in its model are this rank's shards (`ShardMaker`).
+    """
+
+    states: Shards
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._settings = Settings.of(job.plan)
+        self._has_flash_attention = job.flash_attention
+        replicas, device = job.mesh.replicas, job.process.device
+        units, parameters = shard(
+            job.module, job.blocks, job.pieces, replicas, self._settings, device
+        )
+        self._module, self._root = job.module, units[-1]
+        optimizer = job.optimizer or self._settings.make_optimizer(job.groups)
+        self.states = Shards(optimizer, parameters, units, job.pieces, replicas)
+        self._norm: float | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    def set_batch(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def run(
+        self, batches: Sequence[MicroBatch], num_labels: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """torch averages gradients over the replicas: a sum is scaled by their number."""
+        scale = self.mesh.replicas.size / num_labels
+        total = torch.zeros((), dtype=torch.float64, device=self._process.device)
+        z_total = torch.zeros_like(total)
+        for index, batch in enumerate(batches):
+            is_last = index + 1 == len(batches)
+            reduces = is_last or self._settings.reduce_every_micro_batch
+            self._root.set_requires_gradient_sync(reduces)
+            with self.times.part("forward"):
+                inputs, labels = self._inputs(batch)
+                loss = self._module(inputs, labels)
+            with self.times.part("backward"):
+                (loss * scale).backward()
+                total += loss.detach()
+                z_loss = self._module.last_z_loss
+                if z_loss is not None:
+                    total -= z_loss
+                    z_total += z_loss
+        self.states.take_gradients()
+        return total, z_total
+
+    def set_learning_rate(self, factor: float) -> None:
+        for group in self.states.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+    def update(self, *, norm: float | None, clip_at: float | None) -> None:
+        assert norm is not None  # gradients can always be looked at
+        with self.times.part("optimizer"):
+            self.states.update(norm, clip_at)
+            self.discard()
+        self._norm = norm
+
+    def discard(self) -> None:
+        self.states.drop_gradients()
+
+    @property
+    def norm_of_update(self) -> float | None:
+        return self._norm
+
+    @property
+    def was_skipped(self) -> bool:
+        """Never: no loss is scaled, and what is not finite is the trainer's to judge."""
+        return False
+
+    def resume_at(self, step: int) -> None:
+        """It counts no steps."""
+
+    def score(self, batch: MicroBatch) -> tuple[float, int]:
+        inputs, labels = self._inputs(batch)
+        return float(self._module(inputs, labels)), int((labels != IGNORED_LABEL).sum())
+
+    def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
+        inputs, _ = self._inputs(batch)
+        scores: torch.Tensor = self._module(inputs)
+        return scores[0, position]
+
+    def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
+        """The model's inputs and the labels, on this rank's device."""
+        device = self._process.device
+        inputs = batch.model_inputs(device, flash_attention=self._has_flash_attention)
+        return inputs, batch.labels.to(device, non_blocking=True)
+
+    def close(self) -> None:
+        """Let go of what is gathered; no thread and no file is the engine's own."""
+        self.states.publish()

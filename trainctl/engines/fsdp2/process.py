@@ -1,0 +1,35 @@
+"""Joining the other ranks, by torch alone."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trainctl.config.schema import Accelerator
+from trainctl.engines import declared
+from trainctl.engines.process import Process, compute_deterministically, meeting_place
+from trainctl.plan.types import RunPlan
+
+
+def start_process(plan: RunPlan) -> Process:
+    """Join the ranks that the agent started, from the environment that it set."""
+    declared.apply(plan.config)
+    device = torch.device("cpu")
+    if plan.hardware.accelerator is not Accelerator.cpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if plan.config.training.deterministic:
+        compute_deterministically()
+    timeout = timedelta(seconds=plan.config.launcher.communication_timeout_seconds)
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    dist.init_process_group(backend, timeout=timeout, **meeting_place())
+    return Process(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=device,
+        control=dist.new_group(backend="gloo", timeout=timeout),
+        timeout=timeout,
+    )

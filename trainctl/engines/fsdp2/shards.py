@@ -1,0 +1,161 @@
+"""Shards along the first dimension: each rank reads the values of its own, and torch gathers them.
+
+`fully_shard` deals out the rows of a parameter as `torch.chunk` does: as many to each rank as to
+the first, the last ones with fewer or none. So a shard is a range of the flattened parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from trainctl.engines.fsdp2.settings import Settings
+from trainctl.engines.mesh import Axis
+from trainctl.engines.shards import ParameterPiece, Pieces, Read
+
+
+def rows_of(count: int, axis: Axis) -> range:
+    """The rows that a rank has of a parameter with so many."""
+    each = -(-count // axis.size)
+    return range(min(axis.index * each, count), min((axis.index + 1) * each, count))
+
+
+def start_of(shape: torch.Size, axis: Axis) -> int:
+    """The first element of a rank's shard of a parameter, flattened."""
+    return rows_of(shape[0], axis).start * shape[1:].numel()
+
+
+class ShardMaker:
+    """Gives each rank its shard of a parameter, in fp32: that is what the optimizer updates.
+
+    Args:
+        replicas: The ranks that share the parameters out.
+        place: The device of the shards.
+    """
+
+    def __init__(self, replicas: Axis, place: torch.device) -> None:
+        self._replicas, self._place = replicas, place
+
+    def __call__(self, meta: nn.Parameter, piece: ParameterPiece, read: Read) -> nn.Parameter:
+        """The shard that takes a skeleton's place until `shard` puts it into torch's."""
+        rows = rows_of(meta.shape[0], self._replicas)
+        shard = torch.empty((len(rows), *meta.shape[1:]), dtype=torch.float32, device=self._place)
+        start = start_of(meta.shape, self._replicas)
+        if shard.numel():
+            shard.view(-1).copy_(read(start, start + shard.numel()))
+        return nn.Parameter(shard, requires_grad=meta.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A parameter in torch's hands.
+
+    Attributes:
+        shard: This rank's, a plain tensor: what the optimizer updates.
+        parameter: The model's, whose local part it is, and which gets the gradient.
+    """
+
+    shard: nn.Parameter
+    parameter: nn.Parameter
+
+    def take_gradient(self) -> None:
+        """Give the shard the gradient of its part; zeros where the parameter got none."""
+        gradient = self.parameter.grad
+        if gradient is None:
+            self.shard.grad = torch.zeros_like(self.shard)
+        else:
+            assert isinstance(gradient, DTensor)
+            self.shard.grad = gradient.to_local()
+
+    def drop_gradient(self) -> None:
+        """On both sides."""
+        self.shard.grad = self.parameter.grad = None
+
+
+def shard(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    pieces: Pieces,
+    replicas: Axis,
+    settings: Settings,
+    device: torch.device,
+) -> tuple[list[FSDPModule], list[Sharded]]:
+    """Let torch gather each block when it runs, and everything else while the model runs.
+
+    The embedding is in one unit with the output projection: alone, it would come untied from it
+    without a word.
+
+    Args:
+        module: What is trained; in its parameters' places are this rank's shards.
+        blocks: Modules in it that are gathered one at a time.
+        pieces: Of these shards.
+        replicas: The ranks that share the parameters out.
+        settings: The engine's.
+        device: That the model computes on.
+
+    Returns:
+        The units, the whole model last, and the parameters in the order of `pieces`.
+    """
+    mesh = DeviceMesh.from_group(replicas.group, device.type)
+    units: list[FSDPModule] = []
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    for unit in (*blocks, module):
+        slots = _slots(unit, pieces)
+        whole = {
+            shard: nn.Parameter(
+                torch.empty(pieces[shard].shape, dtype=shard.dtype, device="meta"),
+                requires_grad=shard.requires_grad,
+            )
+            for _, _, shard in slots
+        }
+        for owner, name, shard in slots:
+            setattr(owner, name, whole[shard])
+        # What is outside the blocks stays gathered from its use at the start to that at the end.
+        reshard = settings.reshard_after_forward and unit is not module
+        sharded = fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=settings.mixed_precision,
+            offload_policy=settings.offload_policy(device),
+        )
+        for owner, name, shard in slots:
+            found.setdefault(shard, _filled(getattr(owner, name), shard))
+            setattr(owner, name, found[shard])
+        sharded._apply(lambda tensor: tensor)  # pads and pins the shards that it finds now
+        for _, _, shard in slots:
+            local = found[shard].detach()
+            assert isinstance(local, DTensor)
+            shard.data = local.to_local()
+        units.append(sharded)
+    return units, [Sharded(shard, found[shard]) for shard in pieces]
+
+
+def _slots(unit: nn.Module, pieces: Pieces) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Every place in a unit of a parameter that no unit inside it has."""
+    return [
+        (owner, name, parameter)
+        for owner in unit.modules()
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter in pieces
+    ]
+
+
+def _filled(meta: nn.Parameter, shard: nn.Parameter) -> nn.Parameter:
+    """A sharded parameter with this rank's values."""
+    assert isinstance(meta, DTensor)
+    values = DTensor.from_local(
+        shard.detach(),
+        meta.device_mesh,
+        meta.placements,
+        run_check=False,
+        shape=meta.shape,
+        stride=meta.stride(),
+    )
+    return nn.Parameter(values, requires_grad=shard.requires_grad)

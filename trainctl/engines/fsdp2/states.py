@@ -1,0 +1,123 @@
+"""Where torch's `fully_shard` has the optimizer's tensors: a shard of each parameter, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from trainctl.engines.fragments import Fragment, Place, square
+from trainctl.engines.fsdp2.shards import Sharded, start_of
+from trainctl.engines.mesh import Axis
+from trainctl.engines.protocol import CLIPPING_EPSILON, Change, States
+from trainctl.engines.shards import Pieces
+from trainctl.engines.updater import Updater
+
+
+class Shards(States):
+    """Each tensor is a range of one parameter, and its gradient the parameter's.
+
+    Args:
+        optimizer: Over the shards.
+        parameters: All of them.
+        units: What gathers them.
+        pieces: Of the shards.
+        replicas: The ranks that share the parameters out.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[Sharded],
+        units: Sequence[FSDPModule],
+        pieces: Pieces,
+        replicas: Axis,
+    ) -> None:
+        self.optimizer = optimizer
+        self._units, self._parameters = units, parameters
+        self._updater = Updater(optimizer)
+        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        self.tensors = [each.shard for each in parameters]
+        self._groups = [groups[tensor] for tensor in self.tensors]
+        self.fragments = [
+            Fragment.of_piece(
+                pieces[shard], start_of(pieces[shard].shape, replicas), shard.numel(), index, 0
+            )
+            for index, shard in enumerate(self.tensors)
+            if shard.numel()
+        ]
+
+    def group(self, index: int) -> dict[str, Any]:
+        return self._groups[index]
+
+    def updater(self, index: int) -> Updater:
+        return self._updater
+
+    def catch_up(self, scalars: Mapping[str, float]) -> None:
+        """Its steps have left nothing else."""
+
+    def check_readable(self) -> None:
+        """They are here."""
+
+    def is_swapped(self, index: int) -> bool:
+        return False
+
+    def numel(self, index: int) -> int:
+        return self.tensors[index].numel()
+
+    def resident(self, index: int, *, changes: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def settle(self) -> None:
+        """They are the weights."""
+
+    def publish(self) -> None:
+        """What is gathered is what was: let go of it, so that it is gathered anew."""
+        for unit in self._units:
+            unit.reshard()
+
+    @property
+    def scale(self) -> float:
+        return 1.0
+
+    def squares(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
+        for fragment, gradient in self._gradients():
+            if fragment.owned:
+                yield fragment, square(gradient)
+
+    def change(self, change: Change) -> None:
+        for fragment, gradient in self._gradients():
+            change(Place(fragment.name, None, fragment.start, fragment.numel), gradient)
+
+    def _gradients(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
+        for fragment in self.fragments:
+            gradient = self.tensors[fragment.tensor].grad
+            assert gradient is not None
+            yield fragment, gradient.view(-1)
+
+    def take_gradients(self) -> None:
+        """Those that the backward passes of a step have left."""
+        for each in self._parameters:
+            each.take_gradient()
+
+    @torch.no_grad()
+    def update(self, norm: float, limit: float | None) -> None:
+        """Clip the gradients and step.
+
+        Args:
+            norm: Of them.
+            limit: What it is clipped at; None does not clip.
+        """
+        if limit is not None and limit < norm + CLIPPING_EPSILON:
+            for _, gradient in self._gradients():
+                gradient.mul_(limit / (norm + CLIPPING_EPSILON))
+        self.optimizer.step()
+
+    def drop_gradients(self) -> None:
+        """Clear them."""
+        for each in self._parameters:
+            each.drop_gradient()

@@ -1,0 +1,161 @@
+"""The memory of one rank under torch's `fully_shard`, phase by phase.
+
+Each function follows what torch 2.13 does at that moment; file names in comments are under
+``torch/distributed/fsdp/_fully_shard``. A unit is a block, or all that is outside the blocks.
+"""
+
+from __future__ import annotations
+
+from trainctl.memory.components import Components
+from trainctl.memory.constants import LogitBytes
+from trainctl.memory.engine import EngineMemory
+from trainctl.memory.host import pinned
+from trainctl.memory.loss import head_input, logits
+from trainctl.memory.rank import RankMemory, rank_memory
+from trainctl.memory.stages import Stage
+from trainctl.options.optimizer import Update
+from trainctl.plan.types import Sketch
+
+FP32 = 4
+
+
+def phases(
+    plan: Sketch,
+    engine: EngineMemory,
+    stage: Stage,
+    runtime: int,
+    *,
+    logit_bytes: LogitBytes | None = None,
+) -> dict[str, Components]:
+    """Memory of one rank in each phase of a step, as `trainctl.memory.phases.phases`."""
+    held = resident(engine, stage, runtime)
+    rank = rank_memory(plan, engine, stage, held, logit_bytes)
+    return {
+        "load": held.plus(
+            optimizer_states=-held.optimizer_states,
+            weight_average=-held.weight_average,
+            step_transient=FP32 * engine.share(stage.largest),
+        ),
+        "forward_end": _forward_end(rank),
+        "backward_start": _backward_start(rank),
+        "backward_end": _backward_end(rank),
+        "step": _step(rank),
+    }
+
+
+def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
+    """fp32 shards, which are weights and masters at once, and their states."""
+    if engine.offloads_optimizer:
+        return Components(runtime=runtime)
+    own = engine.share(stage.parameters)
+    return Components(
+        parameters=FP32 * own,
+        optimizer_states=engine.share(engine.moments(stage)),
+        weight_average=engine.average_bytes * own,
+        runtime=runtime,
+    )
+
+
+def offloaded(engine: EngineMemory, stage: Stage) -> dict[str, int]:
+    """Bytes per rank of what `CPUOffloadPolicy` keeps in host memory."""
+    if not engine.offloads_optimizer:
+        return {}
+    own = FP32 * engine.share(stage.parameters)
+    return {
+        "parameters": pinned(engine, own),
+        "gradients": pinned(engine, own),
+        "optimizer_states": engine.share(engine.moments(stage)),
+        "weight_average": engine.average_bytes * engine.share(stage.parameters),
+    }
+
+
+def _outside(stage: Stage) -> int:
+    """Elements of the unit that is not a block."""
+    return stage.parameters - stage.blocks * stage.block_parameters
+
+
+def _gathered(rank: RankMemory, blocks: int) -> int:
+    """Bytes of gathered weights, with those of so many blocks, or of all at stage 2.
+
+    The buffer of the last gather is kept until the next one (`wait_for_unshard`,
+    _fsdp_param_group.py), so a block that is through counts once more.
+    """
+    stage, kept = rank.stage, rank.engine.stage == 2
+    whole = stage.blocks + 1 if kept else min(blocks, stage.blocks)
+    return rank.engine.weight_bytes * (_outside(stage) + whole * stage.block_parameters)
+
+
+def _accumulated(rank: RankMemory) -> int:
+    """Bytes of gradients that earlier micro-batches of the step have left: in shards, or whole."""
+    engine, elements = rank.engine, rank.stage.parameters
+    if not engine.accumulates:
+        return 0
+    if not engine.config.engine.reduce_every_micro_batch:  # type: ignore[attr-defined]
+        return FP32 * elements
+    return 0 if engine.offloads_optimizer else FP32 * engine.share(elements)
+
+
+def _forward_end(rank: RankMemory) -> Components:
+    """All activations and the loss; of the blocks, the buffer that the last one came in."""
+    return rank.resident.plus(
+        activations=rank.activations.forward_end + head_input(rank),
+        logits=logits(rank, rank.logit_bytes.forward),
+        gradients=_accumulated(rank),
+        gathered_parameters=_gathered(rank, 1),
+    )
+
+
+def _backward_start(rank: RankMemory) -> Components:
+    """The fuller of two moments: the gradient of the logits, and the first block going backward,
+    while the one before it is gathered, and what it has made is sent in fp32."""
+    stage, weight = rank.stage, rank.engine.weight_bytes
+    common = rank.resident.plus(activations=rank.activations.forward_end)
+    loss = common.plus(
+        activations=head_input(rank),
+        logits=logits(rank, rank.logit_bytes.backward),
+        gradients=_accumulated(rank),
+        gathered_parameters=_gathered(rank, 1),
+    )
+    block = common.plus(
+        activations=rank.activations.block_backward,
+        gradients=_accumulated(rank) + weight * (stage.head + stage.block_parameters),
+        communication_buffers=FP32 * stage.block_parameters,
+        gathered_parameters=_gathered(rank, 2),
+    )
+    return max(loss, block, key=lambda moment: moment.total)
+
+
+def _backward_end(rank: RankMemory) -> Components:
+    """The fuller of two moments: the embedding's gradient, added to the head's where they are tied,
+    and all outside the blocks being sent (`foreach_reduce`, _fsdp_collectives.py)."""
+    engine, stage = rank.engine, rank.stage
+    outside, weight = _outside(stage), engine.weight_bytes
+    shards = 0 if engine.offloads_optimizer else FP32 * engine.share(stage.parameters)
+    added = stage.embedding if outside < stage.embedding + stage.head else 0
+    embedding = rank.resident.plus(
+        activations=rank.activations.last_block,
+        gradients=shards + weight * (outside + added),
+        communication_buffers=FP32 * stage.block_parameters,
+        gathered_parameters=weight * outside,
+    )
+    sending = rank.resident.plus(
+        gradients=shards + weight * outside, communication_buffers=FP32 * outside
+    )
+    return max(embedding, sending, key=lambda moment: moment.total)
+
+
+def _step(rank: RankMemory) -> Components:
+    """The update of each shard by itself, or by one kernel of all of them."""
+    if rank.engine.offloads_optimizer:
+        return rank.resident
+    own = rank.engine.share(rank.stage.parameters)
+    return rank.resident.plus(
+        gradients=FP32 * own, step_transient=_update(rank, rank.engine.update)
+    )
+
+
+def _update(rank: RankMemory, update: Update) -> int:
+    """Bytes of the copies that it makes on the way."""
+    largest = rank.engine.share(rank.stage.largest)
+    group = max((rank.engine.share(each.elements) for each in rank.groups), default=0)
+    return update.bytes(largest if update.by_tensor else group, largest)

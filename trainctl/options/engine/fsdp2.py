@@ -1,0 +1,174 @@
+"""torch's `fully_shard` (FSDP2): parameters, gradients and states in shards, without DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema import (
+    CompileKind,
+    CrossEntropyKind,
+    DataType,
+    EngineConfig,
+    OffloadDevice,
+    RunConfig,
+)
+from trainctl.config.schema.option import option
+from trainctl.options.activation_checkpointing import recomputed
+from trainctl.options.engine import EngineSpec, Limit
+from trainctl.options.optimizer import Maker, spec_of
+
+
+@dataclass
+class Fsdp2Config(EngineConfig):
+    """Its own keys."""
+
+    reduce_every_micro_batch: bool = option(
+        True,
+        "Reduce gradients after each micro-batch; off does so once a step, and keeps them whole "
+        "until then.",
+    )
+
+
+def _equals(key: str, value: object, why: str, nearest: str = "") -> Limit:
+    """One value alone."""
+    group, name = key.split(".")
+    shown = getattr(value, "value", value)
+    typed = str(shown).lower() if isinstance(shown, bool) else str(shown)
+
+    def holds(config: RunConfig) -> bool:
+        return bool(getattr(getattr(config, group), name) == value)
+
+    return Limit(key=key, holds=holds, why=why, nearest=nearest or f"{key}={typed}")
+
+
+def _fp32_or_none(name: str) -> Limit:
+    """Of a format of gradients."""
+
+    def holds(config: RunConfig) -> bool:
+        return getattr(config.precision, name) in (None, DataType.fp32)
+
+    key = f"precision.{name}"
+    return Limit(key=key, holds=holds, why=_FP32, nearest=f"{key}=fp32")
+
+
+def _is_whole_offload(config: RunConfig) -> bool:
+    places = {config.offload.optimizer, config.offload.parameters}
+    return places in ({OffloadDevice.none}, {OffloadDevice.cpu})
+
+
+def _keeps_inputs_here(config: RunConfig) -> bool:
+    settings = recomputed(config)
+    return settings is None or not settings.offload_to_cpu
+
+
+_DATA = "is data parallel only"
+_FP32 = "keeps fp32 shards, and adds up and sends gradients in fp32"
+_PASS = "passes nothing on to DeepSpeed"
+_PLUS = "has none of ZeRO++"
+_VARIANT = "offloads to host memory by torch's own optimizers"
+_OWN = "is for trainctl's own trainer; a program of yours gets DeepSpeed's JSON"
+
+LIMITS = (
+    Limit(
+        key="zero_stage.stage",
+        holds=lambda config: config.zero_stage.stage >= 2,
+        why="has gradients and states in shards always: 2 keeps gathered weights from forward to "
+        "backward, 3 gathers them twice",
+        nearest="zero_stage=2",
+    ),
+    *(
+        _equals(f"parallelism.{axis}", 1, _DATA)
+        for axis in ("tensor", "pipeline", "sequence", "expert")
+    ),
+    Limit(
+        key="model.num_experts",
+        holds=lambda config: config.model.num_experts is None,
+        why="has not been tried with mixtures of experts",
+        nearest="another model",
+    ),
+    Limit(
+        key="precision.compute",
+        holds=lambda config: config.precision.compute in ("fp32", "bf16"),
+        why="computes in fp32 and bf16: it scales no loss, and casts nothing to fp8",
+        nearest="precision=bf16",
+    ),
+    _equals("precision.autocast", False, "casts whole weights when it gathers them"),
+    _equals("precision.master_weights", DataType.fp32, _FP32),
+    _equals("precision.optimizer_states", DataType.fp32, _FP32),
+    _fp32_or_none("gradient_accumulation"),
+    _fp32_or_none("communication"),
+    Limit(
+        key="optimizer.kind",
+        holds=lambda config: spec_of(config.optimizer).is_elementwise,
+        why="steps optimizers that look at one element at a time",
+        nearest="optimizer=adamw, adam, sgd or lion",
+    ),
+    Limit(
+        key="optimizer.fused",
+        holds=lambda config: (
+            not config.optimizer.fused
+            or spec_of(config.optimizer).fused_by in (Maker.torch, Maker.trainctl)
+        ),
+        why="has no kernel of DeepSpeed's",
+        nearest="optimizer.fused=false",
+    ),
+    _equals("gradients.centralize", False, "has no whole gradient to centralize before it is sent"),
+    Limit(
+        key="offload.optimizer",
+        holds=_is_whole_offload,
+        why="offloads parameters, gradients and states together, to host memory",
+        nearest="offload=cpu-all, or offload=none",
+    ),
+    Limit(
+        key="offload.parameters",
+        holds=lambda config: (
+            config.offload.parameters is OffloadDevice.none or config.zero_stage.stage == 3
+        ),
+        why="gathers weights that are offloaded where they are used, forward and backward",
+        nearest="zero_stage=3, or offload=none",
+    ),
+    _equals("offload.ratio", 1.0, _VARIANT, "offload.ratio=1"),
+    _equals("offload.zenflow", False, _VARIANT),
+    _equals("offload.super_offload", False, _VARIANT),
+    _equals("zero_stage.hpz_partition_size", 1, _PLUS),
+    _equals("zero_stage.quantized_weights", False, _PLUS),
+    _equals("zero_stage.quantized_gradients", False, _PLUS),
+    Limit(
+        key="activation_checkpointing.offload_to_cpu",
+        holds=_keeps_inputs_here,
+        why="has not been tried with inputs of blocks in host memory",
+        nearest="activation_checkpointing.offload_to_cpu=false",
+    ),
+    _equals("kernels.compile", CompileKind.none, "has not been tried with a compiler"),
+    _equals("kernels.liger", False, "has not been tried with Liger's kernels"),
+    Limit(
+        key="kernels.cross_entropy",
+        holds=lambda config: config.kernels.cross_entropy is not CrossEntropyKind.liger_fused,
+        why="has not been tried with Liger's kernels",
+        nearest="kernels.cross_entropy=chunked",
+    ),
+    Limit(key="script", holds=lambda config: config.script is None, why=_OWN, nearest="no script"),
+    Limit(
+        key="trainer",
+        holds=lambda config: config.trainer is None,
+        why=_OWN,
+        nearest="trainer=null",
+    ),
+    Limit(
+        key="deepspeed",
+        holds=lambda config: not config.deepspeed,
+        why=_PASS,
+        nearest="leave deepspeed.* out",
+    ),
+)
+
+SPEC = EngineSpec(
+    name="fsdp2",
+    keys=Fsdp2Config,
+    build="trainctl.engines.fsdp2.room:Fsdp2Room",
+    settings="trainctl.plan.fsdp2:derived_settings",
+    phases="trainctl.memory.fsdp2:phases",
+    offloaded="trainctl.memory.fsdp2:offloaded",
+    gradients=DataType.fp32,
+    limits=LIMITS,
+)

@@ -1,0 +1,97 @@
+"""The settings of torch's `fully_shard`, as a flat list with their reasons.
+
+What stands under `optimizer.params` are the arguments of a class of torch's, which are called as in
+DeepSpeed's JSON; the trainer's own optimizers are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainctl.config.derived import Derived
+from trainctl.config.schema import OffloadDevice, RunConfig
+from trainctl.hardware import Hardware
+from trainctl.options.engine import engine_of
+from trainctl.options.optimizer import Maker, spec_of
+from trainctl.plan.deepspeed import optimizer_parameter
+from trainctl.plan.learning_rate import lr_scale
+from trainctl.plan.optimizers import is_fused, maker
+from trainctl.plan.precision import formats
+from trainctl.plan.types import Batch, Mesh
+
+PREFIX = "fsdp2"
+
+
+def derived_settings(
+    config: RunConfig, hardware: Hardware, mesh: Mesh | None, batch: Batch | None
+) -> tuple[Derived, ...]:
+    """Every setting of the engine, as `trainctl.plan.deepspeed.derived_settings`."""
+    settings = (*_sharding(config), *_optimizer(config, hardware, batch))
+    return tuple(
+        Derived(
+            key=f"{PREFIX}.{item.key}", value=item.value, reason=item.reason, sources=item.sources
+        )
+        for item in settings
+    )
+
+
+def _sharding(config: RunConfig) -> Iterator[Derived]:
+    stage, compute = config.zero_stage.stage, formats(config.precision).weights
+    gradients = engine_of(config).gradients
+    assert gradients is not None
+    why = "gathered again for the backward pass" if stage == 3 else "kept until the backward pass"
+    yield Derived(
+        key="reshard_after_forward",
+        value=stage == 3,
+        reason=f"zero_stage.stage={stage}: weights are {why}",
+        sources=("zero_stage.stage",),
+    )
+    yield Derived(
+        key="param_dtype",
+        value=compute.value,
+        reason=f"precision.compute={config.precision.compute}: fp32 shards are cast when gathered",
+        sources=("precision.compute",),
+    )
+    yield Derived(
+        key="reduce_dtype", value=gradients.value, reason="whatever the weights are computed in"
+    )
+    yield Derived(
+        key="offload",
+        value=config.offload.parameters is not OffloadDevice.none,
+        reason="offload.parameters, with gradients and states",
+        sources=("offload.parameters",),
+    )
+    yield Derived(
+        key="pin_memory",
+        value=config.offload.pin_memory,
+        reason="offload.pin_memory",
+        sources=("offload.pin_memory",),
+    )
+    yield Derived(
+        key="reduce_every_micro_batch",
+        value=config.engine.reduce_every_micro_batch,  # type: ignore[attr-defined]
+        reason="engine.reduce_every_micro_batch",
+        sources=("engine.reduce_every_micro_batch",),
+    )
+
+
+def _optimizer(config: RunConfig, hardware: Hardware, batch: Batch | None) -> Iterator[Derived]:
+    """The class of torch's that updates, and its arguments."""
+    spec = spec_of(config.optimizer)
+    if maker(config, hardware) is not Maker.torch or spec.deepspeed is None:
+        return
+    scale = 1.0 if batch is None else lr_scale(config.optimizer, batch)
+    yield Derived(
+        key="optimizer.type",
+        value=spec.deepspeed.type,
+        reason=f"optimizer.kind={config.optimizer.kind}: torch's",
+        sources=("optimizer.kind",),
+    )
+    for parameter in spec.deepspeed.parameters:
+        yield optimizer_parameter(config, parameter, scale)
+    yield Derived(
+        key="optimizer.params.fused",
+        value=is_fused(config, hardware),
+        reason="one kernel updates all, on accelerators",
+        sources=("optimizer.fused",),
+    )
