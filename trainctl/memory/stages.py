@@ -171,7 +171,7 @@ def _stage_read(
 
 def _piece(parameter: Parameter, tensor: int) -> Piece:
     return Piece(
-        numel=_share(parameter.numel, tensor) if parameter.sharded else parameter.numel,
+        numel=_share(parameter.numel, tensor) if parameter.shares else parameter.numel,
         count=1,
         is_matrix=len(parameter.shape) > 1,
         in_block=parameter.block is not None,

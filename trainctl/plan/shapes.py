@@ -159,7 +159,7 @@ def all_tensors(model: ModelConfig) -> Iterator[TensorShape]:
             yield TensorShape(
                 name=parameter.name,
                 shape=parameter.shape,
-                sharded=parameter.sharded,
+                sharded=parameter.shares > 0,
                 embedding=parameter.role is Role.embedding,
             )
         return
