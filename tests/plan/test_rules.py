@@ -1396,10 +1396,10 @@ ERRORS = [
     ),
     (
         "TC086",
-        {"kernels__cross_entropy": "chunked", "model__family": "hf", "model__path": "m"},
+        {"kernels__cross_entropy": "liger_fused", "model__family": "hf", "model__path": "m"},
         gpus(),
         "is not known",
-        "kernels.cross_entropy=plain",
+        "kernels.cross_entropy=chunked",
     ),
     (
         "TC086",
@@ -1414,6 +1414,33 @@ ERRORS = [
         gpus(),
         "splits it",
         "kernels.cross_entropy=chunked",
+    ),
+    *(
+        ("TC375", {"kernels__mlp_tiles": 4, **beside}, gpus(), words, "kernels.mlp_tiles=1")
+        for beside, words in (
+            ({"model__family": "hf", "model__path": "m", "model__num_experts": 8}, "experts take"),
+            (
+                {
+                    "model__family": "hf",
+                    "model__path": "m",
+                    "model__anatomy": ["model.layers.0.fc1.weight 8x8 weight"],
+                },
+                "has no module for its feed-forward layer",
+            ),
+            ({"kernels__compile": "blocks"}, "compiles whole blocks"),
+            ({"activation_checkpointing__mode": "selective"}, "which is what tiles are to save"),
+            (
+                {"parallelism__tensor": 2, "parallelism__sequence_sharded_norms": True},
+                "along the sequence",
+            ),
+        )
+    ),
+    (
+        "TC375",
+        {"kernels__mlp_tiles": 1_000_000},
+        gpus(),
+        "a rank's micro-batch has",
+        "kernels.mlp_tiles=1",
     ),
     (
         "TC087",

@@ -188,7 +188,7 @@ def _stage_read(
 
 
 def _piece(parameter: Parameter, tensor: int, expert: int) -> Piece:
-    numel = _share(parameter.numel, tensor) if parameter.sharded else parameter.numel
+    numel = _share(parameter.numel, tensor) if parameter.shares else parameter.numel
     spread = expert if parameter.role is Role.expert else 1
     return Piece(
         numel=_share(numel, spread),

@@ -11,7 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import CrossEntropyKind, KernelsConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
-from trainctl.train.cross_entropy import chunked_cross_entropy, fuse_head
+from trainctl.train.cross_entropy import chunked_cross_entropy, fuse_head, own_head
 from trainctl.train.families import family_of
 from trainctl.train.routers import Routers
 from trainctl.train.tensor_parallel import (
@@ -139,16 +139,15 @@ class LanguageModel(WithLoss):
         return losses.sum()
 
     def _loss_without_logits(self, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
-        family = family_of(self.model)
-        head = getattr(self.model, family.head)
-        hidden = getattr(self.model, family.decoder)(**inputs).last_hidden_state
+        hidden = self.model.base_model(**inputs).last_hidden_state
         if self._kernels.cross_entropy is CrossEntropyKind.chunked:
             return chunked_cross_entropy(
-                head,
+                own_head(self.model),
                 hidden,
                 labels,
                 chunk_tokens=self._kernels.chunk_tokens,
                 loss=self.losses,
             )
+        head = getattr(self.model, family_of(self.model).head)
         loss: torch.Tensor = head(hidden, labels)
         return loss

@@ -30,7 +30,7 @@ class Load:
 
     Attributes:
         counts: Tokens of each expert of each sparse layer.
-        entropy: Of the routers' probabilities, in nats, over tokens and layers.
+        entropy: That of the routers' probabilities, in nats, over tokens and layers.
         auxiliary_loss: What it added to the loss; None without one.
         z_loss: Likewise.
     """
@@ -61,9 +61,6 @@ class Routers:
     Args:
         model: A whole skeleton.
         config: The run's.
-
-    Attributes:
-        are_there: Whether the model has any.
     """
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
@@ -85,10 +82,6 @@ class Routers:
         for layer, (router, module) in enumerate(routers_of(model)):
             router.register_forward_hook(partial(self._see_scores, layer))
             module.register_forward_pre_hook(partial(self._see_choice, layer))
-
-    @property
-    def are_there(self) -> bool:
-        return bool(self._layers)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _see_scores(self, layer: int, router: nn.Module, given: Any, made: Any) -> None:

@@ -136,6 +136,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC363", data.infilling_has_its_tokens),
     ("TC365", data.stream_has_its_place),
     ("TC370", architecture.state_ends_with_its_document),
+    ("TC375", kernels.tiles_are_of_dense_layers),
     ("TC390", experts.expert_axis_goes_with_the_rest),
     ("TC391", experts.balance_is_that_of_whole_sequences),
     ("TC405", engine.engine_has_what_is_asked),
