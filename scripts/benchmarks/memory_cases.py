@@ -25,6 +25,7 @@ from memory_settings import (
     set_loss,
     set_optimizer,
     set_precision,
+    set_tiles,
     stage_blocks_of,
     without_init,
     zero_stage_of,
@@ -254,6 +255,7 @@ def case_of(row: Row) -> Case:
     mesh, world = _mesh_of(row, is_deepspeed="deepspeed" in row.words("framework"))
     axes = config.parallelism
     axes.tensor, axes.pipeline, axes.sequence = mesh.tensor, mesh.pipeline, mesh.sequence
+    set_tiles(row, config)
     length, micro = config.training.sequence_length, config.training.micro_batch_size
     # Pipelines are run with more micro batches than stages; elsewhere a row rarely says.
     accumulation = mesh.pipeline if mesh.pipeline > 1 else 1

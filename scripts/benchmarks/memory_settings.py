@@ -242,6 +242,14 @@ def set_loss(row: Row, config: RunConfig) -> None:
         config.kernels.cross_entropy = CrossEntropyKind.chunked
 
 
+def set_tiles(row: Row, config: RunConfig) -> None:
+    """Feed-forward layers in as many tiles as a rank's tokens are multiples of the width
+    (ArcticTraining, TiledMLP)."""
+    if "tiledmlp" in row.words("loss", "caveat").replace(" ", ""):
+        tokens = config.training.sequence_length // config.parallelism.sequence
+        config.kernels.mlp_tiles = max(1, -(-tokens // config.model.hidden_size))
+
+
 def set_attention(row: Row, config: RunConfig) -> None:
     """transformers' eager attention, where a row says so; all others keep the same, and so does it
     where the scores are recomputed."""

@@ -30,7 +30,7 @@ from trainctl.config.schema import (
     OffloadDevice,
 )
 from trainctl.memory import constants
-from trainctl.memory.activations import BlockActivations, block_activations, compute_bytes
+from trainctl.memory.activations import BlockActivations, compute_bytes
 from trainctl.memory.constants import LogitBytes
 from trainctl.memory.engine import EngineMemory
 from trainctl.plan.types import Sketch
@@ -161,8 +161,6 @@ def logit_bytes_of(row: Row, engine: EngineMemory) -> LogitBytes:
 
 def block_of(row: Row, plan: Sketch, engine: EngineMemory) -> BlockActivations | None:
     """Activations of a block of the row's own code; None is transformers'."""
-    if "tiledmlp" in row.words("loss", "caveat").replace(" ", ""):
-        return _tiled(plan, engine)
     code = _code(row, plan.config.model)
     if code is None:
         return None
@@ -184,20 +182,6 @@ def block_of(row: Row, plan: Sketch, engine: EngineMemory) -> BlockActivations |
         element=2 if engine.weight_bytes == 2 or engine.autocast else 4,
         tensor=plan.mesh.tensor,
     )
-
-
-def _tiled(plan: Sketch, engine: EngineMemory) -> BlockActivations:
-    """A transformers block whose feed-forward layer goes through it in as many pieces as its hidden
-    states are wide (ArcticTraining, TiledMLP): of its inner width nothing is kept."""
-    model, element = plan.config.model, compute_bytes(plan)
-    whole = block_activations(
-        model,
-        sequence_length=plan.batch.sequence_length,
-        element=element,
-        autocast=engine.autocast,
-        liger=plan.config.kernels.liger,
-    )
-    return replace(whole, feed_forward=0, feed_forward_gradient=2 * element * model.hidden_size)
 
 
 TRANSFORMERS = (

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from anatomies import SMALL
 from plan_cases import config_with, gpus
 
 from trainctl.options import architectures
@@ -17,7 +18,12 @@ ROOT = Path(__file__).parents[2]
 def refusals(model_type, **axes):
     settings = {f"parallelism__{name}": value for name, value in axes.items()}
     config = config_with(
-        model__family="hf", model__path="m", model__model_type=model_type, **settings
+        model__family="hf",
+        model__path="m",
+        model__model_type=model_type,
+        model__num_layers=2,
+        model__anatomy=SMALL,
+        **settings,
     )
     return [item for item in resolve(config, gpus(8)).findings if item.rule == "TC014"]
 

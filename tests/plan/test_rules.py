@@ -504,6 +504,21 @@ ERRORS = [
             ),
         )
     ),
+    *(
+        (
+            "TC391",
+            {
+                **EXPERTS,
+                "parallelism__expert": 1,
+                f"experts__{name}": 0.1,
+                f"parallelism__{axis}": 2,
+            },
+            gpus(8),
+            f"experts.{name}=0.1 with parallelism.{axis}=2",
+            f"experts.{name}=0, or parallelism.{axis}=1",
+        )
+        for name, axis in (("auxiliary_loss", "sequence"), ("z_loss", "pipeline"))
+    ),
     (
         "TC031",
         {**EXPERTS, "zero_stage__stage": 0},
@@ -1381,10 +1396,10 @@ ERRORS = [
     ),
     (
         "TC086",
-        {"kernels__cross_entropy": "chunked", "model__family": "hf", "model__path": "m"},
+        {"kernels__cross_entropy": "liger_fused", "model__family": "hf", "model__path": "m"},
         gpus(),
         "is not known",
-        "kernels.cross_entropy=plain",
+        "kernels.cross_entropy=chunked",
     ),
     (
         "TC086",
@@ -1399,6 +1414,33 @@ ERRORS = [
         gpus(),
         "splits it",
         "kernels.cross_entropy=chunked",
+    ),
+    *(
+        ("TC375", {"kernels__mlp_tiles": 4, **beside}, gpus(), words, "kernels.mlp_tiles=1")
+        for beside, words in (
+            ({"model__family": "hf", "model__path": "m", "model__num_experts": 8}, "experts take"),
+            (
+                {
+                    "model__family": "hf",
+                    "model__path": "m",
+                    "model__anatomy": ["model.layers.0.fc1.weight 8x8 weight"],
+                },
+                "has no module for its feed-forward layer",
+            ),
+            ({"kernels__compile": "blocks"}, "compiles whole blocks"),
+            ({"activation_checkpointing__mode": "selective"}, "which is what tiles are to save"),
+            (
+                {"parallelism__tensor": 2, "parallelism__sequence_sharded_norms": True},
+                "along the sequence",
+            ),
+        )
+    ),
+    (
+        "TC375",
+        {"kernels__mlp_tiles": 1_000_000},
+        gpus(),
+        "a rank's micro-batch has",
+        "kernels.mlp_tiles=1",
     ),
     (
         "TC087",
@@ -1466,6 +1508,13 @@ WARNINGS = [
         gpus(),
         "data.sources.code.on_bad_text has no effect",
     ),
+    (
+        "TC155",
+        {**EXPERTS, "experts__auxiliary_loss": 0.0},
+        gpus(),
+        "nothing keeps the 8 experts equally busy",
+    ),
+    ("TC099", {"experts__z_loss": 0.1}, gpus(), "experts.z_loss=0.1 has no effect"),
     ("TC018", {**MUP, "gradients__clip_value": 0.1}, gpus(1), "1 / 2 of the base's"),
     ("TC018", {**MUP, "gradients__noise": 0.1}, gpus(1), "gradients.noise=0.1 with"),
     ("TC024", {"schedule__warmup_steps": 101}, gpus(), "longer than the run of 100 steps"),

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from anatomies import read_directory
 from rank_processes import tiny_config
 from transformers import AutoConfig
 
-from trainctl.config.hf import fill_from_directory
 from trainctl.config.schema import Accelerator, AttentionKind, DataType, ModelConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
@@ -112,7 +112,7 @@ def directory(folder: Path, kind: str) -> ModelConfig:
     folder.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.for_model(kind, **{**SHAPE, **ARCHITECTURES[kind]})
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    model = fill_from_directory(ModelConfig(name="hf", family="hf", path=str(folder)))
+    model = read_directory(ModelConfig(name="hf", family="hf", path=str(folder)))
     return replace(model, attention=AttentionKind.eager) if kind in EAGER else model
 
 

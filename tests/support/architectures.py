@@ -47,6 +47,7 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "n_inner": 48}
+GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 150000.0,
@@ -67,7 +68,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "starcoder2": {},
     "glm4": HEADS,
-    "granite": {},
+    "granite": {"logits_scaling": 3.0},
     "cohere2": HEADS,
     "smollm3": {},
     "mixtral": EXPERTS,

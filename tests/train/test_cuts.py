@@ -1,13 +1,54 @@
 """Other architectures along the axes that may cut them: the curve of one process."""
 
 import pytest
+import torch
 from architecture_cases import COLUMNS, PAIRS, directory, plan
 from parity_cases import TOLERANCE, Difference
 from rank_processes import Case, curve, train_cases
 
+from trainctl.config.anatomy import anatomy_of
+from trainctl.engines.mesh import Axis
+from trainctl.memory.stages import stages_of
 from trainctl.runs.layout import RunPaths
+from trainctl.train.build import whole_pieces
+from trainctl.train.model import skeleton
+from trainctl.train.tensor_parallel import shard_model
 
 FEW = 6
+
+
+def on_rank(model, index, size):
+    """The pieces that a tensor rank has of a directory's model."""
+    built = skeleton(model, torch.float32)
+    axis = Axis(index, tuple(range(size)), None)
+    return shard_model(built, whole_pieces(built), axis, sequence_sharded_norms=False)
+
+
+@pytest.mark.parametrize("kind", ["phi3", "olmo2", "gpt_neox", "starcoder2", "qwen3_moe"])
+def test_a_rank_has_what_its_budget_counts(kind, tmp_path):
+    model = directory(tmp_path, kind)
+    pieces = on_rank(model, 1, 2)
+    (stage,) = stages_of(anatomy_of(model.anatomy), tensor=2)
+    assert sum(parameter.numel() for parameter in pieces) == stage.parameters
+    whole = sum(piece.shape.numel() for piece in pieces.values())
+    assert sum(parameter.numel() for parameter in pieces) < 0.6 * whole
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+def test_experts_are_shared_out_by_their_width(kind, tmp_path):
+    model = directory(tmp_path, kind)
+    shapes = {piece.name: tuple(p.shape) for p, piece in on_rank(model, 0, 2).items()}
+    experts = "model.layers.1.mlp.experts"
+    inside = {"deepseek_v3": ((4, 32, 64), (4, 64, 16)), "gpt_oss": ((4, 64, 32), (4, 16, 64))}
+    assert (shapes[f"{experts}.gate_up_proj"], shapes[f"{experts}.down_proj"]) == inside[kind]
+
+
+def test_what_does_not_divide_is_refused_before_a_launch(tmp_path):
+    model = directory(tmp_path, "deepseek_v3")  # its attention is not cut: only widths count
+    (finding,) = plan(model, {"tensor": 3}, steps=1)
+    assert finding.rule == "TC003"
+    assert "tensor=3 does not divide the units of model.layers.1.mlp" in finding.message
+    assert finding.hint == "parallelism.tensor=2 or 4"
 
 
 @pytest.mark.slow

@@ -43,14 +43,15 @@ class Parameter:
         shape: Its sizes.
         role: What it is for.
         block: Number of its block; None is outside of them.
-        sharded: Whether transformers' tensor plan splits it.
+        shares: Equal parts that tensor ranks may divide among themselves: heads, or columns of a
+            feed-forward layer; 0 where each rank has all of it.
     """
 
     name: str
     shape: tuple[int, ...]
     role: Role
     block: int | None = None
-    sharded: bool = False
+    shares: int = 0
 
     @property
     def numel(self) -> int:
@@ -222,7 +223,8 @@ class Anatomy:
             yield "model", "recurrent"
         for parameter in self.parameters:
             words = [_sizes(parameter.shape), parameter.role.value]
-            yield parameter.name, " ".join(words + ["sharded"] * parameter.sharded)
+            words += [f"shares={parameter.shares}"] if parameter.shares else []
+            yield parameter.name, " ".join(words)
         for name, of in self.ties:
             yield name, f"tied {of}"
         for buffer in self.buffers:
@@ -237,7 +239,7 @@ class Anatomy:
             yield block.name, " ".join(words)
 
 
-_TENSOR = re.compile(r"(\d+(?:x\d+)*|scalar) (\w+)( sharded)?")
+_TENSOR = re.compile(r"(\d+(?:x\d+)*|scalar) (\w+)(?: shares=(\d+))?")
 _BLOCK = re.compile(r"block (\d+)(?: experts=(\d+)/(\d+))?((?: attention=\d+x\d+x\d+(?:@\d+)?)*)")
 _ATTENTION = re.compile(r"(\d+)x(\d+)x(\d+)(?:@(\d+))?")
 
@@ -289,7 +291,7 @@ def _tensor(name: str, said: str, blocks: dict[str, int]) -> Parameter | SavedBu
     found = _TENSOR.fullmatch(said)
     if found is None or found[2] not in {"buffer", *(role.value for role in Role)}:
         raise _no_entry(name, said)
-    sizes, role, sharded = found.groups()
+    sizes, role, shares = found.groups()
     shape = () if sizes == "scalar" else tuple(map(int, sizes.split("x")))
     if role == "buffer":
         return SavedBuffer(name=name, shape=shape)
@@ -298,7 +300,7 @@ def _tensor(name: str, said: str, blocks: dict[str, int]) -> Parameter | SavedBu
         shape=shape,
         role=Role(role),
         block=block_of(name, blocks),
-        sharded=sharded is not None,
+        shares=int(shares or 0),
     )
 
 

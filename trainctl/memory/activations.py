@@ -7,7 +7,7 @@ below ``e`` is the element size of the compute type; all sizes are those of one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainctl.config.schema import (
     Accelerator,
@@ -149,6 +149,21 @@ def block_activations(
     )
 
 
+def in_tiles(block: BlockActivations, tiles: int, *, beside: int) -> BlockActivations:
+    """A block whose feed-forward layer goes in tiles, each computed again in its turn.
+
+    Args:
+        block: As it is in one piece.
+        tiles: Number of tiles.
+        beside: Bytes per token of the gradients to the layer's output and of its input, which are
+            there for all tokens.
+    """
+    if tiles == 1:
+        return block
+    inside = block.feed_forward + max(block.feed_forward_gradient - beside, 0)
+    return replace(block, feed_forward=0, feed_forward_gradient=round(inside / tiles) + beside)
+
+
 def stage_activations(
     plan: Sketch,
     *,
@@ -178,6 +193,8 @@ def stage_activations(
         autocast=autocast,
         liger=plan.config.kernels.liger,
     )
+    beside = plan.config.model.hidden_size * (element + (FP32 if autocast else element))
+    block = in_tiles(block, plan.config.kernels.mlp_tiles, beside=beside)
     if settings is None:
         backward = block.backward_extra(block.saved)
         return StageActivations(

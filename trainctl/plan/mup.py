@@ -56,7 +56,7 @@ def kind_of(name: str, shape: tuple[int, ...]) -> TensorKind:
         name: Canonical name, of a family with a shape of ours.
         shape: Of the whole tensor. A tied output projection is the embedding.
     """
-    if len(shape) < 2:
+    if len(shape) < 2 or name.endswith("bias"):  # the biases of all experts are one tensor
         return TensorKind.vector
     heads, embeddings = _ends()
     if name.endswith(heads):

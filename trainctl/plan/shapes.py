@@ -17,6 +17,9 @@ from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
 from trainctl.options.model import Family, Region, spec_of
 
+FEED_FORWARD = ("mlp", "ffn", "feed_forward")
+"""Names that architectures give to the feed-forward layer of a block."""
+
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 
 
@@ -156,7 +159,7 @@ def all_tensors(model: ModelConfig) -> Iterator[TensorShape]:
             yield TensorShape(
                 name=parameter.name,
                 shape=parameter.shape,
-                sharded=parameter.sharded,
+                sharded=parameter.shares > 0,
                 embedding=parameter.role is Role.embedding,
             )
         return

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from trainctl.config.anatomy import anatomy_of
 from trainctl.config.codec import to_plain
 from trainctl.config.hub import fetch_weights
 from trainctl.config.safetensors_files import (
@@ -27,9 +28,6 @@ NOT_ITS_WEIGHTS, NO_WEIGHTS, LEFT_OVER = "TC148", "TC145", "TC149"
 
 HARMLESS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "lm_head.weight")
 """Ends of names of what some files hold beside the parameters: tables, masks, a tied head."""
-
-BUFFERS = ("e_score_correction_bias",)
-"""Ends of names of what is read beside the parameters."""
 
 DECODERS = ("model.", "transformer.")
 
@@ -96,17 +94,17 @@ def _by_its_own_names(
     missing: list[str] = []
     others: list[str] = []
     unreadable: list[str] = []
-    for tensor in all_tensors(model):
-        name = next((name for name in _names(tensor.name) if name in stored), None)
+    for own, shape in _tensors(model):
+        name = next((name for name in _names(own) if name in stored), None)
         if name is None:
-            missing.append(tensor.name)
+            missing.append(own)
             continue
         used.add(name)
         found = stored[name]
         if found.dtype not in READABLE:
             unreadable.append(f"{name} in {found.dtype}")
-        elif found.shape != tensor.shape:
-            sizes = f"{list(found.shape)} in {found.file}, and the model's is {list(tensor.shape)}"
+        elif found.shape != shape:
+            sizes = f"{list(found.shape)} in {found.file}, and the model's is {list(shape)}"
             others.append(f"{name} is {sizes}")
     problems = []
     if missing:
@@ -115,10 +113,14 @@ def _by_its_own_names(
         problems.append(some(others))
     if unreadable:
         problems.append(f"quantised weights are not read: {some(unreadable)}")
-    left = [name for name in stored if name not in used]
-    if model.is_directory:
-        left = [name for name in left if not name.endswith(BUFFERS)]
-    return problems, left
+    return problems, [name for name in stored if name not in used]
+
+
+def _tensors(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What a model's weights consist of: parameters, and buffers that are published with them."""
+    yield from ((tensor.name, tensor.shape) for tensor in all_tensors(model))
+    if model.anatomy:
+        yield from ((buffer.name, buffer.shape) for buffer in anatomy_of(model.anatomy).buffers)
 
 
 def _names(name: str) -> Iterator[str]:

@@ -318,7 +318,7 @@ class Space:
         model = self.config.model
         tensor, pipeline, sequence = axes
         heads, key_heads = model.num_attention_heads, shapes.key_value_heads(model)
-        if any(n % tensor for n in (heads, key_heads, model.intermediate_size, model.vocab_size)):
+        if any(n % tensor for n in (heads, key_heads, model.intermediate_size)):
             return False
         if heads // tensor % sequence or self.config.training.sequence_length % sequence:
             return False

@@ -37,6 +37,7 @@ from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
 from trainctl.engines import declared
 from trainctl.engines.patches import At
 from trainctl.errors import TrainctlError
+from trainctl.train.cuts import shares_of
 from trainctl.train.fake import in_words, way_out
 from trainctl.train.model import blocks, transformers_config
 
@@ -49,9 +50,6 @@ COUNTED = "trainctl_counted"
 SHARED = ("shared_expert", "shared_mlp")
 ROUTER = re.compile(r"(?:^|\.)(?:gate|router)(?:\.|$)")
 """Parts of the names of what stands beside experts."""
-
-SPLIT = ("colwise", "rowwise")
-"""Parts of the names of transformers' styles that cut a matrix."""
 
 
 def anatomy(model: ModelConfig) -> Anatomy:
@@ -171,6 +169,7 @@ class _Reader:
         names = {self._modules[block]: number for number, block in enumerate(self._blocks)}
         parameters = {tensor: name for name, tensor in built.named_parameters()}
         aliases = built.named_parameters(remove_duplicate=False)
+        shares = shares_of(built)
         return Anatomy(
             parameters=tuple(
                 Parameter(
@@ -178,7 +177,7 @@ class _Reader:
                     shape=tuple(tensor.shape),
                     role=self._role(name, tensor),
                     block=block_of(name, names),
-                    sharded=self._is_sharded(name),
+                    shares=shares.get(name, 0),
                 )
                 for tensor, name in parameters.items()
             ),
@@ -254,13 +253,6 @@ class _Reader:
         if "norm" in type(module).__name__.lower():
             return Role.norm
         return Role.bias if own.endswith("bias") else Role.weight
-
-    def _is_sharded(self, name: str) -> bool:
-        plan = self._built.tp_plan
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-        style = plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")
-        is_cut = any(part in style for part in SPLIT)
-        return is_cut and not (name.endswith("bias") and "rowwise" in style)
 
 
 def kinds_of(built: PreTrainedModel) -> list[int]:

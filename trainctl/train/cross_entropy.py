@@ -7,15 +7,58 @@ few tokens at a time.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_utils import PreTrainedModel
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def own_head(model: PreTrainedModel) -> Head:
+    """What a model's own code does between its last hidden states and its logits.
+
+    That is a product, with a scale before it or a cap behind it in some architectures: so it is not
+    written again, but run, on hidden states that are given to it in place of the decoder's.
+    """
+    shell = copy.copy(model)  # the same head, with all that hooks do around it
+    given = _Given()
+    shell._modules = {**model._modules, model.base_model_prefix: given}
+
+    def head(states: torch.Tensor) -> torch.Tensor:
+        given.states = states
+        logits: torch.Tensor = shell.forward(use_cache=False).logits
+        return logits
+
+    return head
+
+
+class _Given(nn.Module):
+    """In the place of a decoder: what it would have computed."""
+
+    states: torch.Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> _Output:
+        return _Output(self.states)
+
+
+class _Output:
+    """A decoder's, with nothing but its last hidden states."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        assert place == 0
+        return self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def chunked_cross_entropy(

@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from trainctl.errors import TrainctlError
 from trainctl.options.model import Family, Region, of_type
@@ -131,15 +133,61 @@ def cut_of(model: PreTrainedModel) -> Cut:
     return from_plans(model) if family is None else Cut.of_family(family)
 
 
+def shares_of(model: PreTrainedModel) -> dict[str, int]:
+    """Equal parts of each parameter that tensor ranks divide among themselves, by canonical name.
+
+    Heads of attention, columns of a feed-forward layer or of each expert, tokens of a vocabulary;
+    parameters that every rank has whole are left out, and so are all of a model that cannot be cut.
+    """
+    try:
+        where = cut_of(model)
+    except TrainctlError:
+        return {}
+    decoder = getattr(model, where.decoder)
+    shares: dict[nn.Parameter, int] = {}
+    for owner in (getattr(decoder, where.embedding), getattr(model, where.head)):
+        shares |= dict.fromkeys(owner.parameters(), model.config.vocab_size)
+    for block in getattr(decoder, where.blocks):
+        for region in where.regions:
+            if has_parts(block, region.module, (*region.columns, region.row)):
+                module = block.get_submodule(region.module)
+                shares |= _shares_in(module, region, model.config.num_attention_heads)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[parameter]: count for parameter, count in shares.items()} if where.regions else {}
+
+
+def _shares_in(module: Any, region: Region, heads: int) -> dict[nn.Parameter, int]:
+    """Of one region."""
+    row = getattr(module, region.row)
+    if region.is_experts:
+        width = row.shape[1 if getattr(module, "is_transposed", False) else 2]
+        return {getattr(module, name): width for name in (*region.columns, region.row)}
+    matrix = row.weight
+    width = matrix.shape[0 if isinstance(row, Conv1D) else 1]
+    units = heads if hasattr(module, "is_causal") else width  # attention is cut by heads
+    found = {matrix: units} | {getattr(module, name): units for name in region.values}
+    for name in region.columns:
+        layer = getattr(module, name)
+        own = units
+        if hasattr(module, "num_key_value_groups") and len(region.columns) == 3:
+            own = layer.out_features * heads // width
+        elif region.is_uneven:
+            own = heads // module.num_key_value_groups
+        found |= dict.fromkeys(layer.parameters(), own)
+    return found
+
+
 def from_plans(model: PreTrainedModel) -> Cut:
     """As transformers' plans say, and the module tree where these are silent."""
     config, own = model.config, OWN.get(model.config.model_type)
     order = own.pipeline if own and own.pipeline else tuple(config.base_model_pp_plan or ())
     styles = own.tensor if own and own.tensor else config.base_model_tp_plan or {}
     decoder = model.base_model
-    blocks = _only(model, (n for n in order if isinstance(getattr(decoder, n), nn.ModuleList)))
+    parts = {name: getattr(decoder, name, None) for name in order}
+    blocks = _only(model, (n for n, part in parts.items() if isinstance(part, nn.ModuleList)))
     before, after = order[: order.index(blocks)], order[order.index(blocks) + 1 :]
-    embedding = next(n for n in before if getattr(decoder, n) is model.get_input_embeddings())
+    looked_up = model.get_input_embeddings()
+    embedding = _only(model, (name for name in before if parts[name] is looked_up))
     return Cut(
         decoder=model.base_model_prefix,
         embedding=embedding,

@@ -1,4 +1,4 @@
-"""Other code for the same mathematics: Liger's kernels, and compiled blocks."""
+"""Other code for the same mathematics: Liger's kernels, tiles, and compiled blocks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import CompileKind, KernelsConfig
 from trainctl.train.model import blocks
+from trainctl.train.tiles import tile_feed_forward
 
 
 def apply_kernels(model: PreTrainedModel, config: KernelsConfig) -> None:
@@ -23,6 +24,8 @@ def apply_kernels(model: PreTrainedModel, config: KernelsConfig) -> None:
     """
     if config.liger:
         _use_liger(model)
+    if config.mlp_tiles > 1:
+        tile_feed_forward(model, config.mlp_tiles)
     if config.compile is CompileKind.blocks:
         compile_blocks(model)
 

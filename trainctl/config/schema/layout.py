@@ -237,6 +237,12 @@ class KernelsConfig:
     chunk_tokens: int = option(
         1024, "chunked: tokens whose logits exist at once.", unit="tokens", minimum=1
     )
+    mlp_tiles: int = option(
+        1,
+        "Parts of a micro-batch's tokens that go through a feed-forward layer one after the other, "
+        "and are computed again in the backward pass; for long sequences.",
+        minimum=1,
+    )
     compile: CompileKind = option(
         CompileKind.none,
         "blocks: torch.compile of each decoder block; deepcompile: DeepSpeed's compiler of the "

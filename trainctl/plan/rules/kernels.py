@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trainctl.config.anatomy import anatomy_of
 from trainctl.config.schema import (
     Accelerator,
     CompileKind,
@@ -16,6 +17,7 @@ from trainctl.errors import Finding
 from trainctl.options.activation_checkpointing import checkpointing_of
 from trainctl.options.model import architecture, families
 from trainctl.plan.rules.draft import Draft, error
+from trainctl.plan.shapes import FEED_FORWARD
 
 
 def liger_runs_here(draft: Draft) -> Iterator[Finding]:
@@ -58,12 +60,13 @@ def loss_sees_the_hidden_states(draft: Draft) -> Iterator[Finding]:
     if kind is CrossEntropyKind.plain:
         return
     known = architecture(config.model)
-    if known is None or not known.has_plain_head:
+    is_fused = kind is CrossEntropyKind.liger_fused
+    if is_fused and (known is None or not known.has_plain_head):
         yield error(
             key,
             f"{key}={kind.value} with the {_architecture(config.model)} architecture: what it does "
             "between its last hidden states and its logits is not known",
-            f"{key}=plain",
+            f"{key}=chunked",
         )
     if config.parallelism.pipeline > 1:
         yield error(
@@ -72,13 +75,53 @@ def loss_sees_the_hidden_states(draft: Draft) -> Iterator[Finding]:
             "logits",
             f"{key}=plain, or parallelism.pipeline=1",
         )
-    if kind is CrossEntropyKind.liger_fused and config.parallelism.tensor > 1:
+    if is_fused and config.parallelism.tensor > 1:
         yield error(
             key,
             f"{key}=liger_fused needs the whole vocabulary, and parallelism.tensor="
             f"{config.parallelism.tensor} splits it",
             f"{key}=chunked",
         )
+
+
+def tiles_are_of_dense_layers(draft: Draft) -> Iterator[Finding]:
+    """A feed-forward layer goes in tiles where it treats each token by itself, whatever is kept."""
+    config = draft.config
+    tiles, key = config.kernels.mlp_tiles, "kernels.mlp_tiles"
+    if tiles == 1 or not config.trains_itself:
+        return
+    for why in _why_not_tiled(config):
+        yield error(key, f"{key}={tiles}: {why}", f"{key}=1")
+    if draft.batch is not None:
+        share = -(-draft.batch.sequence_length // max(config.parallelism.sequence, 1))
+        tokens = draft.batch.micro_batch_size * share
+        if tokens < tiles:
+            yield error(key, f"{key}={tiles}: a rank's micro-batch has {tokens} tokens", f"{key}=1")
+
+
+def _why_not_tiled(config: RunConfig) -> Iterator[str]:
+    kernels, model = config.kernels, config.model
+    anatomy = anatomy_of(model.anatomy) if model.anatomy else None
+    if (model.num_experts or 1) > 1 or (anatomy is not None and anatomy.has_experts):
+        yield (
+            "experts take each only the tokens that are sent to them, and what is counted of their "
+            "load is counted for each call"
+        )
+    elif anatomy is not None and not any(_in_feed_forward(p.name) for p in anatomy.parameters):
+        yield f"the {_architecture(model)} architecture has no module for its feed-forward layer"
+    if kernels.compile is not CompileKind.none:
+        yield f"kernels.compile={kernels.compile.value} compiles whole blocks"
+    if checkpointing_of(config.activation_checkpointing).keeps_products:
+        yield (
+            f"activation_checkpointing.mode={config.activation_checkpointing.mode} keeps what the "
+            "products inside of the layer give, which is what tiles are to save"
+        )
+    if config.parallelism.sequence_sharded_norms:
+        yield "parallelism.sequence_sharded_norms cuts the layer's output along the sequence"
+
+
+def _in_feed_forward(tensor: str) -> bool:
+    return any(f".{name}." in tensor for name in FEED_FORWARD)
 
 
 def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Finding]:

@@ -17,13 +17,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
+from trainctl.config.registry import new_section
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.engines.shards import Shard, read_shard
 from trainctl.errors import TrainctlError
+from trainctl.plan.groups import parameter_groups as plan_groups
 from trainctl.plan.identity import description
 from trainctl.runs.manifest import FORMAT, write_manifest
-from trainctl.train.build import materialise
+from trainctl.train.anatomy import anatomy
+from trainctl.train.build import materialise, whole_pieces
 from trainctl.train.export import export
+from trainctl.train.groups import parameter_groups as rank_groups
 from trainctl.train.initial import initial_laws
 from trainctl.train.model import skeleton
 from trainctl.train.tensor_file import write_tensors
@@ -119,6 +123,31 @@ def test_what_transformers_saves_is_read_and_what_is_exported_is_loaded(kind, tm
     )
     assert not any(report[part] for part in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert float((logits(back) - logits(ours)).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_plan_and_rank_have_the_same_groups(kind, tmp_path):
+    """Norms, biases (of all experts too) and embeddings undecayed, whatever they are called."""
+    made(kind).config.save_pretrained(tmp_path)
+    config = configured(of_directory(tmp_path, kind))
+    if not config.model.has_closed_form:
+        config.model.anatomy = anatomy(config.model).to_table()
+    config.optimizer = new_section("optimizer", "muon")
+    pieces = whole_pieces(skeleton(config.model, torch.float32))
+    names = {parameter: piece.name for parameter, piece in pieces.items()}
+    on_rank = {
+        group["name"]: {names[parameter] for parameter in group["params"]}
+        for group in rank_groups(pieces, config)
+    }
+    planned = {group.name: set(group.parameters) for group in plan_groups(config)}
+    assert on_rank == planned
+    spared = {
+        piece.name
+        for piece in pieces.values()
+        if len(piece.shape) < 2 or piece.name.endswith("bias") or piece.is_embedding
+    }
+    assert on_rank["undecayed"] - spared <= {"lm_head.weight"}
+    assert not spared & on_rank.get("decayed", set()) and not spared & on_rank["muon"]
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
