@@ -78,7 +78,6 @@ FOUND_ELSEWHERE = {
     "TC151": "The plan does not fit into a node's memory.",
     "TC152": "The plan does not fit onto a node's NVMe.",
     "TC154": "A tokenizer without a token that ends a document: they follow each other unmarked.",
-    "TC155": "A mixture of experts whose auxiliary loss is not trained with.",
     "TC156": "A tokenizer's file that is malformed.",
     "TC157": "A tokenizer whose ids are not those of the model.",
     "TC158": "A global batch that the ranks of no layout can share, of those that are searched.",

@@ -14,6 +14,7 @@ from small_model import SHAPE
 from trainctl.config.compose import Composed, compose, examine
 from trainctl.config.hub import fetch_weights
 from trainctl.errors import TrainctlError
+from trainctl.plan.experts import auxiliary_loss
 
 pytestmark = pytest.mark.usefixtures("nothing_is_traced")
 
@@ -102,21 +103,19 @@ def test_a_shape_that_transformers_would_not_read_is_refused(tmp_path: Path) -> 
         ("deepseek_v3", {"n_routed_experts": 8, "num_experts_per_tok": 2}),
     ],
 )
-def test_experts_are_read_and_their_balancing_is_not_silent(
+def test_experts_are_read_and_what_their_routers_are_to_learn(
     tmp_path: Path, kind: str, keys: dict[str, int]
 ) -> None:
-    found = composed(directory(tmp_path / "a", kind, router_aux_loss_coef=0.02, **keys))
-    model = found.config.model
+    """A weight of the balancing loss counts where transformers would add it."""
+    folder = directory(tmp_path / "a", kind, router_aux_loss_coef=0.02, **keys)
+    model = composed(folder).config.model
     assert (model.family, model.num_experts, model.experts_per_token) == ("hf", 8, 2)
-    (warning,) = found.findings
-    assert warning.rule == "TC155" and "router_aux_loss_coef=0.02" in warning.message
-    (warning,) = composed(directory(tmp_path / "b", kind, **keys)).findings
-    assert warning.rule == "TC155" and "router_aux_loss_coef" not in warning.message
-
-
-def test_experts_that_an_architecture_does_not_have_are_not_warned_of(tmp_path: Path) -> None:
-    found = composed(directory(tmp_path, "llama", num_local_experts=8, num_experts_per_tok=2))
-    assert "TC155" not in [finding.rule for finding in found.findings]
+    assert model.router_aux_loss_coef is None
+    switched = {**keys, "output_router_logits": True, "router_aux_loss_coef": 0.02}
+    asking = composed(directory(tmp_path / "b", kind, **switched)).config
+    assert asking.model.router_aux_loss_coef == 0.02 == auxiliary_loss(asking)
+    asking.experts.auxiliary_loss = 0.0
+    assert auxiliary_loss(asking) == 0.0
 
 
 def test_a_name_on_the_hub_says_what_to_do_without_a_network(

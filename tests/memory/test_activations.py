@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trainctl.config.schema import AttentionKind, ModelConfig
-from trainctl.memory.activations import block_activations
+from trainctl.memory.activations import block_activations, in_tiles
 
 BATCH, SEQUENCE = 2, 128
 MODELS = {
@@ -24,13 +24,17 @@ MODELS = {
 
 
 def traced_bytes_per_token(
-    model: ModelConfig, attention: str, dtype_name: str, *, autocast: bool = False
+    model: ModelConfig, attention: str, dtype_name: str, *, autocast: bool = False, tiles: int = 1
 ) -> float:
     """Bytes per token that autograd saves for one block, each storage counted once; under autocast
     to bf16 without the casts of the weights."""
     import torch
 
     hidden, block, arguments, shared = real_block(model, attention, dtype_name)
+    if tiles > 1:
+        from trainctl.train.tiles import tile_feed_forward
+
+        tile_feed_forward(block, tiles)
     ignored = {tensor.untyped_storage().data_ptr() for tensor in shared}
     saved = {}
 
@@ -130,6 +134,18 @@ def test_autocast_keeps_a_cast_for_each_product(family: str) -> None:
     ours = block_activations(model, sequence_length=SEQUENCE, element=2, autocast=True).saved
     traced = traced_bytes_per_token(model, "sdpa", "float32", autocast=True)
     assert ours == pytest.approx(traced, rel=0.005)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_nothing_inside_a_feed_forward_layer_in_tiles_is_kept(family: str) -> None:
+    whole = block_activations(MODELS[family], sequence_length=SEQUENCE, element=2)
+    beside = 2 * 2 * MODELS[family].hidden_size
+    ours = in_tiles(whole, 4, beside=beside)
+    traced = traced_bytes_per_token(MODELS[family], "sdpa", "bfloat16", tiles=4)
+    assert ours.saved == pytest.approx(traced, rel=0.005)
+    assert ours.saved == whole.saved - whole.feed_forward
+    assert ours.backward_extra(ours.saved) < whole.backward_extra(whole.saved) + whole.feed_forward
+    assert in_tiles(whole, 1, beside=beside) == whole
 
 
 def test_tensor_ranks_share_heads_and_feed_forward_but_not_norms() -> None:

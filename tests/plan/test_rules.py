@@ -504,6 +504,21 @@ ERRORS = [
             ),
         )
     ),
+    *(
+        (
+            "TC391",
+            {
+                **EXPERTS,
+                "parallelism__expert": 1,
+                f"experts__{name}": 0.1,
+                f"parallelism__{axis}": 2,
+            },
+            gpus(8),
+            f"experts.{name}=0.1 with parallelism.{axis}=2",
+            f"experts.{name}=0, or parallelism.{axis}=1",
+        )
+        for name, axis in (("auxiliary_loss", "sequence"), ("z_loss", "pipeline"))
+    ),
     (
         "TC031",
         {**EXPERTS, "zero_stage__stage": 0},
@@ -1493,6 +1508,13 @@ WARNINGS = [
         gpus(),
         "data.sources.code.on_bad_text has no effect",
     ),
+    (
+        "TC155",
+        {**EXPERTS, "experts__auxiliary_loss": 0.0},
+        gpus(),
+        "nothing keeps the 8 experts equally busy",
+    ),
+    ("TC099", {"experts__z_loss": 0.1}, gpus(), "experts.z_loss=0.1 has no effect"),
     ("TC018", {**MUP, "gradients__clip_value": 0.1}, gpus(1), "1 / 2 of the base's"),
     ("TC018", {**MUP, "gradients__noise": 0.1}, gpus(1), "gradients.noise=0.1 with"),
     ("TC024", {"schedule__warmup_steps": 101}, gpus(), "longer than the run of 100 steps"),

@@ -122,6 +122,12 @@ def test_recomputation_is_a_forward_pass_and_selective_less() -> None:
     assert every_other.recompute == pytest.approx(full.recompute / 2)
 
 
+def test_tiles_multiply_the_feed_forward_layers_once_more() -> None:
+    whole, tiles = time_of(), time_of(kernels__mlp_tiles=8)
+    assert 1.1 < tiles.compute / whole.compute < 1.34
+    assert tiles.recompute == whole.recompute == 0
+
+
 def test_the_bubble_is_that_of_one_forward_one_backward() -> None:
     for micro_batches in (4, 8, 32):
         time = time_of(parallelism__pipeline=4, training__gradient_accumulation_steps=micro_batches)

@@ -130,13 +130,12 @@ class Trial:
         config = tiny_config(
             steps=steps,
             sequence_length=48,
-            precision__compute="fp32",
             zero_stage__stage=self.stage,
             parallelism__expert=self.expert,
             optimizer__lr=1e-3,
             optimizer__gradient_clipping=0.5,
             checkpoint__at_end=False,
-            **dict(self.settings),
+            **{"precision__compute": "fp32", **dict(self.settings)},
         )
         name = "-".join([self.kind, *map(str, self.to_experts)])
         config.model = mixture(folder / name, self.kind, to_experts=self.to_experts)

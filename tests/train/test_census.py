@@ -45,7 +45,7 @@ def plan(
 def predicted(of: RunPlan) -> int:
     """Bytes of one rank on the device, and offloaded from it."""
     engine = read_engine(of)
-    (stage,) = stages(of.config.model)
+    (stage,) = stages(of.config.model, expert=of.mesh.expert)
     host = host_budget(of, engine, stage, 0).components
     return resident(engine, stage, 0).total + sum(host.values()) // of.mesh.world_size
 

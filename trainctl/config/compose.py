@@ -18,7 +18,7 @@ from trainctl.config.catalog import BASE, Folder, find, not_read, search_folders
 from trainctl.config.check import Setting, check_setting
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.extends import check_extends
-from trainctl.config.hf import APPLIED, FILLED, NO_MODEL, fill_from_directory, warnings
+from trainctl.config.hf import APPLIED, FILLED, NO_MODEL, fill_from_directory
 from trainctl.config.kinds import keep_own_keys
 from trainctl.config.layers import TAKEN_BACK, Layer, Stack
 from trainctl.config.literals import literal_secrets
@@ -257,7 +257,7 @@ def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
         stack.apply([Setting(("model", name), value, set_by)])
     if not _has_error(findings):
         findings += _fill_anatomy(stack)
-    return findings + warnings(read)
+    return findings
 
 
 def _fill_anatomy(stack: Stack) -> list[Finding]:

@@ -13,9 +13,9 @@ from trainctl.config.keys import ValueProblem, accept, leaves
 from trainctl.config.registry import changed_section, load, names, new_section
 from trainctl.config.safetensors_files import has_pickled_weights, has_weights
 from trainctl.config.schema import ModelConfig, WeightsKind
-from trainctl.errors import Finding, Severity, TrainctlError
+from trainctl.errors import Finding, TrainctlError
 
-NO_MODEL, NO_SHAPE, NO_WEIGHTS, NOT_BALANCED = "TC113", "TC114", "TC145", "TC155"
+NO_MODEL, NO_SHAPE, NO_WEIGHTS = "TC113", "TC114", "TC145"
 
 NAMES = {
     "vocab_size": ("vocab_size",),
@@ -36,7 +36,15 @@ NAMES = {
 }
 """Field of ours, and the keys that transformers' configurations call it."""
 
-FILLED = ("name", "family", "model_type", "path", "initial_weights", *NAMES)
+FILLED = (
+    "name",
+    "family",
+    "model_type",
+    "path",
+    "initial_weights",
+    "router_aux_loss_coef",
+    *NAMES,
+)
 """Fields that `fill_from_directory` sets, besides a family's own."""
 
 APPLIED = ("name", "initializer_range")
@@ -98,29 +106,17 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
         model_type=kind or None,
         path=str(path.parent),
         initial_weights=_weights(model, path.parent),
+        router_aux_loss_coef=_asked_of_routers(raw),
         **accepted,
     )
     return filled
 
 
-def warnings(model: ModelConfig) -> list[Finding]:
-    """What the directory of a model asks for and training does not do."""
-    if not model.is_directory or (model.num_experts or 1) < 2:
-        return []
-    path, raw = _read(model.path)
-    asked = raw.get("router_aux_loss_coef")
-    ignored = "" if asked is None else f"router_aux_loss_coef={asked} has no effect: "
-    return [
-        replace(
-            _finding(
-                NOT_BALANCED,
-                f"{path}: {ignored}the loss is the cross entropy alone, and nothing keeps the "
-                "experts equally busy",
-                "watch the loss for experts that die out; for short fine-tuning it matters little",
-            ),
-            severity=Severity.warning,
-        )
-    ]
+def _asked_of_routers(raw: Mapping[str, Any]) -> float | None:
+    """Weight of the balancing loss, where transformers itself would add it."""
+    weight = raw.get("router_aux_loss_coef")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and weight >= 0
+    return float(weight) if is_number and raw.get("output_router_logits") is True else None
 
 
 def _weights(model: ModelConfig, folder: Path) -> str | None:

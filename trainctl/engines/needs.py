@@ -54,6 +54,7 @@ PART_OFFLOADED = Need("offload.ratio", lambda config: config.offload.ratio < 1)
 ZENFLOW = Need("offload.zenflow", lambda config: config.offload.zenflow)
 
 PIPELINE = Need("parallelism.pipeline", lambda config: config.parallelism.pipeline > 1)
+SPARSE = Need("model.num_experts", lambda config: (config.model.num_experts or 1) > 1)
 EXPERTS = Need("parallelism.expert", lambda config: config.parallelism.expert > 1)
 OWN_NORM = Need(
     "parallelism", lambda config: config.parallelism.pipeline > 1 or config.parallelism.expert > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainctl.engines.needs import EXPERTS, MUP, RECOMPUTED, TENSOR
+from trainctl.engines.needs import EXPERTS, MUP, RECOMPUTED, SPARSE, TENSOR
 from trainctl.engines.patches import At, How, Table, Use
 
 _MODELS = "transformers.models"
@@ -100,7 +100,8 @@ USES = (
         contains="experts_interface.get_interface(self.config._experts_implementation, "
         "original_forward)",
         names=("_experts_implementation", "_is_expert_parallel", "num_experts", "expert_axis"),
-        need=EXPERTS,
+        at=At.model,
+        need=SPARSE,
     ),
     Use(
         target="transformers.integrations.moe:grouped_mm_experts_forward",

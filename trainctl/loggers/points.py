@@ -16,6 +16,7 @@ TRAIN = {
     "grad_norms": "train/grad_norm",
     "clip_at": "train/clip_at",
     "z_loss": "train/z_loss",
+    "experts": "train/experts",
     "loss_scale": "train/loss_scale",
     "tokens": "train/tokens",
     "sources": "train/samples",

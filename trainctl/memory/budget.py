@@ -270,10 +270,12 @@ def _device_budget(sketch: Sketch, engine: EngineMemory, held: tuple[Stage, ...]
 
 def _stages(plan: Sketch, engine: EngineMemory, traced: TracedModel | None) -> tuple[Stage, ...]:
     """The pipeline's stages: of a traced model by what it is made of."""
-    model, tensor = plan.config.model, plan.mesh.tensor
+    model, tensor, expert = plan.config.model, plan.mesh.tensor, plan.mesh.expert
     if traced is not None and tensor == 1:
-        return stages_of(traced.anatomy, stage_blocks=plan.stage_blocks, traced=traced.block)
-    held = stages(model, tensor=tensor, stage_blocks=plan.stage_blocks)
+        return stages_of(
+            traced.anatomy, expert=expert, stage_blocks=plan.stage_blocks, traced=traced.block
+        )
+    held = stages(model, tensor=tensor, expert=expert, stage_blocks=plan.stage_blocks)
     if traced is None:
         return held
     closed = partial(
@@ -307,5 +309,8 @@ def _notes(plan: RunPlan, traced: TracedModel | None) -> list[str]:
     if config.kernels.compile is not CompileKind.none:
         notes.append("Compiled blocks are counted as transformers' own code: they keep less.")
     if plan.mesh.expert > 1:
-        notes.append("Experts are counted as if every replica had all of them.")
+        notes.append(
+            "Ranks of the expert axis are counted as equally busy: one that gets twice the mean "
+            "of tokens keeps twice as much of its experts' activations."
+        )
     return notes

@@ -99,7 +99,11 @@ class EngineMemory:
         return -(-elements // self.ranks)
 
     def optimized(self, elements: int) -> int:
-        """Elements whose master weights and moments are on one rank."""
+        """Elements whose master weights and moments are on one rank.
+
+        Args:
+            elements: Those here without ZeRO, those that are shared out with it.
+        """
         return elements if self.stage == 0 else self.share(elements)
 
     @property
@@ -115,7 +119,10 @@ class EngineMemory:
 
     def moments(self, stage: Stage) -> int:
         """Bytes of the optimizer's states of this stage's parameters, unpartitioned."""
-        return sum(self._moment_bytes(piece) * piece.total // 256 for piece in stage.pieces)
+        return sum(
+            self._moment_bytes(piece) * (piece.partitioned if self.stage else piece.total) // 256
+            for piece in stage.pieces
+        )
 
     def _moment_bytes(self, piece: Piece) -> int:
         """Bytes of all moments of 256 elements (so that 8-bit scales are whole numbers).

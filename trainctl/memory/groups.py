@@ -19,7 +19,8 @@ class Group:
     """A parameter group of a stage, unpartitioned.
 
     Attributes:
-        elements: Number in all its tensors on this rank, after tensor parallelism.
+        elements: Number in all its tensors on this rank, after tensor parallelism; with ZeRO those
+            that its ranks share out.
         largest: Number in the largest of them.
         uses_muon: Whether Muon updates them.
     """
@@ -31,11 +32,13 @@ class Group:
 
 def groups_of(config: RunConfig, stage: Stage) -> tuple[Group, ...]:
     """The groups of a stage, in the order of its tensors."""
-    found: dict[groups.GroupKey, Group] = {}
+    found: dict[tuple[groups.GroupKey, int], Group] = {}
     for piece, count, key in _keys(config, stage):
-        before = found.get(key, Group(elements=0, largest=0))
-        found[key] = Group(
-            elements=before.elements + count * piece.numel,
+        # Experts that other ranks have not are groups of their own.
+        before = found.get((key, piece.spread), Group(elements=0, largest=0))
+        numel = piece.numel * (piece.spread if config.zero_stage.stage else 1)
+        found[key, piece.spread] = Group(
+            elements=before.elements + count * numel,
             largest=max(before.largest, piece.numel),
             uses_muon=key.uses_muon,
         )

@@ -78,7 +78,7 @@ def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     if not engine.offloads_optimizer:
         return {}
     groups = engine.groups(stage)
-    own = engine.share(stage.parameters)
+    own = engine.share(stage.partitioned)
     staging = {"optimizer_staging": pinned(engine, engine.weight_bytes * own)}
     if engine.stage == 3:
         staging = {"gradients": pinned(engine, engine.gradient_bytes * own)}
@@ -109,7 +109,7 @@ def _offloaded_parameters(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     """Bytes per rank of a ZeRO-3 shard on the host, or of the buffers it passes through."""
     if not engine.offloads_parameters:
         return {}
-    own = engine.share(stage.parameters)
+    own = engine.share(stage.partitioned)
     if engine.offload.parameters is OffloadDevice.cpu:
         return {"parameters": pinned(engine, engine.weight_bytes * own)}
     kept = min(own, engine.offload.max_in_cpu)
@@ -150,7 +150,7 @@ def pinned(engine: EngineMemory, size: int) -> int:
 
 def nvme_bytes(plan: Sketch, engine: EngineMemory, stage: Stage) -> int:
     """Swap files on one machine: shard, master weights, moments, and swapped gradients."""
-    own = engine.share(stage.parameters)
+    own = engine.share(stage.partitioned)
     size = 0
     if engine.offloads_optimizer and engine.offload.optimizer is OffloadDevice.nvme:
         size += engine.master_bytes * own + engine.share(engine.moments(stage))

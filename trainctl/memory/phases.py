@@ -56,12 +56,12 @@ def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
     on_device = 1.0
     if engine.offloads_optimizer:
         on_device = engine.device_share_of_offload(engine.groups(stage))
-    own = int(engine.optimized(elements) * on_device)
+    own = int(engine.optimized(stage.partitioned if engine.stage else elements) * on_device)
     moments = engine.moments(stage)
     if engine.stage:
         moments = engine.share(moments)
     result = Components(
-        parameters=_weights(engine, elements),
+        parameters=_weights(engine, stage),
         master_weights=engine.master_bytes * own if engine.has_master else 0,
         optimizer_states=int(moments * on_device),
         weight_average=engine.average_bytes * own,
@@ -73,7 +73,7 @@ def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
         # temp_grad_buffer_for_gpu_offload (zero/stage_1_and_2.py).
         result = result.plus(communication_buffers=engine.weight_bytes * stage.largest)
     if engine.stage == 3:
-        kept = engine.share(elements) * engine.gradient_bytes
+        kept = engine.share(stage.partitioned) * engine.gradient_bytes
         # Offloaded gradients live with the optimizer; the part of it that stays keeps fp32 ones.
         result = result.plus(
             gradients=FP32 * own if engine.offloads_optimizer else kept,
@@ -85,11 +85,12 @@ def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
     return result
 
 
-def _weights(engine: EngineMemory, elements: int) -> int:
+def _weights(engine: EngineMemory, stage: Stage) -> int:
     """Bytes of weights on the device between uses."""
     if engine.stage < 3:
-        return engine.weight_bytes * elements
-    return 0 if engine.offloads_parameters else engine.weight_bytes * engine.share(elements)
+        return engine.weight_bytes * stage.parameters
+    own = engine.share(stage.partitioned)
+    return 0 if engine.offloads_parameters else engine.weight_bytes * own
 
 
 def _bucket(engine: EngineMemory, elements: int) -> int:
@@ -177,7 +178,7 @@ def _gradients(rank: RankMemory) -> int:
         return engine.gradient_bytes * elements
     if engine.stage == 3 or engine.offloads_optimizer:
         return 0
-    return engine.gradient_bytes * engine.share(elements)
+    return engine.gradient_bytes * engine.share(rank.stage.partitioned)
 
 
 def _reduction(rank: RankMemory) -> int:
@@ -202,10 +203,23 @@ def _reduction(rank: RankMemory) -> int:
     return size
 
 
+def _exchanged(rank: RankMemory) -> int:
+    """Bytes of the rows of one layer that travel to experts on other ranks, as they are sent and as
+    they are received: as many of either, where experts are equally busy."""
+    plan = rank.plan
+    if plan.mesh.expert == 1:
+        return 0
+    rows = tokens_per_rank(plan) * (plan.config.model.experts_per_token or 1)
+    return 2 * rows * plan.config.model.hidden_size * compute_bytes(plan)
+
+
 def _forward_end(rank: RankMemory) -> Components:
     """All activations and the loss of the last micro batch in flight."""
     return rank.resident.plus(
-        activations=rank.activations.forward_end + head_input(rank) + _sent_on(rank),
+        activations=rank.activations.forward_end
+        + head_input(rank)
+        + _sent_on(rank)
+        + _exchanged(rank),
         logits=logits(rank, rank.logit_bytes.forward) + fused_head(rank),
         gathered_parameters=_gathered(rank, rank.stage.head, turning=True),
         retained_weights=_retained(rank),
@@ -217,7 +231,7 @@ def _backward_start(rank: RankMemory) -> Components:
     """The fuller of two moments: the gradient of the logits, and the first block going backward."""
     engine, stage = rank.engine, rank.stage
     common = rank.resident.plus(
-        activations=rank.activations.forward_end + _sent_on(rank),
+        activations=rank.activations.forward_end + _sent_on(rank) + _exchanged(rank),
         retained_weights=_retained(rank),
     )
     loss = common.plus(
@@ -289,7 +303,7 @@ def _step(rank: RankMemory) -> Components:
     # (zero/stage_1_and_2.py step, zero/stage3.py _prepare_fp32_grad_for_sub_group).
     flat = engine.gradient_bytes * busiest
     cast = engine.master_bytes * busiest if engine.master_bytes != engine.gradient_bytes else 0
-    own = 0 if engine.stage == 3 else engine.gradient_bytes * engine.share(rank.stage.parameters)
+    own = 0 if engine.stage == 3 else engine.gradient_bytes * engine.share(rank.stage.partitioned)
     freed = min(own, flat)
     copying = rank.resident.plus(gradients=own, step_transient=flat + cast)
     updating = rank.resident.plus(gradients=own - freed, step_transient=(cast or flat) + update)

@@ -25,6 +25,8 @@ class Piece:
         factors: Rows and columns of a matrix, elements of a vector: what adafactor keeps of it.
         name: Canonical name, relative to the block where there are several; empty if it has none.
         is_expert: Whether only some tokens meet it: what `parallelism.expert` divides.
+        spread: Ranks that have a part of the whole tensor each, besides tensor ranks: as many times
+            fewer share out this part.
     """
 
     numel: int
@@ -35,10 +37,16 @@ class Piece:
     factors: int = 0
     name: str = ""
     is_expert: bool = False
+    spread: int = 1
 
     @property
     def total(self) -> int:
         return self.numel * self.count
+
+    @property
+    def partitioned(self) -> int:
+        """Elements that ZeRO's ranks, all of a stage's replicas, share out."""
+        return self.total * self.spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +80,11 @@ class Stage:
         return sum(piece.total for piece in self.pieces)
 
     @property
+    def partitioned(self) -> int:
+        """Elements that ZeRO's ranks share out: with experts that other ranks have."""
+        return sum(piece.partitioned for piece in self.pieces)
+
+    @property
     def largest(self) -> int:
         """Elements of the largest tensor."""
         return max((piece.numel for piece in self.pieces), default=0)
@@ -96,7 +109,7 @@ class Stage:
 
 
 def stages(
-    model: ModelConfig, *, tensor: int = 1, stage_blocks: Sequence[int] = ()
+    model: ModelConfig, *, tensor: int = 1, expert: int = 1, stage_blocks: Sequence[int] = ()
 ) -> tuple[Stage, ...]:
     """The stages of a pipeline, the embedding on the first, the head on the last.
 
@@ -105,12 +118,13 @@ def stages(
     Args:
         model: The model.
         tensor: Tensor-parallel size.
+        expert: Size of the expert axis.
         stage_blocks: Blocks of each stage; empty is one stage with all of them.
     """
     counts = tuple(stage_blocks) or (model.num_layers,)
     read = shapes.anatomy(model)
     if read is not None:
-        return stages_of(read, tensor=tensor, stage_blocks=counts)
+        return stages_of(read, tensor=tensor, expert=expert, stage_blocks=counts)
     return tuple(_stage(model, index, counts, tensor=tensor) for index in range(len(counts)))
 
 
@@ -118,6 +132,7 @@ def stages_of(
     read: Anatomy,
     *,
     tensor: int = 1,
+    expert: int = 1,
     stage_blocks: Sequence[int] = (),
     traced: BlockActivations | None = None,
 ) -> tuple[Stage, ...]:
@@ -126,12 +141,13 @@ def stages_of(
     Args:
         read: What it is made of.
         tensor: Tensor-parallel size.
+        expert: Size of the expert axis.
         stage_blocks: Blocks of each stage; empty is one stage with all of them.
         traced: What one of its blocks keeps.
     """
     counts = tuple(stage_blocks) or (len(read.blocks),)
     return tuple(
-        _stage_read(read, index, counts, tensor=tensor, traced=traced)
+        _stage_read(read, index, counts, tensor=tensor, expert=expert, traced=traced)
         for index in range(len(counts))
     )
 
@@ -142,6 +158,7 @@ def _stage_read(
     counts: Sequence[int],
     *,
     tensor: int,
+    expert: int,
     traced: BlockActivations | None,
 ) -> Stage:
     before = sum(counts[:index])
@@ -155,7 +172,8 @@ def _stage_read(
             return first or (last and read.has_tied_head)
         return last
 
-    pieces = [_piece(parameter, tensor) for parameter in read.parameters if is_here(parameter)]
+    here = filter(is_here, read.parameters)
+    pieces = [_piece(parameter, tensor, expert) for parameter in here]
     return Stage(
         index=index,
         blocks=counts[index],
@@ -169,9 +187,11 @@ def _stage_read(
     )
 
 
-def _piece(parameter: Parameter, tensor: int) -> Piece:
+def _piece(parameter: Parameter, tensor: int, expert: int) -> Piece:
+    numel = _share(parameter.numel, tensor) if parameter.shares else parameter.numel
+    spread = expert if parameter.role is Role.expert else 1
     return Piece(
-        numel=_share(parameter.numel, tensor) if parameter.shares else parameter.numel,
+        numel=_share(numel, spread),
         count=1,
         is_matrix=len(parameter.shape) > 1,
         in_block=parameter.block is not None,
@@ -179,6 +199,7 @@ def _piece(parameter: Parameter, tensor: int) -> Piece:
         factors=sum(parameter.shape),
         name=parameter.name,
         is_expert=parameter.role is Role.expert,
+        spread=spread,
     )
 
 

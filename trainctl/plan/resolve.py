@@ -21,6 +21,7 @@ from trainctl.plan.derive import (
     derive_total_steps,
     derive_warmup_steps,
 )
+from trainctl.plan.experts import reasons as expert_reasons
 from trainctl.plan.learning_rate import lr_scale
 from trainctl.plan.learning_rate import reasons as learning_rate_reasons
 from trainctl.plan.mup import reasons as mup_reasons
@@ -112,6 +113,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
             *optimizer_reasons(config, hardware),
             *learning_rate_reasons(config, batch),
             *mup_reasons(config),
+            *expert_reasons(config),
             *draft.settings,
             *passed,
         ),

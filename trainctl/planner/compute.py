@@ -102,7 +102,7 @@ def block_time(
     )
     forward = max(product_seconds + attention + traffic, starts)
     backward = max(
-        constants.BACKWARD_TO_FORWARD * product_seconds
+        (constants.BACKWARD_TO_FORWARD + _share_in_tiles(config)) * product_seconds
         + attention_backward
         + constants.BACKWARD_TRAFFIC * traffic,
         2 * starts,
@@ -113,6 +113,19 @@ def block_time(
         if checkpointing_of(config.activation_checkpointing).keeps_products
         else forward,
     )
+
+
+def _share_in_tiles(config: RunConfig) -> float:
+    """The share of a block's products that tiles multiply again in the backward pass."""
+    if config.kernels.mlp_tiles == 1:
+        return 0.0
+    inside = all_of = 0
+    for tensor in shapes.all_tensors(config.model):
+        if shapes.block_of(tensor.name) is not None and len(tensor.shape) > 1:
+            all_of += tensor.numel
+            in_layer = any(f".{name}." in tensor.name for name in shapes.FEED_FORWARD)
+            inside += tensor.numel if in_layer else 0
+    return inside / max(all_of, 1)
 
 
 def _attention(

@@ -8,6 +8,7 @@ back (arXiv:2006.16668). No token is dropped, so nothing depends on how the batc
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +21,66 @@ from trainctl.engines.mesh import Axis
 from trainctl.engines.shards import Pieces, Shard
 from trainctl.errors import TrainctlError
 
+BIAS = "e_score_correction_bias"
+"""Of routers that choose by biased scores (DeepSeek-V3 and what follows it): a buffer."""
+
 EXCHANGED = "trainctl_exchanged"
 """Name of the function among transformers' implementations of experts."""
+
+_groups: dict[str, dist.ProcessGroup] = {}
+"""Of the expert axes of this process, by name: an operation takes no other argument."""
 
 
 def expert_modules(model: nn.Module) -> list[Any]:
     """The modules that hold the experts of a layer in joined parameters, in the model's order."""
     # Set by the decorator of such classes (transformers.integrations.moe).
     return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+
+
+def routers_of(model: nn.Module) -> list[tuple[Any, Any]]:
+    """The router and the experts of each sparse layer, in the model's order.
+
+    A router stands beside its experts, and has a row of weights for each of them.
+    """
+    found = []
+    experts = set(expert_modules(model))
+    for parent in model.modules():
+        children = list(parent.children())
+        for module in (child for child in children if child in experts):
+            beside = [child for child in children if _has_rows(child, module.num_experts)]
+            if len(beside) == 1:
+                found.append((beside[0], module))
+    return found
+
+
+def _has_rows(module: nn.Module, count: int) -> bool:
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    return weight is not None and weight.dim() == 2 and weight.shape[0] == count
+
+
+def compute_in_fp32(model: nn.Module) -> None:
+    """Let the routers of a model with weights of 16 bits choose and weigh in fp32.
+
+    Scores that are rounded to bf16 are often equal, and then it is chance which expert is chosen
+    (arXiv:2101.03961, section 2.4).
+    """
+    for router, _ in routers_of(model):
+        router.forward = partial(_in_fp32, router)
+
+
+def _in_fp32(router: nn.Module, hidden: torch.Tensor) -> Any:
+    return type(router).forward(_InFp32(router), hidden.float())  # type: ignore[arg-type]
+
+
+class _InFp32:
+    """A router as its own code sees it, with its parameters in fp32."""
+
+    def __init__(self, router: nn.Module) -> None:
+        self._router = router
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._router, name)
+        return value.float() if isinstance(value, nn.Parameter) else value
 
 
 def cut_experts(model: nn.Module, pieces: Pieces, axis: Axis) -> Pieces:
@@ -52,6 +105,7 @@ def cut_experts(model: nn.Module, pieces: Pieces, axis: Axis) -> Pieces:
             hint="parallelism.expert=1",
         )
     ALL_EXPERTS_FUNCTIONS.register(EXCHANGED, exchanged_experts)
+    _groups[axis.group.group_name] = axis.group
     cut = dict(pieces)
     for module in modules:
         count = module.num_experts
@@ -90,17 +144,18 @@ def exchanged_experts(
     wanted = index.reshape(-1)
     order = torch.argsort(wanted, stable=True)  # by expert, and so by rank
     counts = torch.bincount(wanted, minlength=axis.size * local)
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=axis.group)
+    alike = [local] * axis.size
+    theirs = _exchange(counts, alike, alike, axis.group.group_name)
     # One synchronisation with the host: it has to know how many rows travel.
     sent, received = torch.stack([counts, theirs]).view(2, axis.size, local).sum(2).tolist()
-    rows = Exchange.apply(hidden[order // index.shape[1]], sent, received, axis)
+    group = axis.group.group_name
+    rows = Exchange.apply(hidden[order // index.shape[1]], sent, received, group)
     expert = torch.arange(local, device=rows.device).repeat(axis.size)
     expert = expert.repeat_interleave(theirs, output_size=rows.shape[0])
     # With one expert for each row transformers' function sorts them, multiplies and sorts back.
     each = expert.unsqueeze(1)
     rows = grouped_mm_experts_forward(self, rows, each, torch.ones_like(each, dtype=rows.dtype))
-    rows = Exchange.apply(rows, received, sent, axis)
+    rows = Exchange.apply(rows, received, sent, group)
     output = torch.empty_like(rows).index_copy(0, order, rows).view(*index.shape, -1)
     return (output * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
 
@@ -110,10 +165,11 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], axis: Axis
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: str
     ) -> torch.Tensor:
-        ctx.how = received, sent, axis
-        return _exchange(rows, sent, received, axis)
+        ctx.how = received, sent, group
+        exchanged: torch.Tensor = _exchange(rows, sent, received, group)
+        return exchanged
 
     @staticmethod
     @once_differentiable
@@ -121,7 +177,9 @@ class Exchange(torch.autograd.Function):
         return _exchange(gradient, *ctx.how), None, None, None
 
 
-def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], axis: Axis) -> torch.Tensor:
-    result = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=axis.group)
+@torch.library.custom_op("trainctl::exchange", mutates_args=())
+def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
+    """One operation to whoever keeps the results of some (`recompute.KEPT_OPERATIONS`)."""
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=_groups[group])
     return result

@@ -13,6 +13,7 @@ from trainctl.config.schema import CrossEntropyKind, KernelsConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.train.cross_entropy import chunked_cross_entropy, fuse_head, own_head
 from trainctl.train.families import family_of
+from trainctl.train.routers import Routers
 from trainctl.train.tensor_parallel import (
     Vocabulary,
     gather_vocabulary,
@@ -96,6 +97,7 @@ class LanguageModel(WithLoss):
         vocabulary: How it is split over tensor ranks, if it is.
         kernels: How the loss is computed.
         z_loss: Weight of the squared log-normalisers, when training.
+        routers: Those of its experts, if they add to the loss.
 
     Attributes:
         last_z_loss: Their part of the last loss, without a gradient; None where there is none.
@@ -107,23 +109,27 @@ class LanguageModel(WithLoss):
         vocabulary: Vocabulary | None,
         kernels: KernelsConfig,
         z_loss: float = 0.0,
+        routers: Routers | None = None,
     ) -> None:
         super().__init__(vocabulary, z_loss)
         self.model = model
         self.last_z_loss: torch.Tensor | None = None
-        self._kernels = kernels
+        self._kernels, self._routers = kernels, routers
         if kernels.cross_entropy is CrossEntropyKind.liger_fused:
             fuse_head(getattr(model, family_of(model).head), IGNORED_LABEL, z_loss)
 
     def forward(self, inputs: dict[str, Any], labels: torch.Tensor | None = None) -> torch.Tensor:
         """The summed loss; without labels the logits, (samples, length, vocabulary)."""
         self.last_z_loss = None
-        if labels is not None and self._kernels.cross_entropy is not CrossEntropyKind.plain:
-            return self._added_up(self._loss_without_logits(inputs, labels))
-        logits: torch.Tensor = self.model(**inputs).logits
-        if labels is not None:
-            return self._added_up(self.losses(logits, labels))
-        return self.of_all_tokens(logits)
+        if labels is None:
+            return self.of_all_tokens(self.model(**inputs).logits)
+        if self._kernels.cross_entropy is CrossEntropyKind.plain:
+            losses = self.losses(self.model(**inputs).logits, labels)
+        else:
+            losses = self._loss_without_logits(inputs, labels)
+        loss = self._added_up(losses)
+        added = self._routers.added_loss(labels) if self._routers is not None else None
+        return loss if added is None else loss + added
 
     def _added_up(self, losses: torch.Tensor) -> torch.Tensor:
         """The loss to differentiate, of one or of two."""

@@ -21,6 +21,7 @@ from trainctl.config.schema import AttentionKind, DataType, ModelConfig
 from trainctl.errors import TrainctlError
 from trainctl.options.model import spec_of
 from trainctl.plan.shapes import head_dim, key_value_heads
+from trainctl.train.experts import compute_in_fp32
 from trainctl.train.mup import apply_multipliers
 from trainctl.train.tensors import persistent_buffers
 from trainctl.train.user_code import load
@@ -76,6 +77,8 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
         if buffer.tensor.is_floating_point():
             setattr(buffer.module, buffer.key, buffer.tensor.float())
     apply_multipliers(built, model)
+    if dtype is not torch.float32:
+        compute_in_fp32(built)
     built.train()
     return built
 

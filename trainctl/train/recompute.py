@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +35,9 @@ KEPT_OPERATIONS = frozenset(
         "aten::mm",
         "aten::addmm",
         "aten::_scaled_mm",
+        "aten::_grouped_mm",
+        "transformers::grouped_mm_fallback",
+        "trainctl::exchange",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",
@@ -42,8 +46,16 @@ KEPT_OPERATIONS = frozenset(
         "flash_attn::_flash_attn_varlen_forward",
     }
 )
-"""Products with weights, and attention as one kernel: nearly all of a block's arithmetic. Batched
-products are not among them, since eager attention makes its scores with those."""
+"""Products with weights, and attention as one kernel: nearly all of a block's arithmetic; and what
+experts on other ranks take and give. Batched products are not among them, since eager attention
+makes its scores with those."""
+
+_repeats: ContextVar[bool] = ContextVar("repeats", default=False)
+
+
+def is_recomputing() -> bool:
+    """Whether a block is being run for the second time, in the backward pass."""
+    return _repeats.get()
 
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -114,8 +126,12 @@ class Recompute:
                 hidden,
                 *others,
                 use_reentrant=False,
-                context_fn=self.contexts,
+                context_fn=self._both,
             )
+
+    def _both(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, again = self.contexts()
+        return first, _repeating(again)
 
     def _where_it_waits(self, hidden: torch.Tensor) -> AbstractContextManager[None]:
         """Hooks for what the checkpoint itself saves: its inputs. Masks and the like, which all
@@ -133,6 +149,16 @@ class Recompute:
             return packed.back() if isinstance(packed, _Waiting) else packed
 
         return saved_tensors_hooks(pack, unpack)
+
+
+@contextmanager
+def _repeating(inside: AbstractContextManager[Any]) -> Iterator[None]:
+    token = _repeats.set(True)
+    try:
+        with inside:
+            yield
+    finally:
+        _repeats.reset(token)
 
 
 @dataclass(frozen=True)

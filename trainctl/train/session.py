@@ -44,6 +44,7 @@ from trainctl.train.pipeline import PipelineStage, cut_to_stage, tied_weight
 from trainctl.train.recompute import wrap_blocks
 from trainctl.train.replay import Replay
 from trainctl.train.restore import newest_intact, weights_of
+from trainctl.train.routers import Routers
 from trainctl.train.stability import Guard
 from trainctl.train.state import OptimizerState
 from trainctl.train.tensor_parallel import shard_model, sum_partial_gradients, vocabulary_of
@@ -68,6 +69,7 @@ class Session:
         guard: Judges each step before its update.
         norms: Those of the last updates, and what the gradient is clipped at.
         learning_rate: The schedule's, and what evaluations and rewinds make of it.
+        routers: Those of the model's experts.
         replay: Steps that an earlier attempt has done already, to compare with.
         resumed_from: The checkpoint that this attempt goes on from, if any.
         passed_over: What is wrong with the newer ones.
@@ -91,6 +93,7 @@ class Session:
     guard: Guard
     norms: NormHistory
     learning_rate: LearningRate
+    routers: Routers
     shapes: dict[str, list[int]]
     wrapped_blocks: int
     replay: Replay
@@ -143,6 +146,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     mesh = join_mesh(plan.mesh, process.rank, process.timeout)
     model = skeleton(config.model, TORCH_TYPES[formats(config.precision).weights])
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    routers = Routers(model, config)
     if checkpoint is not None:
         checkpoint.check(config.model, shapes)
     tensor_group = mesh.tensor.group if mesh.tensor.size > 1 else None
@@ -162,7 +166,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         buffers,
     )
     apply_kernels(model, config.kernels)
-    engine = room.build(_job(plan, process, mesh, model, pieces))
+    engine = room.build(_job(plan, process, mesh, model, pieces, routers))
     state = OptimizerState(engine, config.optimizer)
     average = _average(plan, state)
     if checkpoint is not None:
@@ -192,6 +196,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         guard=Guard(config.stability, norm_may_overflow=engine.loss_scale is not None),
         norms=NormHistory.of(config),
         learning_rate=LearningRate(plan),
+        routers=routers,
         shapes=shapes,
         wrapped_blocks=wrapped,
         replay=Replay.of(run, plan, process, progress.step),
@@ -224,7 +229,12 @@ def place(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:
 
 
 def _job(
-    plan: RunPlan, process: Process, mesh: ProcessMesh, model: PreTrainedModel, pieces: Pieces
+    plan: RunPlan,
+    process: Process,
+    mesh: ProcessMesh,
+    model: PreTrainedModel,
+    pieces: Pieces,
+    routers: Routers,
 ) -> Job:
     """What the engine gets: the model with its loss, and what its update is made by."""
     config, z_loss = plan.config, plan.config.stability.z_loss
@@ -239,7 +249,8 @@ def _job(
         if config.model.tie_word_embeddings:
             tied = tied_weight(model, mesh.pipeline)
     else:
-        module = LanguageModel(model, vocabulary_of(model, mesh.tensor), config.kernels, z_loss)
+        vocabulary = vocabulary_of(model, mesh.tensor)
+        module = LanguageModel(model, vocabulary, config.kernels, z_loss, routers)
     return Job(
         plan=plan,
         process=process,

@@ -23,6 +23,7 @@ from trainctl.train.clipping import clipped_groups
 from trainctl.train.gradient_changes import elementwise
 from trainctl.train.gradients import Norms
 from trainctl.train.restore import newest_intact
+from trainctl.train.routers import Load
 from trainctl.train.session import Session, seed_step
 from trainctl.train.stability import Trouble
 
@@ -47,6 +48,7 @@ class Step:
         clipped_groups: What the gradients of groups above their own limit were multiplied by,
             before all were clipped; None if none was.
         z_loss: Beside the loss; None without one.
+        experts: How busy they were; None without any.
         intervention: The policy by which no update was made; None if there was one.
     """
 
@@ -59,6 +61,7 @@ class Step:
     clip_at: float | None = None
     clipped_groups: dict[str, float] | None = None
     z_loss: float | None = None
+    experts: Load | None = None
     intervention: OnBadLoss | None = None
 
     def extras(self) -> dict[str, Any]:
@@ -68,6 +71,7 @@ class Step:
             "clip_at": self.clip_at,
             "clipped_groups": self.clipped_groups,
             "z_loss": self.z_loss,
+            "experts": self.experts and self.experts.record(),
             "intervention": self.intervention and self.intervention.value,
         }
         return {name: value for name, value in found.items() if value is not None}
@@ -93,6 +97,7 @@ class Stepper:
         self._session, self._record, self._wait_for_save = session, record, wait_for_save
         self._data = batches
         self._batches = StagedBatches(stages_of_plan(session.plan))
+        self._load: Load | None = None
 
     def make(self) -> Step:
         """The next step that counts; batches may be passed over and the run rewound on the way.
@@ -115,7 +120,8 @@ class Stepper:
         with engine.times.host_part("data"):
             batches = self._data.take(progress.step, progress.samples)
         engine.set_learning_rate(session.learning_rate.factor(progress.step))
-        loss, _ = engine.accumulate(batches)
+        loss, num_labels = engine.accumulate(batches)
+        self._load = session.routers.take(session.process, session.mesh, num_labels)
         norms = session.gradients.norms() if session.gradients.are_visible else None
         trouble = session.guard.judge(loss, norms.total if norms else None)
         if trouble is not None:
@@ -162,6 +168,8 @@ class Stepper:
         noted = limit if session.norms.is_adaptive and is_known else None
         step = self._count(loss, norms, batch, clip_at=noted, clipped_groups=clipped)
         if not engine.was_skipped:
+            if self._load is not None:
+                session.routers.balance(self._load)
             if session.average is not None:
                 with engine.times.part("optimizer"):
                     session.average.follow()
@@ -191,6 +199,7 @@ class Stepper:
             clip_at=clip_at,
             clipped_groups=clipped_groups or None,
             z_loss=engine.z_loss,
+            experts=self._load,
             intervention=intervention,
         )
         progress.step += 1

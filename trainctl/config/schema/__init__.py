@@ -42,6 +42,7 @@ from trainctl.config.schema.model import (
 )
 from trainctl.config.schema.optimization import (
     AdaptiveClipping,
+    ExpertsConfig,
     GradientsConfig,
     GroupOverride,
     LrScaling,
@@ -85,6 +86,7 @@ __all__ = [
     "DataType",
     "Dedup",
     "EngineConfig",
+    "ExpertsConfig",
     "GradientsConfig",
     "GroupOverride",
     "HardwareConfig",
@@ -137,6 +139,7 @@ class RunConfig:
     training: TrainingConfig = section(TrainingConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     stability: StabilityConfig = section(StabilityConfig)
+    experts: ExpertsConfig = section(ExpertsConfig)
     logging: LoggingConfig = section(LoggingConfig)
     launcher: LauncherConfig = section(LauncherConfig)
     hardware: HardwareConfig = section(HardwareConfig)

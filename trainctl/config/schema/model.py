@@ -106,6 +106,12 @@ class ModelConfig:
     experts_per_token: int | None = option(
         None, "Experts that each token goes to; read from config.json.", minimum=1, maximum=100_000
     )
+    router_aux_loss_coef: float | None = option(
+        None,
+        "Weight of the balancing loss that config.json asks for; read there, where "
+        "output_router_logits is true.",
+        minimum=0,
+    )
     anatomy: list[str] = option(
         [],
         "Tensors, blocks, experts and attention of a directory whose architecture has no closed "

@@ -226,3 +226,27 @@ class StabilityConfig:
         maximum=1,
     )
     z_loss: float = option(0.0, "Weight of the squared log-normaliser of the output.", minimum=0)
+
+
+@dataclass
+class ExpertsConfig:
+    """What keeps the experts of a sparse model equally busy; a dense model has none."""
+
+    auxiliary_loss: float | None = option(
+        None,
+        "Weight of a loss that is least where each sequence goes to all experts alike "
+        "(arXiv:2101.03961, equation 4); none: router_aux_loss_coef of the model's config.json, if "
+        "its output_router_logits is true, else 0.",
+        minimum=0,
+    )
+    z_loss: float = option(
+        0.0,
+        "Weight of the squared log-normaliser of the routers (arXiv:2202.08906, equation 5).",
+        minimum=0,
+    )
+    bias_update_rate: float = option(
+        0.0,
+        "What a step adds to the choice of experts with fewer tokens than the mean, and takes from "
+        "the others (arXiv:2408.15664), where routers have such a bias; 0 leaves it as it is.",
+        minimum=0,
+    )

@@ -118,6 +118,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC099", no_effect.settings_have_an_effect),
     ("TC144", run.weights_have_one_source),
     ("TC153", architecture.architecture_has_the_attention),
+    ("TC155", experts.experts_are_kept_busy),
     ("TC195", precision.loss_scale_starts_above_its_least),
     ("TC340", data.sources_have_their_share),
     ("TC341", data.run_of_sources_has_a_length),
@@ -137,6 +138,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC370", architecture.state_ends_with_its_document),
     ("TC375", kernels.tiles_are_of_dense_layers),
     ("TC390", experts.expert_axis_goes_with_the_rest),
+    ("TC391", experts.balance_is_that_of_whole_sequences),
     ("TC405", engine.engine_has_what_is_asked),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""

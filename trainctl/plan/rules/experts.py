@@ -8,7 +8,8 @@ from math import gcd
 from trainctl.config.schema import CompileKind, OffloadDevice, RunConfig
 from trainctl.errors import Finding
 from trainctl.options.optimizer import ELEMENT, spec_of
-from trainctl.plan.rules.draft import Draft, choices, error, nearest_divisors
+from trainctl.plan.experts import auxiliary_loss
+from trainctl.plan.rules.draft import Draft, choices, error, nearest_divisors, warning
 
 KEY = "parallelism.expert"
 
@@ -19,14 +20,13 @@ FORMATS = ("fp32", "bf16")
 def experts_are_shared_out(draft: Draft) -> Iterator[Finding]:
     """Each rank of the expert axis has as many whole experts, and they are data-parallel ranks."""
     model, expert = draft.config.model, draft.config.parallelism.expert
-    count = model.num_experts or 1
     if expert == 1 or not draft.config.trains_itself:
         return
-    if not model.is_directory or count < 2:
+    if not _has_experts(draft.config):
         what = f"the model of {model.path}" if model.is_directory else f"the {model.family} family"
         yield error(KEY, f"{KEY}={expert}, but {what} has no experts", f"{KEY}=1")
         return
-    data = draft.mesh.data if draft.mesh is not None else 0
+    data, count = draft.mesh.data if draft.mesh is not None else 0, model.num_experts or 1
     for whole, what in (
         (data, f"the data-parallel size {data}"),
         (count, f"the model's {count} experts"),
@@ -44,6 +44,45 @@ def expert_axis_goes_with_the_rest(draft: Draft) -> Iterator[Finding]:
         return
     for key, value, why, nearest in _not_beside(config):
         yield error(key, f"{key}={value} with {KEY}={expert}: {why}", f"{nearest}, or {KEY}=1")
+
+
+def experts_are_kept_busy(draft: Draft) -> Iterator[Finding]:
+    """Without a balancing loss or bias all tokens may end up with the same experts."""
+    config = draft.config
+    if not config.trains_itself or not _has_experts(config):
+        return
+    if auxiliary_loss(config) == 0 and config.experts.bias_update_rate == 0:
+        yield warning(
+            "experts.auxiliary_loss",
+            f"nothing keeps the {config.model.num_experts} experts equally busy: the loss is the "
+            "cross entropy alone (router_aux_loss_coef of config.json counts where its "
+            "output_router_logits is true, as in transformers)",
+            "experts.auxiliary_loss=0.001, or experts.bias_update_rate=0.001 where the routers "
+            "have a bias; for short fine-tuning it matters little",
+        )
+
+
+def balance_is_that_of_whole_sequences(draft: Draft) -> Iterator[Finding]:
+    """What is added to the loss is of sequences that one rank sees whole, and all blocks of."""
+    config = draft.config
+    losses = {"auxiliary_loss": auxiliary_loss(config), "z_loss": config.experts.z_loss}
+    if not config.trains_itself or not _has_experts(config):
+        return
+    axes = ("tensor", "sequence", "pipeline")
+    beside = next((axis for axis in axes if getattr(config.parallelism, axis) > 1), None)
+    for name, weight in losses.items():
+        if weight > 0 and beside is not None:
+            size = getattr(config.parallelism, beside)
+            yield error(
+                f"experts.{name}",
+                f"experts.{name}={weight:g} with parallelism.{beside}={size}: a rank does not see "
+                "all that the routers make of a sequence",
+                f"experts.{name}=0, or parallelism.{beside}=1",
+            )
+
+
+def _has_experts(config: RunConfig) -> bool:
+    return config.model.is_directory and (config.model.num_experts or 1) > 1
 
 
 def _not_beside(config: RunConfig) -> Iterator[tuple[str, object, str, str]]:

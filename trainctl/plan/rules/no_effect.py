@@ -60,6 +60,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "model.mup=true",
     ),
     (
+        ("experts.auxiliary_loss", "experts.z_loss", "experts.bias_update_rate"),
+        lambda c: (c.model.num_experts or 1) > 1 or c.model.factory is not None,
+        "a model with experts",
+    ),
+    (
         ("optimizer.decay_embeddings",),
         lambda c: c.optimizer.weight_decay > 0,
         "optimizer.weight_decay above 0",
@@ -265,6 +270,7 @@ FAMILIES: tuple[tuple[tuple[str, ...], Callable[[Family], bool]], ...] = (
             "model.anatomy",
             "model.num_experts",
             "model.experts_per_token",
+            "model.router_aux_loss_coef",
         ),
         lambda family: family.is_directory,
     ),
