@@ -29,7 +29,7 @@ SECONDS = 600
 
 NOT_TRACED = "TC147"
 
-FORMAT = 3
+FORMAT = 4
 """Of what is kept; another one is not read."""
 
 PACKAGES = ("torch", "transformers", "trainctl")
