@@ -593,6 +593,30 @@ ERRORS = [
         "the stages are balanced",
     ),
     (
+        "TC012",
+        {
+            **READ,
+            "parallelism__sequence": 2,
+            "model__model_type": "phi3",
+            "model__anatomy": ["model turns-by-length", *SMALL],
+        },
+        gpus(8),
+        "the rotary embeddings of phi3 depend on the largest position",
+        "parallelism.sequence=1",
+    ),
+    (
+        "TC014",
+        {
+            **READ,
+            "parallelism__sequence": 2,
+            "model__model_type": "phi3",
+            "model__trust_remote_code": True,
+        },
+        gpus(8),
+        "code of the directory's own (model.trust_remote_code) was not tried",
+        "parallelism.sequence=1",
+    ),
+    (
         "TC014",
         {
             "parallelism__tensor": 2,

@@ -197,3 +197,18 @@ def test_gives_up_on_a_model_that_nothing_makes_fit() -> None:
     config = too_large()
     config.model.num_layers = 100_000
     assert what_fits(config, H100) == []
+
+
+def test_a_sequence_that_does_not_fit_is_told_of_tiles() -> None:
+    config = llama_7b(stage=3)
+    config.model.max_position_embeddings = config.training.sequence_length = 1 << 21
+    config.training.micro_batch_size = config.training.gradient_accumulation_steps = 1
+    config.parallelism.sequence = 8
+    config.kernels.cross_entropy = CrossEntropyKind.chunked
+    config.activation_checkpointing = new_section(
+        "activation_checkpointing", "full", offload_to_cpu=True
+    )
+    config.offload.optimizer = OffloadDevice.cpu
+    hardware = replace(H100, nodes=1, devices_per_node=8, host_memory_bytes=2000 * GIB)
+    first, *_ = what_fits(config, hardware)
+    assert first.overrides == ("kernels.mlp_tiles=16",)

@@ -107,10 +107,10 @@ PAIRS = (
 """What the tests train: each column, and each way to cut that a family of ours does not have."""
 
 
-def directory(folder: Path, kind: str) -> ModelConfig:
+def directory(folder: Path, kind: str, **changes: Any) -> ModelConfig:
     """The model of a directory that has a configuration and no weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = AutoConfig.for_model(kind, **{**SHAPE, **ARCHITECTURES[kind]})
+    config = AutoConfig.for_model(kind, **{**SHAPE, **ARCHITECTURES[kind], **changes})
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     model = read_directory(ModelConfig(name="hf", family="hf", path=str(folder)))
     return replace(model, attention=AttentionKind.eager) if kind in EAGER else model

@@ -59,10 +59,15 @@ def _memory_of(case: Case, process: Process) -> Bytes:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
+    live: dict[int, int] = {}
     held = peak = 0
     allocations = [event for event in events if event.get("name") == "[memory]"]
     for event in sorted(allocations, key=lambda event: event["ts"]):
-        held += event["args"]["Bytes"]
+        size, address = event["args"]["Bytes"], event["args"]["Addr"]
+        held -= live.pop(address, 0)  # also of what was let go of in another way
+        if size > 0:
+            live[address] = size
+            held += size
         peak = max(peak, held)
     return Bytes(resident, resident + peak)
 

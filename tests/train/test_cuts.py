@@ -51,6 +51,15 @@ def test_what_does_not_divide_is_refused_before_a_launch(tmp_path):
     assert finding.hint == "parallelism.tensor=2 or 4"
 
 
+def test_rotary_embeddings_that_look_at_the_length_are_not_shared_along_it(tmp_path):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    model = directory(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    (finding,) = plan(model, {"sequence": 2}, steps=1)
+    assert finding.rule == "TC012" and "largest position" in finding.message
+    assert not isinstance(plan(model, {"tensor": 2}, steps=1), tuple)
+
+
 @pytest.mark.slow
 def test_an_axis_that_may_cut_an_architecture_gives_its_curve(tmp_path):
     """A few of the table's cells, in few steps; `scripts/architectures.py` trains them all."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
+from ports import reserved_port
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
+from trainctl.config.codec import to_plain
+from trainctl.config.registry import new_section
 from trainctl.plan.types import RunPlan
+from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
+from trainctl.train.prepare import prepare
 
 pytestmark = pytest.mark.slow
 
@@ -36,17 +45,20 @@ THE_REST = {
 }
 
 
-def plan_of(stage: int = 3, engine: str = "fsdp2", **changes) -> RunPlan:
+def plan_of(stage: int = 3, engine: str = "fsdp2", world_size: int = RANKS, **changes) -> RunPlan:
     config = tiny_config(
         steps=STEPS,
         evaluate_every_steps=STEPS,
         sample_tokens=8,
-        optimizer__gradient_clipping=0.5,  # always active
         zero_stage__stage=stage,
         engine__kind=engine,
-        **{"precision__compute": "fp32", **changes},
+        **{
+            "precision__compute": "fp32",
+            "optimizer__gradient_clipping": 0.5,  # always active
+            **changes,
+        },
     )
-    return tiny_plan(config, RANKS)
+    return tiny_plan(config, world_size)
 
 
 def end_of(run: RunPaths) -> tuple[float, str]:
@@ -66,7 +78,7 @@ def test_the_curve_is_that_of_zero_3_and_a_run_goes_on_under_either(tmp_path):
     """Tied embeddings, first dimensions that do not divide, recomputation, an average, and back."""
     run = {
         name: RunPaths(tmp_path / name)
-        for name in ("zero", "zero-rest", "zero-16", "3", "2", "rest", "16", "there", "back")
+        for name in ("zero", "zero-rest", "zero-16", "3", "2", "rest", "16", "there", "host")
     }
     zero, rest = plan_of(engine="deepspeed"), plan_of(engine="deepspeed", **THE_REST)
     half = plan_of(engine="deepspeed", precision__compute="bf16")
@@ -80,12 +92,48 @@ def test_the_curve_is_that_of_zero_3_and_a_run_goes_on_under_either(tmp_path):
             Case(plan_of(**THE_REST), run["rest"]),
             Case(plan_of(precision__compute="bf16"), run["16"]),
             Case(with_stop(plan_of(2), 4), run["there"], 2),
+            Case(plan_of(offload__optimizer="cpu", offload__parameters="cpu"), run["host"]),
         ],
         probe=PROBE,
     )
     train_cases(RANKS, [Case(zero, run["there"], 3)])
-    for name, expected in (("3", "zero"), ("2", "zero"), ("there", "zero"), ("rest", "zero-rest")):
-        assert_alike(run[name], run[expected])
+    for name in ("3", "2", "there", "host"):
+        assert_alike(run[name], run["zero"])
+    assert_alike(run["rest"], run["zero-rest"])
     assert end_of(run["there"])[1] == end_of(run["3"])[1] == end_of(run["zero"])[1]
     # DeepSpeed adds up and sends gradients of 16-bit weights in 16 bits, torch's in fp32.
     assert_alike(run["16"], run["zero-16"], loss=1e-3, norm=3e-2)
+
+
+def test_an_optimizer_of_trainctls_own_updates_alike(tmp_path):
+    optimizer = to_plain(new_section("optimizer", "lion", lr=1e-3, gradient_clipping=0.5))
+    changes = {f"optimizer__{key}": value for key, value in optimizer.items()}
+    run = {engine: RunPaths(tmp_path / engine) for engine in ("deepspeed", "fsdp2")}
+    for engine, paths in run.items():
+        train_cases(RANKS, [Case(plan_of(engine=engine, **changes), paths)])
+    assert_alike(run["fsdp2"], run["deepspeed"])
+
+
+WITHOUT_DEEPSPEED = """
+import sys
+sys.modules["deepspeed"] = None  # as if it were not installed
+from trainctl.train.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_a_rank_trains_where_deepspeed_cannot_be_imported(tmp_path):
+    plan, run = plan_of(world_size=1), RunPaths(tmp_path)
+    attempt = run.attempt(1)
+    attempt.logs.mkdir(parents=True)
+    write_json(attempt.plan, to_plain(plan))
+    prepare(plan, run)
+    with reserved_port() as port:
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        subprocess.run(
+            [sys.executable, "-c", WITHOUT_DEEPSPEED, str(run.root), "--attempt", "1"],
+            check=True,
+            env={**os.environ, **alone, **meeting},
+        )
+    assert len(curve(run)) == STEPS

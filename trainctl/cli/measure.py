@@ -183,7 +183,7 @@ def _rows(record: Mapping[str, Any], *, on_device: bool) -> list[dict[str, Any]]
             "measured_bytes": measured[part],
         }
         for part, phases in PARTS.items()
-        if part in measured
+        if part in measured and planned
     ]
 
 

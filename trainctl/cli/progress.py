@@ -286,6 +286,8 @@ def _intervention_line(event: Event) -> str:
 def _memory_lines(event: Event) -> list[str]:
     """At the end always; while the run goes on, only when more is used than the plan allows."""
     planned = event["planned"]
+    if planned is None:  # of a model without a closed form, on a machine that has no trace of it
+        return []
     measured, high = event["measured"]["device_peak_bytes"], planned["device_peak_high_bytes"]
     if not event["at_end"] and measured <= high:
         return []

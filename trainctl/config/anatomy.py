@@ -134,6 +134,7 @@ class Anatomy:
         buffers: The persistent ones.
         attentions: What `model.attention` may be, as transformers' class says.
         is_recurrent: Whether a state is carried from token to token, besides keys and values.
+        turns_by_length: Whether rotary embeddings depend on the largest position that there is.
     """
 
     parameters: tuple[Parameter, ...]
@@ -142,6 +143,7 @@ class Anatomy:
     buffers: tuple[SavedBuffer, ...] = ()
     attentions: tuple[str, ...] = field(default=("eager",))
     is_recurrent: bool = False
+    turns_by_length: bool = False
 
     @cached_property
     def total(self) -> int:
@@ -221,6 +223,8 @@ class Anatomy:
         yield "model", " ".join(["supports", *self.attentions])
         if self.is_recurrent:
             yield "model", "recurrent"
+        if self.turns_by_length:
+            yield "model", "turns-by-length"
         for parameter in self.parameters:
             words = [_sizes(parameter.shape), parameter.role.value]
             words += [f"shares={parameter.shares}"] if parameter.shares else []
@@ -262,13 +266,15 @@ def _read(table: tuple[str, ...]) -> Anatomy:
     buffers: list[SavedBuffer] = []
     ties: list[tuple[str, str]] = []
     attentions: tuple[str, ...] = ()
-    is_recurrent = False
+    is_recurrent = turns_by_length = False
     for name, said in entries:
         kind, *words = said.split()
         if kind == "supports":
             attentions = tuple(words)
         elif kind == "recurrent":
             is_recurrent = True
+        elif kind == "turns-by-length":
+            turns_by_length = True
         elif kind == "tied":
             ties.append((name, words[0]))
         elif kind != "block":
@@ -284,6 +290,7 @@ def _read(table: tuple[str, ...]) -> Anatomy:
         buffers=tuple(buffers),
         attentions=attentions,
         is_recurrent=is_recurrent,
+        turns_by_length=turns_by_length,
     )
 
 

@@ -14,8 +14,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,7 +29,7 @@ SECONDS = 600
 
 NOT_TRACED = "TC147"
 
-FORMAT = 3
+FORMAT = 4
 """Of what is kept; another one is not read."""
 
 PACKAGES = ("torch", "transformers", "trainctl")
@@ -45,17 +43,6 @@ class Question(Enum):
 
 
 _known: dict[str, Any] = {}
-_told: list[Callable[[str], None]] = []
-
-
-@contextmanager
-def telling(say: Callable[[str], None]) -> Iterator[None]:
-    """Within it, whoever starts a process that takes some seconds says so first."""
-    _told.append(say)
-    try:
-        yield
-    finally:
-        _told.remove(say)
 
 
 def needs_trace(config: RunConfig) -> bool:
@@ -88,6 +75,12 @@ def trace_in_child(config: RunConfig, folder: Path | None = None) -> dict[str, A
     return found
 
 
+def known_trace(config: RunConfig) -> dict[str, Any] | None:
+    """What an earlier trace found, of this process or an earlier one; starts none."""
+    found: dict[str, Any] | None = _kept(_key(Question.trace, config, Path.cwd()))
+    return found
+
+
 def _ask(question: Question, config: RunConfig, folder: Path) -> Any:
     key = _key(question, config, folder)
     found = _kept(key)
@@ -113,8 +106,8 @@ def _kept(key: str) -> Any:
 
 def _ask_process(question: Question, config: RunConfig, folder: Path) -> Any:
     what = {Question.anatomy: "reading", Question.trace: "tracing"}[question]
-    for say in _told:
-        say(f"{what} {config.model.name} by its own code (some seconds, once)")
+    if sys.stderr.isatty():
+        print(f"{what} {config.model.name} by its own code (some seconds, once)", file=sys.stderr)
     asked = {"question": question.value, "config": to_plain(config), "folder": str(folder)}
     try:
         ended = subprocess.run(

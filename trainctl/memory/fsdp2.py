@@ -74,15 +74,20 @@ def _outside(stage: Stage) -> int:
     return stage.parameters - stage.blocks * stage.block_parameters
 
 
-def _gathered(rank: RankMemory, blocks: int) -> int:
-    """Bytes of gathered weights, with those of so many blocks, or of all at stage 2.
+def _gathered(rank: RankMemory, buffers: int, blocks: int) -> int:
+    """Bytes of gathered weights: of so many blocks, or of all at stage 2, and of buffers.
 
-    The buffer of the last gather is kept until the next one (`wait_for_unshard`,
-    _fsdp_param_group.py), so a block that is through counts once more.
+    The buffer of the forward pass's last gather is kept (`wait_for_unshard`, _fsdp_param_group.py);
+    in the backward pass that of the next block is there, where weights are gathered again.
     """
-    stage, kept = rank.stage, rank.engine.stage == 2
-    whole = stage.blocks + 1 if kept else min(blocks, stage.blocks)
+    stage = rank.stage
+    whole = buffers + (stage.blocks if rank.engine.stage == 2 else blocks)
     return rank.engine.weight_bytes * (_outside(stage) + whole * stage.block_parameters)
+
+
+def _sent(rank: RankMemory, elements: int) -> int:
+    """Bytes of gradients on their way; on CPUs gloo adds up a copy."""
+    return FP32 * elements * (2 if rank.engine.on_cpu else 1)
 
 
 def _accumulated(rank: RankMemory) -> int:
@@ -101,7 +106,7 @@ def _forward_end(rank: RankMemory) -> Components:
         activations=rank.activations.forward_end + head_input(rank),
         logits=logits(rank, rank.logit_bytes.forward),
         gradients=_accumulated(rank),
-        gathered_parameters=_gathered(rank, 1),
+        gathered_parameters=_gathered(rank, buffers=1, blocks=0),
     )
 
 
@@ -114,13 +119,13 @@ def _backward_start(rank: RankMemory) -> Components:
         activations=head_input(rank),
         logits=logits(rank, rank.logit_bytes.backward),
         gradients=_accumulated(rank),
-        gathered_parameters=_gathered(rank, 1),
+        gathered_parameters=_gathered(rank, buffers=1, blocks=0),
     )
     block = common.plus(
         activations=rank.activations.block_backward,
         gradients=_accumulated(rank) + weight * (stage.head + stage.block_parameters),
-        communication_buffers=FP32 * stage.block_parameters,
-        gathered_parameters=_gathered(rank, 2),
+        communication_buffers=_sent(rank, stage.block_parameters),
+        gathered_parameters=_gathered(rank, buffers=rank.engine.stage - 2, blocks=1),
     )
     return max(loss, block, key=lambda moment: moment.total)
 
@@ -135,11 +140,11 @@ def _backward_end(rank: RankMemory) -> Components:
     embedding = rank.resident.plus(
         activations=rank.activations.last_block,
         gradients=shards + weight * (outside + added),
-        communication_buffers=FP32 * stage.block_parameters,
+        communication_buffers=_sent(rank, stage.block_parameters),
         gathered_parameters=weight * outside,
     )
     sending = rank.resident.plus(
-        gradients=shards + weight * outside, communication_buffers=FP32 * outside
+        gradients=shards + weight * outside, communication_buffers=_sent(rank, outside)
     )
     return max(embedding, sending, key=lambda moment: moment.total)
 

@@ -30,6 +30,13 @@ MOST_SIZES = 12
 """Micro batches to try; a billion has a hundred divisors."""
 
 
+LONG_SEQUENCE = 65536
+"""Tokens of a sequence on one rank from which feed-forward layers in tiles are suggested."""
+
+TILES = 16
+"""That are suggested."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChange:
     """Keys and their new values.
@@ -71,8 +78,8 @@ def _combinations(*dimensions: list[KeyChange]) -> Iterator[KeyChange]:
 
 
 def that_save_memory(config: RunConfig, hardware: Hardware, batch: Batch) -> Iterator[KeyChange]:
-    """Every combination of smaller micro batches, recomputation, a loss in chunks, higher stages,
-    offload and more devices, all with the same global batch."""
+    """Every combination of smaller micro batches, recomputation, a loss in chunks, layers in tiles,
+    higher stages, offload and more devices, all with the same global batch."""
     on_cpu = hardware.accelerator is Accelerator.cpu
     for doublings in range(1 if on_cpu else MOST_DOUBLINGS + 1):
         devices = _devices(config, hardware, doublings)
@@ -83,6 +90,7 @@ def that_save_memory(config: RunConfig, hardware: Hardware, batch: Batch) -> Ite
             batches,
             _more_recomputation(config),
             _loss_in_chunks(config),
+            _layers_in_tiles(config, batch),
             _higher_stages(config),
             [] if on_cpu else _more_offload(config),
         ):
@@ -193,6 +201,14 @@ def _loss_in_chunks(config: RunConfig) -> list[KeyChange]:
     if kernels.compile is CompileKind.deepcompile:
         return []
     return [_change("loss", 1, {"kernels.cross_entropy": CrossEntropyKind.chunked})]
+
+
+def _layers_in_tiles(config: RunConfig, batch: Batch) -> list[KeyChange]:
+    """Of sequences so long that one is a micro batch too large; otherwise that is made smaller."""
+    tokens = batch.sequence_length // max(config.parallelism.sequence, 1)
+    if config.kernels.mlp_tiles > 1 or tokens < LONG_SEQUENCE or not config.trains_itself:
+        return []
+    return [_change("tiles", 1, {"kernels.mlp_tiles": TILES})]
 
 
 def _plain_loss(config: RunConfig) -> list[KeyChange]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from trainctl.config.schema import RunConfig
-from trainctl.config.tracing import needs_trace, trace_in_child
+from trainctl.config.tracing import known_trace, needs_trace, trace_in_child
 from trainctl.memory.traced import TracedModel
 
 _KEPT = 8
@@ -41,6 +41,12 @@ def traced_model(config: RunConfig) -> TracedModel | None:
         TrainctlError: It cannot be traced.
     """
     return _traced(_Asked(config)) if needs_trace(config) else None
+
+
+def traced_already(config: RunConfig) -> TracedModel | None:
+    """The same, where an earlier command has traced it; starts no process."""
+    found = known_trace(config) if needs_trace(config) else None
+    return None if found is None else TracedModel.from_json(found)
 
 
 @lru_cache(maxsize=_KEPT)

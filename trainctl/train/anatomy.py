@@ -41,6 +41,9 @@ from trainctl.train.cuts import shares_of
 from trainctl.train.fake import in_words, way_out
 from trainctl.train.model import blocks, transformers_config
 
+BY_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary embeddings in transformers (modeling_rope_utils.py, dynamic_rope_update)."""
+
 TOKENS = 2
 """A window or a chunk of one token would be another code path."""
 
@@ -192,6 +195,7 @@ class _Reader:
             ),
             attentions=attentions(type(built)),
             is_recurrent=bool(built._is_stateful),
+            turns_by_length=any(map(_turns_by_length, built.modules())),
         )
 
     def _read_blocks(self) -> Iterator[Block]:
@@ -253,6 +257,12 @@ class _Reader:
         if "norm" in type(module).__name__.lower():
             return Role.norm
         return Role.bias if own.endswith("bias") else Role.weight
+
+
+def _turns_by_length(module: nn.Module) -> bool:
+    """Whether a rotary embedding is of a kind that looks at the largest position."""
+    kinds = getattr(module, "rope_type", None)  # of some by the type of a layer
+    return not {*(kinds.values() if isinstance(kinds, dict) else [kinds])}.isdisjoint(BY_LENGTH)
 
 
 def kinds_of(built: PreTrainedModel) -> list[int]:

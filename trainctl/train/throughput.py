@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from trainctl.config.schema import DataType
+from trainctl.config.tracing import needs_trace
 from trainctl.engines.phase_memory import PhaseMemory, peak_resident_bytes
 from trainctl.engines.process import Process
-from trainctl.memory.budget import budget
+from trainctl.memory.budget import MemoryBudget, budget
 from trainctl.plan.batches import Batch
 from trainctl.plan.flops import flops_per_token, utilisation
 from trainctl.plan.types import RunPlan
-from trainctl.planner.traces import traced_model
+from trainctl.planner.traces import traced_already
 
 
 class Throughput:
@@ -110,7 +111,7 @@ def peak_bytes(device: torch.device, phases: PhaseMemory | None = None) -> dict[
 def memory_record(
     plan: RunPlan, process: Process, phases: PhaseMemory | None = None
 ) -> dict[str, Any]:
-    """Peaks of the fullest rank beside those of the plan; on all ranks together.
+    """Peaks of the fullest rank beside those of the plan, if they are known; on all ranks together.
 
     Args:
         phases: Peaks of each part of a step, if they are measured; those of the plan go with them.
@@ -121,11 +122,11 @@ def memory_record(
         name: None if first is None else max(peak[name] for peak in ranks)
         for name, first in ranks[0].items()
     }
-    # Once a run at most is it traced here: where its launch left nothing in this user's cache.
-    planned = budget(plan, traced_model(plan.config))
+    planned = _planned(plan)
     record: dict[str, Any] = {
         "measured": measured,
-        "planned": {
+        "planned": planned
+        and {
             "device_peak_bytes": planned.device_peak_bytes,
             "device_peak_low_bytes": planned.device_peak_low_bytes,
             "device_peak_high_bytes": planned.device_peak_high_bytes,
@@ -139,10 +140,17 @@ def memory_record(
             "measured": {name: max(peaks[name] for peaks in every) for name in phases.peaks},
             "planned": {
                 name: {"device_bytes": moment.total, "allocated_bytes": moment.allocated}
-                for name, moment in planned.worst_stage.moments.items()
+                for name, moment in (planned.worst_stage.moments.items() if planned else ())
             },
         }
     return record
+
+
+def _planned(plan: RunPlan) -> MemoryBudget | None:
+    """The budget; None of a model that has no closed form and whose trace is not in this user's
+    cache: a rank traces nothing."""
+    traced = traced_already(plan.config)
+    return None if traced is None and needs_trace(plan.config) else budget(plan, traced)
 
 
 def _overall(peak: PeakMemory, phases: PhaseMemory | None) -> PeakMemory:

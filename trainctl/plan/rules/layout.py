@@ -134,9 +134,19 @@ def attention_sees_the_whole_sequence(draft: Draft) -> Iterator[Finding]:
     model = config.model
     stages = (stage.sequence_length or 0 for stage in config.data.stages)
     length = max([config.training.sequence_length, *stages])
-    if config.parallelism.sequence == 1 or model.attention is AttentionKind.flash_attention_2:
-        return
     key = "parallelism.sequence"
+    if config.parallelism.sequence == 1:
+        return
+    read = None if model.is_unread else shapes.anatomy(model)
+    if read is not None and read.turns_by_length:
+        yield error(
+            key,
+            f"{key}={config.parallelism.sequence}: the rotary embeddings of {model.model_type} "
+            "depend on the largest position, which ranks with a part of a sequence do not see",
+            f"{key}=1",
+        )
+    if model.attention is AttentionKind.flash_attention_2:
+        return
     what = f"{key}={config.parallelism.sequence} with model.attention={model.attention.value}"
     if model.attention is AttentionKind.eager:
         yield error(key, f"{what}: it needs a mask of the whole sequence", "model.attention=sdpa")
@@ -220,6 +230,8 @@ def parallelism_knows_the_architecture(draft: Draft) -> Iterator[Finding]:
     def why_not(axis: str) -> str | None:
         if known is not None:
             return None if axis in known.axes else f": {known.why_not[axis]}"
+        if model.trust_remote_code:
+            return ": code of the directory's own (model.trust_remote_code) was not tried"
         return architectures.why_not(None if model.factory else model.model_type, axis)
 
     for name in AXES:
