@@ -11,17 +11,23 @@ from expert_cases import STEPS, Trial
 from parity_cases import CLIPPING, Difference, limit
 from rank_processes import Case, curve, train_cases, with_stop
 
+from trainctl.memory.engine import read_engine
+from trainctl.memory.phases import resident
+from trainctl.memory.stages import stages_of
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events, step_curve
+from trainctl.train.anatomy import anatomy
 
 TWO = (2, 3)
 """Experts of one rank where four share eight: the others get no token."""
+
+LOSSES = (("experts__auxiliary_loss", 0.02), ("experts__z_loss", 0.01))
 
 PAIRS = (
     Trial("gpt_oss", 4, 4, 1, TWO),
     Trial("gpt_oss", 4, 2, 3, TWO),
     Trial("mixtral", 2, 2, 2),
     Trial("qwen3_moe", 2, 2, 0),
-    Trial("deepseek_v3", 4, 2, 2),
 )
 """`scripts/parity_experts.py` has the whole product."""
 
@@ -55,3 +61,67 @@ def test_a_checkpoint_goes_on_with_another_expert_size(tmp_path: Path) -> None:
         if other == trial:
             assert found == curve(whole)
         assert Difference.between(curve(whole), found).within(limit(None)), other
+
+
+BALANCED = (
+    Trial("qwen3_moe", 2, 2, 1, settings=(*LOSSES, ("activation_checkpointing__mode", "full"))),
+    Trial(
+        "deepseek_v3",
+        4,
+        2,
+        3,
+        settings=(
+            ("experts__auxiliary_loss", 0.02),
+            ("experts__bias_update_rate", 0.01),
+            ("activation_checkpointing__mode", "selective"),
+        ),
+    ),
+)
+
+
+@pytest.mark.slow
+def test_balancing_and_what_is_recorded_of_it_know_no_layout(tmp_path: Path) -> None:
+    for trial in BALANCED:
+        alone = replace(trial.reference, settings=only_of_experts(trial))
+        (one, loads), (other, others) = (recorded(each, tmp_path) for each in (alone, trial))
+        assert Difference.between(one, other).within(limit(None)), trial
+        for load, found in zip(loads, others, strict=True):
+            assert load["load"] == pytest.approx(max(load["load_by_layer"]), abs=1e-4)
+            assert load["load"] > 1
+            assert load.pop("load_by_layer") == found.pop("load_by_layer")
+            assert load == pytest.approx(found, rel=1e-5)
+            # Least is each token's number of experts, where all are equally busy.
+            assert 2 * 0.02 < load["auxiliary_loss"] < 3 * 0.02
+        assert loads[0] != loads[-1]
+    plain, _ = recorded(replace(alone, settings=()), tmp_path)
+    assert Difference.between(plain, one).norm > 1e-4
+
+
+def only_of_experts(trial: Trial) -> tuple[tuple[str, object], ...]:
+    """Its settings without those of how it is computed."""
+    return tuple(item for item in trial.settings if item[0].startswith("experts__"))
+
+
+def recorded(trial: Trial, folder: Path) -> tuple[dict[int, tuple[float, float]], list[dict]]:
+    """The curve of a trial, and what was recorded of its experts at each step."""
+    case = Case(trial.plan(folder), RunPaths(folder / f"run-{len(list(folder.iterdir()))}"))
+    train_cases(trial.processes, [case])
+    events = step_curve(read_events(case.run.events))
+    return curve(case.run), [event["experts"] for event in events.values()]
+
+
+@pytest.mark.slow
+def test_the_budget_of_states_is_what_the_ranks_hold(tmp_path: Path) -> None:
+    """Experts are divided by the expert axis, and by the replicas that have the same."""
+    plans, world_size = [], 4
+    for expert, stage, compute in ((2, 1, "bf16"), (4, 3, "fp32")):
+        changes = {"zero_stage__reduce_bucket_size": 5_000, "precision__compute": compute}
+        trial = Trial("mixtral", world_size, expert, stage, settings=tuple(changes.items()))
+        plans.append(trial.plan(tmp_path))
+    cases = [Case(plan, RunPaths(tmp_path / str(index))) for index, plan in enumerate(plans)]
+    expected = []
+    for plan in plans:
+        (held,) = stages_of(anatomy(plan.config.model), expert=plan.mesh.expert)
+        expected.append(pytest.approx(resident(read_engine(plan), held, 0).total, rel=0.01))
+    for counted in train_cases(world_size, cases, probe="census_probe:resident"):
+        assert counted == expected

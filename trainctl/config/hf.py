@@ -115,8 +115,9 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
 def _asked_of_routers(raw: Mapping[str, Any]) -> float | None:
     """Weight of the balancing loss, where transformers itself would add it."""
     weight = raw.get("router_aux_loss_coef")
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and weight >= 0
-    return float(weight) if is_number and raw.get("output_router_logits") is True else None
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
+        return None
+    return float(weight) if raw.get("output_router_logits") is True else None
 
 
 def _weights(model: ModelConfig, folder: Path) -> str | None:
