@@ -185,7 +185,7 @@ def test_a_trace_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(declared, "differences", differences)
     monkeypatch.setattr("logging.disable", lambda level: None)
-    asked = {"config": to_plain(config), "folder": str(tmp_path)}
+    asked = {"question": "trace", "config": to_plain(config), "folder": str(tmp_path)}
     error = _answer(asked)["error"]
     assert (error["message"], error["hint"]) == ("it", "that")
     assert error["exit_code"] == ExitCode.environment
