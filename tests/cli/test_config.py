@@ -226,6 +226,20 @@ def test_diff_knows_what_a_null_stands_for(
     assert ["training.gradient_accumulation_steps", "2", "(derived)", "4"] in rows
 
 
+def test_diff_names_keys_that_only_one_kind_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    text = "defaults: [tiny, {override /engine: fsdp2}, _self_]\n"
+    (tmp_path / "recipes" / "other.yaml").write_text(text)
+    own = "engine.reduce_every_micro_batch"
+    for sides, values in ((("tiny", "other"), (None, True)), (("other", "tiny"), (True, None))):
+        rows = json.loads(output(capsys, "diff", *sides, "--json"))
+        assert {"key": own, "left": values[0], "right": values[1]} in rows
+        assert f"{own} " in output(capsys, "diff", *sides)
+        assert "not set" in output(capsys, "diff", *sides)
+
+
 def test_diff_of_json_files_is_by_what_deepspeed_makes_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

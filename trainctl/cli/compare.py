@@ -105,9 +105,10 @@ def compare(left: Side, right: Side) -> list[Difference]:
 def _by_config(left: Side, right: Side) -> list[Difference]:
     assert left.values is not None and right.values is not None
     found = []
-    for key, ours in left.values.items():
-        theirs = right.values[key]
-        if ours == theirs or _meaning(left, key) == _meaning(right, key):
+    for key in dict.fromkeys((*left.values, *right.values)):  # a kind may have keys of its own
+        ours, theirs = left.values.get(key), right.values.get(key)
+        in_both = key in left.values and key in right.values
+        if in_both and (ours == theirs or _meaning(left, key) == _meaning(right, key)):
             continue
         found.append(Difference(key, ours, theirs, _shown(left, key), _shown(right, key)))
     return found
@@ -121,6 +122,8 @@ def _meaning(side: Side, key: str) -> Any:
 
 def _shown(side: Side, key: str) -> str:
     assert side.values is not None
+    if key not in side.values:
+        return ABSENT
     value = side.values[key]
     if value is None and side.derived.get(key) is not None:
         return f"{side.derived[key]} (derived)"
