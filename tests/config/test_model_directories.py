@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from anatomies import SMALL
 from small_model import SHAPE
 
 from trainctl.config.compose import Composed, compose, examine
@@ -17,6 +18,9 @@ from trainctl.errors import TrainctlError
 from trainctl.plan.experts import auxiliary_loss
 
 pytestmark = pytest.mark.usefixtures("nothing_is_traced")
+
+
+SPARSE = [*SMALL[:-1], SMALL[-1].replace("attention", "experts=8/2 attention")]
 
 
 def directory(folder: Path, kind: str = "llama", **changes: Any) -> Path:
@@ -104,9 +108,10 @@ def test_a_shape_that_transformers_would_not_read_is_refused(tmp_path: Path) -> 
     ],
 )
 def test_experts_are_read_and_what_their_routers_are_to_learn(
-    tmp_path: Path, kind: str, keys: dict[str, int]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, keys: dict[str, int]
 ) -> None:
     """A weight of the balancing loss counts where transformers would add it."""
+    monkeypatch.setattr("trainctl.config.compose.anatomy_in_child", lambda config: SPARSE)
     folder = directory(tmp_path / "a", kind, router_aux_loss_coef=0.02, **keys)
     model = composed(folder).config.model
     assert (model.family, model.num_experts, model.experts_per_token) == ("hf", 8, 2)
@@ -116,6 +121,23 @@ def test_experts_are_read_and_what_their_routers_are_to_learn(
     assert asking.model.router_aux_loss_coef == 0.02 == auxiliary_loss(asking)
     asking.experts.auxiliary_loss = 0.0
     assert auxiliary_loss(asking) == 0.0
+
+
+def test_experts_are_those_that_the_code_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file leaves a default out, calls them otherwise, says that there are none, or has unused
+    ones."""
+    for name, table, keys in (
+        ("a", SPARSE, {}),
+        ("b", SPARSE, {"num_local_experts": 8, "moe_k": 2}),
+        ("c", SMALL, {"num_local_experts": 0, "num_experts_per_tok": 0}),
+        ("d", SMALL, {"num_experts": 16384, "num_experts_per_tok": 64}),
+    ):
+        monkeypatch.setattr("trainctl.config.compose.anatomy_in_child", lambda config, t=table: t)
+        model = composed(directory(tmp_path / name, "mixtral", **keys)).config.model
+        expected = (8, 2) if table is SPARSE else (None, None)
+        assert (model.num_experts, model.experts_per_token) == expected, name
 
 
 def test_a_name_on_the_hub_says_what_to_do_without_a_network(

@@ -257,6 +257,19 @@ def anatomy_of(table: Sequence[str]) -> Anatomy:
     return _read(tuple(table))
 
 
+def experts_in(table: Sequence[str]) -> dict[str, int | None]:
+    """Experts of a sparse block, and those that a token goes to, by the configuration's keys.
+
+    The code says so: a file may leave a default out, call them otherwise, or have them unused.
+    """
+    blocks = anatomy_of(table).blocks
+    most = max(blocks, key=lambda block: block.experts, default=None)
+    return {
+        "num_experts": (most.experts or None) if most else None,
+        "experts_per_token": (most.experts_per_token or None) if most else None,
+    }
+
+
 @lru_cache(maxsize=8)
 def _read(table: tuple[str, ...]) -> Anatomy:
     entries = from_table(table)

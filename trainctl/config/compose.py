@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trainctl.config.anatomy import experts_in
 from trainctl.config.catalog import BASE, Folder, find, not_read, search_folders, shadows
 from trainctl.config.check import Setting, check_setting
 from trainctl.config.codec import from_plain, to_plain
@@ -273,8 +274,15 @@ def _fill_anatomy(stack: Stack) -> list[Finding]:
                 finding.set_by(_last_source(stack, finding.key) or source)
                 for finding in error.findings
             ]
-    if table != config.model.anatomy:
-        stack.apply([Setting(("model", "anatomy"), table, f"read from {config.model.path}")])
+    found = {"anatomy": table, **(experts_in(table) if table else {})}
+    source = f"read from {config.model.path}"
+    stack.apply(
+        [
+            Setting(("model", name), value, source)
+            for name, value in found.items()
+            if value != getattr(config.model, name)
+        ]
+    )
     return []
 
 

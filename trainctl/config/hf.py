@@ -36,6 +36,9 @@ NAMES = {
 }
 """Field of ours, and the keys that transformers' configurations call it."""
 
+EXPERTS = ("num_experts", "experts_per_token")
+"""0 in a model without any, of an architecture that may have some."""
+
 FILLED = (
     "name",
     "family",
@@ -167,11 +170,11 @@ def _read(directory: str | None) -> tuple[Path, dict[str, Any]]:
 
 
 def _known(raw: Mapping[str, Any], called: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Our fields that the file gives; nulls count as left out."""
+    """Our fields that the file gives; nulls count as left out, and so do no experts at all."""
     known = {}
     for name, theirs in called.items():
         values = [raw[key] for key in theirs if raw.get(key) is not None]
-        if values:
+        if values and not (name in EXPERTS and values[0] == 0):
             known[name] = values[0]
     if "sliding_window" in raw and raw["sliding_window"] is None:
         known["sliding_window"] = None
