@@ -9,8 +9,9 @@ from trainctl.config.schema import (
     ModelConfig,
 )
 from trainctl.engines.micro_batch import MicroBatch
+from trainctl.errors import TrainctlError
 from trainctl.train.build import materialise
-from trainctl.train.model import has_flash_attention, skeleton
+from trainctl.train.model import has_flash_attention, require_all_to_train, skeleton
 from trainctl.train.weights import SeedWeights
 
 FAMILIES = ["llama", "mistral", "qwen3", "gpt2"]
@@ -106,3 +107,13 @@ def test_a_part_of_a_sequence_tells_flash_attention_of_the_whole():
     assert inputs["position_ids"].tolist() == positions[:, 4:].tolist()
     assert inputs["cu_seq_lens_q"].tolist() == [0, 3, 8, 15, 16]
     assert inputs["max_length_k"] == 7
+
+
+def test_parameters_that_do_not_train_are_named_and_refused():
+    """DeepSpeed's optimizers leave them out, and so did checkpoints, which could not be read."""
+    model = skeleton(ModelConfig(), torch.float32)
+    require_all_to_train(model)
+    model.get_input_embeddings().requires_grad_(False)
+    model.model.layers[0].mlp.requires_grad_(False)
+    with pytest.raises(TrainctlError, match=r"embed_tokens\.weight and 3 more"):
+        require_all_to_train(model)

@@ -83,6 +83,26 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     return built
 
 
+def require_all_to_train(model: nn.Module) -> None:
+    """Refuse parameters that get no gradient, before anything is trained beside them.
+
+    An optimizer would decay them all the same, or DeepSpeed leaves them out of its own, and then
+    out of every checkpoint, none of which could be read again.
+
+    Raises:
+        TrainctlError: There are some: names them.
+    """
+    frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
+    if frozen:
+        more = f" and {len(frozen) - 1} more" if len(frozen) > 1 else ""
+        raise TrainctlError(
+            f"{type(model).__name__} has parameters that do not train ({frozen[0]}{more}), which "
+            "checkpoints would lack",
+            hint="in a model of your own leave requires_grad on, or make them persistent buffers; "
+            "optimizer.groups with a small lr_factor holds parameters almost still",
+        )
+
+
 def _own_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(
         transformers_config(model),

@@ -37,7 +37,13 @@ from trainctl.train.groups import parameter_groups
 from trainctl.train.kernels import apply_kernels
 from trainctl.train.learning_rate import LearningRate
 from trainctl.train.loss import LanguageModel
-from trainctl.train.model import TORCH_TYPES, blocks, has_flash_attention, skeleton
+from trainctl.train.model import (
+    TORCH_TYPES,
+    blocks,
+    has_flash_attention,
+    require_all_to_train,
+    skeleton,
+)
 from trainctl.train.optimizers import own_optimizer
 from trainctl.train.patience import Patience
 from trainctl.train.pipeline import PipelineStage, cut_to_stage, tied_weight
@@ -145,6 +151,7 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     progress = checkpoint.progress if checkpoint else RunProgress()
     mesh = join_mesh(plan.mesh, process.rank, process.timeout)
     model = skeleton(config.model, TORCH_TYPES[formats(config.precision).weights])
+    require_all_to_train(model)
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     routers = Routers(model, config)
     if checkpoint is not None:
