@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 from expert_cases import STEPS, Trial
 from parity_cases import CLIPPING, Difference, limit
-from rank_processes import Case, curve, train_cases, with_stop
+from rank_processes import Case, curve, tiny_config, train_cases, with_stop
+from torch import nn
 
+from trainctl.config.registry import new_section
+from trainctl.errors import TrainctlError
 from trainctl.memory.engine import read_engine
 from trainctl.memory.phases import resident
 from trainctl.memory.stages import stages_of
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
 from trainctl.train.anatomy import anatomy
+from trainctl.train.routers import Routers
 
 TWO = (2, 3)
 """Experts of one rank where four share eight: the others get no token."""
@@ -125,3 +129,12 @@ def test_the_budget_of_states_is_what_the_ranks_hold(tmp_path: Path) -> None:
         expected.append(pytest.approx(resident(read_engine(plan), held, 0).total, rel=0.01))
     for counted in train_cases(world_size, cases, probe="census_probe:resident"):
         assert counted == expected
+
+
+def test_experts_that_are_not_joined_are_not_balanced_in_silence() -> None:
+    config = tiny_config(experts__z_loss=0.01)
+    config.model = new_section("model", "hf", path="somewhere", num_experts=4)
+    with pytest.raises(TrainctlError, match="Linear has no experts that transformers has joined"):
+        Routers(nn.Linear(2, 2), config)
+    config.experts.z_loss = 0.0
+    Routers(nn.Linear(2, 2), config)

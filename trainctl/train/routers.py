@@ -73,6 +73,14 @@ class Routers:
         self._logits: dict[int, torch.Tensor] = {}
         self._counts: dict[int, torch.Tensor] = {}
         self._sums: dict[str, torch.Tensor] = {}
+        model_config = config.model
+        has_experts = model_config.is_directory and (model_config.num_experts or 1) > 1
+        if has_experts and not self._layers and (self._adds_loss or self._rate > 0):
+            raise TrainctlError(
+                f"{type(model).__name__} has no experts that transformers has joined to one "
+                "parameter a layer: they cannot be kept equally busy",
+                hint="experts.auxiliary_loss=0, experts.z_loss=0, experts.bias_update_rate=0",
+            )
         if self._rate > 0 and not all(hasattr(router, BIAS) for router in self._layers):
             raise TrainctlError(
                 f"experts.bias_update_rate={self._rate:g}, but the routers of "
