@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 from small_model import SHAPE
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+)
 
 from trainctl.config.compose import compose, recompose
 from trainctl.errors import TrainctlError
@@ -47,6 +54,13 @@ def test_a_directory_of_transformers_gives_shape_and_family(
     assert model.tie_word_embeddings == written.tie_word_embeddings
     assert model.sliding_window == getattr(written, "sliding_window", None)
     assert model.head_dim == getattr(written, "head_dim", None)
+
+
+def test_a_window_of_0_tokens_is_none(tmp_path: Path) -> None:
+    written = Qwen2MoeConfig(**SHAPE, use_sliding_window=False)
+    assert written.sliding_window == 0  # as transformers writes it
+    written.save_pretrained(tmp_path)
+    assert model_of(tmp_path).sliding_window is None
 
 
 def test_gpt2_has_names_of_its_own(tmp_path: Path) -> None:

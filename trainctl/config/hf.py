@@ -176,7 +176,7 @@ def _known(raw: Mapping[str, Any], called: Mapping[str, tuple[str, ...]]) -> dic
         values = [raw[key] for key in theirs if raw.get(key) is not None]
         if values and not (name in EXPERTS and values[0] == 0):
             known[name] = values[0]
-    if "sliding_window" in raw and raw["sliding_window"] is None:
+    if not raw.get("sliding_window", True):  # some configurations write 0 for none
         known["sliding_window"] = None
     return known
 
