@@ -138,7 +138,11 @@ def test_closed_forms_are_the_anatomy_of_what_is_built(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("t5", "encoder with a decoder"), ("clip_text_model", "no causal language model")],
+    [
+        ("t5", "encoder with a decoder"),
+        ("clip_text_model", "no causal language model"),
+        ("bert", "attends to later tokens"),
+    ],
 )
 def test_what_is_no_decoder_is_refused_with_the_reason(kind: str, reason: str, tmp_path) -> None:
     AutoConfig.for_model(kind).save_pretrained(tmp_path)

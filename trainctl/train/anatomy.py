@@ -74,6 +74,7 @@ def anatomy(model: ModelConfig) -> Anatomy:
         built.tie_weights()
         built.train()
         _run(built, seen)
+        _refuse_both_ways(model, config, seen)
         return structure(built, model, seen)
 
 
@@ -150,6 +151,17 @@ def _refuse(model: ModelConfig, config: PretrainedConfig) -> None:
             f"{what} has no causal language model in transformers",
             hint="an architecture with a class ...ForCausalLM; code of the directory's own runs "
             "with model.trust_remote_code=true",
+        )
+
+
+def _refuse_both_ways(model: ModelConfig, config: PretrainedConfig, seen: ForwardNotes) -> None:
+    """Refuse an encoder: its tokens see those that they are to predict."""
+    causal = [getattr(module, "is_causal", None) for module in seen.attention]
+    if causal and all(each is False for each in causal):
+        raise TrainctlError(
+            f"{model.path}/config.json: {config.model_type} attends to later tokens too, and is no "
+            "causal language model",
+            hint='a decoder; "is_decoder": true in config.json makes one of a BERT',
         )
 
 
