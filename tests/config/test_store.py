@@ -89,3 +89,11 @@ def test_diff_lists_every_changed_key() -> None:
         Change("training.seed", 1234, 2),
         Change("deepspeed", {}, {"a": 1}),
     ]
+
+
+def test_an_older_run_with_a_table_of_tensors_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    written = RunConfig()
+    path.write_text(dump_config(written).replace("  anatomy: []\n", "  tensors: []\n"))
+    assert "  tensors: []" in path.read_text()
+    assert load_config(path) == written
