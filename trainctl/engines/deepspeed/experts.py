@@ -46,9 +46,8 @@ def tell_of_experts(module: nn.Module, job: Job) -> None:
         job: The engine's.
     """
     mesh = job.mesh
-    for group in job.groups:
-        if not group["moe"]:
-            continue
+    of_experts = [group for group in job.groups if group["moe"]]
+    for group in of_experts:
         name = group["name"]
         groups._EXPERT_PARALLEL_GROUP[name] = mesh.expert.group
         groups._EXPERT_PARALLEL_GROUP_RANKS[name] = list(mesh.expert.ranks)
@@ -58,6 +57,7 @@ def tell_of_experts(module: nn.Module, job: Job) -> None:
             parameter.allreduce = False
             parameter.group_name = name
             parameter.ds_zero_placement_family = _FAMILY
-            parameter.ds_zero_partition_group_name = name
+            # Stage 3 averages parameters of several groups in one bucket, all under one name.
+            parameter.ds_zero_partition_group_name = of_experts[0]["name"]
     if job.plan.config.zero_stage.stage < 3:  # there it is refused, and not needed
         module.add_module("expert_marker", _Marker(mesh.expert.size))
