@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.diff import Change, diff
 from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
@@ -97,3 +98,9 @@ def test_an_older_run_with_a_table_of_tensors_is_read(tmp_path: Path) -> None:
     path.write_text(dump_config(written).replace("  anatomy: []\n", "  tensors: []\n"))
     assert "  tensors: []" in path.read_text()
     assert load_config(path) == written
+
+
+def test_the_plan_of_an_older_run_is_read() -> None:
+    plain = to_plain(RunConfig())
+    plain["model"]["tensors"] = ["norm.weight 64"]
+    assert from_plain(RunConfig, plain) == RunConfig()

@@ -51,6 +51,7 @@ def from_plain(cls: type[T], data: Any, key: str = "") -> T:
     """
     if not isinstance(data, dict):
         raise ValueError(f"{key or cls.__name__} must be a mapping, not {type(data).__name__}")
+    data = {name: value for name, value in data.items() if name not in getattr(cls, "former", ())}
     group = getattr(cls, "units", "")
     if group:
         cls, data = _of_kind(group, cls, data)

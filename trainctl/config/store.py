@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -34,7 +33,7 @@ def load_config(path: Path) -> RunConfig:
         text = read_bytes(path).decode()
         compose_bounded(text)
         data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        return from_plain(RunConfig, _without_old_keys(data))
+        return from_plain(RunConfig, data)
     except TrainctlError as missing:
         raise TrainctlError(
             f"{path}: {missing.message}", hint=missing.hint, exit_code=missing.exit_code
@@ -45,13 +44,6 @@ def load_config(path: Path) -> RunConfig:
         raise _unusable(path, f"is not valid YAML: {first_line(error)}") from None
     except (ValueError, TypeError, RecursionError) as error:
         raise _unusable(path, f"is no configuration of trainctl: {error}") from None
-
-
-def _without_old_keys(data: Any) -> Any:
-    """Older runs of every model have `model.tensors`, which `model.anatomy` has replaced."""
-    if isinstance(data, dict) and isinstance(data.get("model"), dict):
-        data["model"].pop("tensors", None)
-    return data
 
 
 def _unusable(path: Path, what: str) -> TrainctlError:

@@ -34,6 +34,7 @@ class ModelConfig:
     """The decoder to train: its published shape, so that planning needs no torch."""
 
     units: ClassVar[str] = "model"
+    former: ClassVar[tuple[str, ...]] = ("tensors",)  # what runs of older versions have besides
 
     name: str = option("tiny-llama", "Name shown in plans, reports and exports.")
     family: str = option("llama", "Architecture.", units="model")
