@@ -102,7 +102,8 @@ def anatomy(model: ModelConfig) -> Anatomy | None:
     if model.is_unread:
         raise TrainctlError(
             f"nothing is known of the tensors of {model.name}",
-            hint="compose it (trainctl.config.compose): that reads what transformers makes of it",
+            hint="a run of an older version does not have it: start another from its weights, with "
+            "model.path as before and model.initial_weights=RUN",
         )
     return anatomy_of(model.anatomy)
 
