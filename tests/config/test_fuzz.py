@@ -89,6 +89,7 @@ LINES = st.one_of(
 @example(["? [a]", ": 1"], True)
 @example(["training: {<<: [1]}"], True)
 @example(["a: " + "[" * 3000], True)
+@example(["training:", " steps: ${"], True)
 def test_any_file_of_the_users(lines: list[str], starts_from_base: bool) -> None:
     head = "defaults: [base, _self_]\n" if starts_from_base else ""
     with TemporaryDirectory() as folder:

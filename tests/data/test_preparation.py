@@ -40,11 +40,12 @@ def section(texts):
 
 
 def everything(cache):
-    """All that is in a cache but locks: contents, and folders too."""
+    """All that is in a cache, contents and folders too, but locks and what a killed writer began
+    under a name of its own, which nobody reads."""
     return {
         str(path.relative_to(cache)): path.read_bytes() if path.is_file() else path.is_symlink()
         for path in sorted(cache.rglob("*"))
-        if path.suffix != ".lock"
+        if path.suffix != ".lock" and not (path.suffix == ".tmp" and path.name.startswith("."))
     }
 
 

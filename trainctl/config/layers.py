@@ -91,6 +91,13 @@ class Stack:
 
         _keep_secrets()
         findings: list[Finding] = []
+        for setting in self.references.values():
+            try:
+                OmegaConf.create({VALUE: setting.value})
+            except OmegaConfBaseException as error:  # no reference at all, such as "${"
+                findings.append(_unresolved(setting, first_line(error)))
+        if findings:
+            return findings
         known = OmegaConf.create(self._without_secrets())
         for setting in list(self.references.values()):
             try:
