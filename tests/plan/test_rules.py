@@ -211,6 +211,20 @@ ERRORS = [
         "data.packing=stream",
     ),
     (
+        "TC366",
+        {"data__kind": "chat", "data__paths": ["a.jsonl"], "data__separator": "x"},
+        gpus(),
+        "data.packing=stream with data.kind=chat cuts conversations anywhere",
+        "data.packing=best_fit",
+    ),
+    (
+        "TC368",
+        {"data__kind": "chat", "data__paths": ["a.jsonl"], "data__mask_documents": False},
+        gpus(),
+        "a conversation sees those before it",
+        "data.mask_documents=true",
+    ),
+    (
         "TC363",
         mixed(code={"fim_rate": 0.5}),
         gpus(),
