@@ -1,4 +1,4 @@
-"""`data=chat`: conversations in every shape and file, packed whole, and what a rank learns of them."""
+"""`data=chat`: conversations of every shape and file, packed whole, and what is learnt of them."""
 
 import json
 from dataclasses import replace
@@ -147,10 +147,8 @@ def test_answers_alone_have_labels_and_none_is_lost(tmp_path, template):
     assert first.sum() == len(QUESTIONS)
     tokens = corpus.tokens(corpus.train)[: corpus.train.tokens]
     assert int(tokens.max()) < tokenizer.vocab_size
-    everything, whole = learnt(
-        replace(config, data=replace(config.data, learn=Learn.all)),
-        *built(replace(config, data=replace(config.data, learn=Learn.all))),
-    )
+    learns = replace(config, data=replace(config.data, learn=Learn.all))
+    everything, whole = learnt(learns, *built(learns))
     assert whole.count("<|im_start|>user") == len(QUESTIONS)
     assert everything.input_ids.tolist() == batch.input_ids.tolist()
 
@@ -192,7 +190,7 @@ def test_what_is_too_long_is_cut_dropped_or_an_error(tmp_path):
     records = [*QUESTIONS, {"messages": long_answer}, {"messages": long_question}]
     config = config_of(tmp_path, [write(tmp_path / "chat.jsonl", records)])
     corpus, tokenizer = built(config)
-    batch, text = learnt(config, corpus, tokenizer)
+    _, text = learnt(config, corpus, tokenizer)
     assert 0 < text.count("b") < 200 and "bb" in text
     assert "a" not in text.replace("<|im_end|>", "")
     bins = bins_of(config, corpus, corpus.train)
