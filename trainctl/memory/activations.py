@@ -15,6 +15,7 @@ from trainctl.config.schema import (
     ModelConfig,
 )
 from trainctl.memory.constants import BYTES
+from trainctl.memory.learning import Learning, everything
 from trainctl.options.activation_checkpointing import Recomputing, checkpointing_of, recomputed
 from trainctl.options.model import Norm, spec_of
 from trainctl.options.precision import precision_of
@@ -90,6 +91,7 @@ def block_activations(
     tensor: int = 1,
     autocast: bool = False,
     liger: bool = False,
+    learning: Learning | None = None,
 ) -> BlockActivations:
     """Activations of one block.
 
@@ -100,8 +102,10 @@ def block_activations(
             share tokens outside attention and heads inside: bytes per token stay the same.
         autocast: Whether weights and residual stream are fp32.
         liger: Whether Liger's norms and SwiGLU take the place of transformers'.
+        learning: What of it learns; none is everything.
     """
     spec = spec_of(model)
+    learning = learning or everything(spec)
     hidden, up = model.hidden_size, spec.feed_forward
     width = shapes.head_dim(model)
     heads = model.num_attention_heads / tensor
@@ -123,21 +127,40 @@ def block_activations(
     projected = width * (heads + 2 * own_keys) + up.matrices * ffn + 2 * hidden
     products = element * projected + attended
     query_norms = 0.0
-    if spec.attention.per_head:
-        normed = (model.num_attention_heads + shapes.key_value_heads(model)) / tensor
-        query_norms = normed * _norm_bytes(spec.norm, width, element, liger)
+    for name, count in zip(spec.attention.per_head, (heads, own_keys), strict=False):
+        learns = learning.norm(f"{spec.attention.module}.{name}")
+        query_norms += count * _norm_bytes(spec.norm, width, element, liger, learns)
     qkvo = element * width * (2 * heads + 2 * key_heads)
     statistics = 0.0 if eager else FP32 * heads
     # Two norms, and what each hands to the products; autocast casts it once for each of them.
-    norm = _norm_bytes(spec.norm, hidden, residual, liger)
-    inputs = len(spec.attention.columns) + len(up.columns) if autocast else 2
-    norms = 2 * norm + inputs * hidden * element
+    norms = sum(
+        _norm_bytes(spec.norm, hidden, residual, liger, learning.norm(name))
+        for name in spec.block
+        if isinstance(name, str)
+    )
+    readers = [learning.readers(region) for region in (spec.attention, up)]
+    norms += hidden * element * sum(count if autocast else min(count, 1) for count in readers)
     inner = ffn * element * (spec.activation.kept_by_liger if liger else spec.activation.kept)
+    # What enters the last product of a region: attention as one kernel keeps its result anyway.
+    kept = qkvo
+    if eager and not learning.reads(f"{spec.attention.module}.{spec.attention.row}"):
+        kept -= element * width * heads
+    if not learning.reads(f"{up.module}.{up.row}"):
+        inner -= element * ffn
+    lengths = {spec.attention: heads * width, up: ffn}
+    added = {
+        region: sum(
+            element * rank
+            + ((hidden if enters else length) * (element + 1) if learning.dropout else 0)
+            for rank, enters in learning.adapters(region)
+        )
+        for region, length in lengths.items()
+    }
     return BlockActivations(
         norms=round(norms),
-        attention=round(qkvo + query_norms + statistics),
+        attention=round(kept + query_norms + statistics + added[spec.attention]),
         scores=round(scores),
-        feed_forward=round(inner),
+        feed_forward=round(inner + added[up]),
         boundary=round(hidden * residual),
         products=round(products),
         feed_forward_gradient=round(2 * ffn * element + hidden * (element + residual)),
@@ -241,14 +264,15 @@ def _boundary(block: BlockActivations, settings: Recomputing, tensor: int) -> in
     return block.boundary // (tensor if settings.partition_across_tensor_ranks else 1)
 
 
-def _norm_bytes(norm: Norm, width: int, element: int, liger: bool) -> int:
+def _norm_bytes(norm: Norm, width: int, element: int, liger: bool, learns: bool) -> int:
     """Bytes that a norm keeps per token besides its output: its statistics and its input, which
     some keep in fp32 (its own storage if it is fp32 already) beside the scaled values in the
-    input's type, which meet the weight. Liger's keeps the input as it came (ops/rms_norm.py of
-    liger-kernel).
+    input's type, which meet the weight, if that learns. Liger's keeps the input as it came
+    (ops/rms_norm.py of liger-kernel).
     """
     copies = norm.copies_in_fp32 and not liger
-    return width * (FP32 + element if copies else element) + FP32 * norm.statistics
+    scaled = element if learns else 0
+    return width * (FP32 + scaled if copies else element) + FP32 * norm.statistics
 
 
 def _expands_keys(model: ModelConfig, sequence_length: int) -> bool:
