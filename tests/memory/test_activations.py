@@ -119,14 +119,14 @@ FROZEN = {
     "nothing learns": Learning(weights=frozenset()),
     "a norm and a product learn": Learning(weights=NORMS),
     "queries and values have adapters": Learning(
-        weights=frozenset(), ranks={"self_attn.q_proj": 8, "self_attn.v_proj": 8}
+        weights=frozenset(), ranks=(("self_attn.q_proj", 8), ("self_attn.v_proj", 8))
     ),
     "all layers have adapters": Learning(
         weights=frozenset(),
-        ranks={
-            f"{module}_proj": 4
+        ranks=tuple(
+            (f"{module}_proj", 4)
             for module in ("self_attn.q", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
-        },
+        ),
     ),
 }
 
@@ -148,7 +148,7 @@ def test_a_frozen_layer_keeps_no_input(family: str, name: str, attention: str) -
         added = []
         for parameter_name, parameter in block.named_parameters():
             parameter.requires_grad_(parameter_name in learning.weights)
-        for layer_name, rank in learning.ranks.items():
+        for layer_name, rank in learning.ranks:
             layer = block.get_submodule(layer_name)
             first, second = (
                 torch.randn(rank, layer.in_features),

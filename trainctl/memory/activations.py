@@ -7,7 +7,9 @@ below ``e`` is the element size of the compute type; all sizes are those of one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from trainctl.config.schema import (
     Accelerator,
@@ -195,6 +197,7 @@ def stage_activations(
     element: int,
     autocast: bool,
     traced: BlockActivations | None = None,
+    learning: Sequence[tuple[Learning, int]] | None = None,
 ) -> StageActivations:
     """Activations of the blocks of a pipeline stage.
 
@@ -205,10 +208,11 @@ def stage_activations(
         element: Bytes of the compute type.
         autocast: Whether weights and residual stream are fp32.
         traced: One of the blocks on this rank, where the model was traced.
+        learning: What learns in the blocks that gradients reach, and in how many; none is all of
+            each. Others keep nothing.
     """
-    settings = recomputed(plan.config)
-    tokens = tokens_per_rank(plan)
-    block = traced or block_activations(
+    closed = partial(
+        block_activations,
         plan.config.model,
         sequence_length=plan.batch.sequence_length,
         element=element,
@@ -216,8 +220,53 @@ def stage_activations(
         autocast=autocast,
         liger=plan.config.kernels.liger,
     )
+    whole = traced or closed()
+    kinds = [(whole, blocks)]
+    if learning is not None:
+        kinds = [(closed(learning=each), count) for each, count in learning]
+        if traced is not None:
+            kinds = [
+                (in_proportion(traced, whole=closed(), part=block), count) for block, count in kinds
+            ]
     beside = plan.config.model.hidden_size * (element + (FP32 if autocast else element))
-    block = in_tiles(block, plan.config.kernels.mlp_tiles, beside=beside)
+    tiles = plan.config.kernels.mlp_tiles
+    parts = [
+        _of_blocks(plan, in_tiles(block, tiles, beside=beside), count, in_flight)
+        for block, count in kinds
+    ]
+    return StageActivations(
+        forward_end=sum(part.forward_end for part in parts),
+        block_backward=max((part.block_backward for part in parts), default=0),
+        last_block=max((part.last_block for part in parts), default=0),
+        offloaded=sum(part.offloaded for part in parts),
+    )
+
+
+def in_proportion(
+    block: BlockActivations, *, whole: BlockActivations, part: BlockActivations
+) -> BlockActivations:
+    """A traced block of which less is kept than the trace had: each part shrinks as its closed form
+    does.
+
+    Args:
+        block: Traced.
+        whole: The closed form of that.
+        part: The closed form of what is asked for: a tensor rank's share, or a block that is frozen
+            in part.
+    """
+    shares = {}
+    for item in fields(BlockActivations):
+        before, after = getattr(whole, item.name), getattr(part, item.name)
+        share = after / before if before else 1.0
+        shares[item.name] = round(getattr(block, item.name) * share)
+    return BlockActivations(**shares)
+
+
+def _of_blocks(
+    plan: Sketch, block: BlockActivations, blocks: int, in_flight: int
+) -> StageActivations:
+    """Activations of so many blocks alike."""
+    settings, tokens = recomputed(plan.config), tokens_per_rank(plan)
     if settings is None:
         backward = block.backward_extra(block.saved)
         return StageActivations(

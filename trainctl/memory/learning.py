@@ -7,8 +7,7 @@ what the adapter's two products keep.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trainctl.options.model import Family, Region
 
@@ -19,14 +18,14 @@ class Learning:
 
     Attributes:
         weights: Parameters of the block's own that do, by their names in it.
-        ranks: Ranks of adapters, by the name of the linear layer in the block.
+        ranks: Names of linear layers in the block that have an adapter, and its rank.
         dropout: Whether an adapter's input is dropped out, so that it is a copy of its own.
         keeps_inputs: Whether linear layers keep their inputs whatever learns, as DeepSpeed's does
             at ZeRO 3 (`LinearFunctionForZeroStage3`, zero/linear.py).
     """
 
     weights: frozenset[str]
-    ranks: Mapping[str, int] = field(default_factory=dict)
+    ranks: tuple[tuple[str, int], ...] = ()
     dropout: bool = False
     keeps_inputs: bool = False
 
@@ -41,17 +40,17 @@ class Learning:
     def reads(self, layer: str) -> bool:
         """Whether a linear layer keeps its input."""
         own = self.keeps_inputs or f"{layer}.weight" in self.weights
-        return own or (layer in self.ranks and not self.dropout)
+        return own or (layer in dict(self.ranks) and not self.dropout)
 
     def adapters(self, region: Region) -> tuple[tuple[int, bool], ...]:
         """Rank of each adapter in a region, and whether it reads what enters it (else what its last
         layer does)."""
-        layers = ((name, True) for name in region.columns)
-        places = (*layers, (region.row, False))
+        ranks = dict(self.ranks)
+        places = (*((name, True) for name in region.columns), (region.row, False))
         return tuple(
-            (self.ranks[f"{region.module}.{name}"], enters)
+            (ranks[f"{region.module}.{name}"], enters)
             for name, enters in places
-            if f"{region.module}.{name}" in self.ranks
+            if f"{region.module}.{name}" in ranks
         )
 
 
