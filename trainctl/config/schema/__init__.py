@@ -36,6 +36,7 @@ from trainctl.config.schema.layout import (
     ZeroStageConfig,
 )
 from trainctl.config.schema.model import (
+    AdapterConfig,
     AttentionKind,
     ModelConfig,
     WeightsKind,
@@ -74,6 +75,7 @@ __all__ = [
     "GROUPS",
     "Accelerator",
     "ActivationCheckpointingConfig",
+    "AdapterConfig",
     "AdaptiveClipping",
     "AttentionKind",
     "CheckpointConfig",
@@ -124,6 +126,7 @@ class RunConfig:
     """One run, whole: every group and section."""
 
     model: ModelConfig = section(ModelConfig)
+    adapter: AdapterConfig = section(AdapterConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
     gradients: GradientsConfig = section(GradientsConfig)
