@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from parity_cases import LAYOUTS, Combination, Curve, _config
 from rank_processes import Case, curve, train_cases
+from transformers import AutoModelForCausalLM
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, RunConfig
@@ -19,6 +21,7 @@ from trainctl.hardware import Hardware
 from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
+from trainctl.train.model import transformers_config
 
 CLIPPING = 0.25
 """Gradients of adapters are smaller than those of whole weights."""
@@ -95,9 +98,7 @@ def config_of(case: Adapting, steps: int, **changes: Any) -> RunConfig:
 def judged(case: Adapting, steps: int = 30) -> tuple[RunPlan | None, tuple[Finding, ...]]:
     """The plan of a case, and what is wrong with it."""
     size = case.combination.world_size
-    hardware = Hardware(
-        name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=size
-    )
+    hardware = Hardware(name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=size)
     resolution = resolve(config_of(case, steps), hardware)
     return resolution.plan, tuple(item for item in resolution.findings if item.is_error)
 
@@ -116,3 +117,16 @@ def everything() -> list[Adapting]:
     layouts = [name for name in LAYOUTS if name != "TP2xPP2xDP2"]
     cells = itertools.product(TRAINED, layouts, "0123", ("none", "full"))
     return [Adapting(*cell) for cell in cells]
+
+
+def base_directory(folder: Path) -> Path:
+    """A transformers directory of the tiny model with weights; made unless it is there."""
+    config = config_of(Adapting(), 1).model
+    model = AutoModelForCausalLM.from_config(transformers_config(config))
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(std=0.05, generator=generator)
+    model.save_pretrained(folder)
+    return folder

@@ -206,6 +206,11 @@ def adapter_of(manifest: Mapping[str, Any]) -> AdapterConfig:
     return found
 
 
+def base_file(checkpoint: Path) -> Path:
+    """Where the run of a checkpoint keeps what it knows of the files of its base."""
+    return RunPaths(checkpoint.resolve().parents[1]).base
+
+
 def facts_of(config: RunConfig, base: Base) -> dict[str, Any]:
     """What a manifest says where some weights do not train; nothing where all do."""
     if not is_partial(config):
