@@ -46,6 +46,7 @@ from trainctl.config.schema.optimization import (
     GradientsConfig,
     GroupOverride,
     LrScaling,
+    ObjectiveConfig,
     OnBadLoss,
     OptimizerConfig,
     ScheduleConfig,
@@ -95,6 +96,7 @@ __all__ = [
     "LoggingConfig",
     "LrScaling",
     "ModelConfig",
+    "ObjectiveConfig",
     "OffloadConfig",
     "OffloadDevice",
     "OnBadLoss",
@@ -126,6 +128,7 @@ class RunConfig:
     model: ModelConfig = section(ModelConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
+    objective: ObjectiveConfig = section(ObjectiveConfig)
     gradients: GradientsConfig = section(GradientsConfig)
     engine: EngineConfig = section(EngineConfig)
     zero_stage: ZeroStageConfig = section(ZeroStageConfig)

@@ -23,6 +23,7 @@ from trainctl.plan.rules import (
     layout,
     mup,
     no_effect,
+    objective,
     optimizer,
     precision,
     quality,
@@ -139,6 +140,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC375", kernels.tiles_are_of_dense_layers),
     ("TC390", experts.expert_axis_goes_with_the_rest),
     ("TC391", experts.balance_is_that_of_whole_sequences),
+    ("TC392", objective.objective_goes_with_the_rest),
+    ("TC393", objective.objective_has_its_samples),
     ("TC405", engine.engine_has_what_is_asked),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
