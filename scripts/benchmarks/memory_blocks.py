@@ -22,6 +22,7 @@ class Code:
     Attributes:
         norm: Kept by one norm of the hidden states, its output included.
         norm_statistics: Kept by a norm for each token.
+        beside_norms: Kept of the hidden width in the compute type besides the norms, bytes.
         attention_copies: Copies of the queries' width besides queries, keys, values and output.
         dropout: Whether two masks of a byte an element are kept.
         scores: Kept of each attention score; 0 for a fused kernel.
@@ -34,6 +35,7 @@ class Code:
 
     norm: int
     norm_statistics: int = FP32
+    beside_norms: int = 0
     attention_copies: int = 0
     dropout: bool = False
     scores: int = 0
@@ -69,6 +71,7 @@ def block(
     inner = model.intermediate_size / tensor
     whole = tensor if code.sequence_parallel else 1
     norms = 2 * (hidden * (code.norm + (1 if code.dropout else 0)) + code.norm_statistics) / whole
+    norms += hidden * code.beside_norms / whole
     attention = (
         element * (2 * queries + 2 * keys + code.attention_copies * queries)
         + code.statistics * heads
@@ -136,3 +139,18 @@ COMPILED_GELU = Code(norm=2, norm_statistics=8, gated=False, inner=1)
 FROZEN = Code(norm=5, inner=3)
 """A Llama whose matrices do not learn (LoRA on queries and values): products keep no input, so of a
 norm's output only what an adapter reads stays, and the feed-forward layer keeps no product."""
+
+FROZEN_GELU = Code(norm=2, norm_statistics=8, beside_norms=2, gated=False, inner=1)
+"""The same of a GPT: norms keep their inputs, GELU its input, an adapter the norm's output."""
+
+LITGPT_LORA = Code(norm=4, beside_norms=3, attention_copies=4, inner=3)
+"""litgpt's LoRA on queries and values of a Llama, whose norms are in fp32 and keep their inputs so.
+The adapter's input went through dropout: a copy and its mask. Values are a view of the packed
+projection, which stays whole (two copies more), and `index_copy` keeps what the adapter adds to
+queries and values (two more; its derivative asks for the source's shape by the source)."""
+
+LITGPT_LORA_GELU = Code(
+    norm=1, norm_statistics=8, beside_norms=3, attention_copies=4, gated=False, inner=1
+)
+"""The same of its GPT-NeoX and Phi, whose two norms read one input: attention and feed-forward
+layer stand side by side."""

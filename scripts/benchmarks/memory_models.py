@@ -61,6 +61,10 @@ def model_of(row: Row) -> ModelConfig:
             of parameters that is stated.
     """
     if EXPERTS.search(row.words("model")) or re.search("mixtral|moe|experts", row.words("id")):
+        if not (row["world_gpus"] or row["dp"]):
+            raise NotExpressible(
+                "a mixture of experts whose states are divided over world_gpus, which is not given"
+            )
         raise NotExpressible("a mixture of experts: the model table has dense models only")
     if OTHERS.search(row.words("model")):
         raise NotExpressible("not a decoder of text")

@@ -238,7 +238,8 @@ def set_loss(row: Row, config: RunConfig) -> None:
         config.kernels.cross_entropy = CrossEntropyKind.liger_fused
     elif re.search(r"fused[-_ ]linear|cut[-_ ]cross|\bcce\b|linear[-_ ]cross", loss):
         config.kernels.cross_entropy = CrossEntropyKind.liger_fused
-    elif re.search(r"chunk|tiled(?!\s*mlp)", loss):
+    elif re.search(r"chunk|tiled(?!\s*mlp)", loss) and "litgpt" not in row.words("framework"):
+        # litgpt's chunks are all kept: they are not computed again.
         config.kernels.cross_entropy = CrossEntropyKind.chunked
 
 

@@ -85,6 +85,8 @@ TRAINERS = {
     "ddp fp32": Trainer(weights=4, late_gradients=4, states=8, buckets=4, in_flight=4),
     "one device autocast": Trainer(weights=4, late_gradients=4, states=8, cast=2, in_flight=4),
     "one device bf16": Trainer(weights=2, late_gradients=2, states=4),
+    # litgpt goes through several micro batches a step, so gradients are there in the forward pass.
+    "litgpt": Trainer(weights=2, gradients=2, states=4),
     "one device fp32": Trainer(weights=4, late_gradients=4, states=8, in_flight=4),
 }
 """What is where in each framework: parts of 16 bytes a parameter, and what comes on top."""
@@ -117,7 +119,10 @@ def trainer_of(row: Row) -> Trainer | megatron.Job | None:
     )
     if divides and "no_shard" not in sharding:
         if adapted is not None:
-            return Trainer(weight_shard=adapted, gathered=3)
+            # Fabric's FSDP makes one flat parameter of a block, which has a gradient as a whole if
+            # an adapter in it learns, and which is not reduced between micro batches.
+            whole = adapted if "litgpt" in framework else 0
+            return Trainer(weight_shard=adapted, gradients=whole, gathered=3)
         if offloaded:
             return TRAINERS["fsdp offload"]
         if re.search(r"shard_grad_op|zero-?2", sharding):
@@ -133,7 +138,9 @@ def trainer_of(row: Row) -> Trainer | megatron.Job | None:
     kind = "ddp" if many else "one device"
     if "fp32" in sharding and not re.search(r"bf16|fp16|fp8|mixed|amp|autocast", sharding):
         return TRAINERS[f"{kind} fp32"]
-    pure = is_pure(row) or ("litgpt" in framework and "mixed" not in sharding)
+    if "litgpt" in framework and "mixed" not in sharding:
+        return TRAINERS["ddp bf16" if many else "litgpt"]
+    pure = is_pure(row)
     return TRAINERS[f"{kind} bf16" if pure else f"{kind} autocast"]
 
 
@@ -145,6 +152,10 @@ def update_temporaries(row: Row, engine: EngineMemory) -> int:
 
 def logit_bytes_of(row: Row, engine: EngineMemory) -> LogitBytes:
     loss, framework = row.words("loss"), row.words("framework")
+    if "litgpt" in framework:
+        # Fabric gives the model's output back in fp32, and the log-softmax is kept, for all chunks
+        # of the logits; in backward one chunk goes at a time.
+        return LogitBytes(forward=8, backward=8)
     if "bf16 logits" in loss and not is_autocast(row):
         # Log-softmax in bf16; the program's variable keeps the logits through the backward pass.
         return LogitBytes(forward=4, backward=8)
@@ -177,11 +188,17 @@ def block_of(row: Row, plan: Sketch, engine: EngineMemory) -> BlockActivations |
     return blocks.block(
         plan.config.model,
         replace(code, alternate=titan),
-        key_heads=row.number("kv_heads", 0) or plan.config.model.num_attention_heads,
+        key_heads=_key_heads(row, plan.config.model),
         sequence_length=plan.batch.sequence_length,
         element=2 if engine.weight_bytes == 2 or engine.autocast else 4,
         tensor=plan.mesh.tensor,
     )
+
+
+def _key_heads(row: Row, model: ModelConfig) -> int:
+    """Heads of the keys that attention keeps; litgpt repeats them for every query."""
+    own = row.number("kv_heads", 0)
+    return model.num_attention_heads if not own or "litgpt" in row.words("framework") else own
 
 
 TRANSFORMERS = (
@@ -208,8 +225,10 @@ def _code(row: Row, model: ModelConfig) -> blocks.Code | None:
         return blocks.COMPILED if gated else blocks.COMPILED_GELU
     if any(word in framework for word in TRANSFORMERS):
         return None if gated or "gpt2" in model.name.lower() else _other_gelu(model)
-    if adapts and gated:
-        return blocks.FROZEN
+    if adapts and "litgpt" in framework:
+        return blocks.LITGPT_LORA if gated else blocks.LITGPT_LORA_GELU
+    if adapts:
+        return blocks.FROZEN if gated else blocks.FROZEN_GELU
     if "litgpt" in framework and gated:
         return blocks.PLAIN_FP32_NORM
     code = blocks.PLAIN if gated else blocks.PLAIN_GELU

@@ -37,6 +37,7 @@ PUBLISHED = {
 """Parameters, as the model cards' safetensors headers count them."""
 
 PROMISED = {
+    "adapter": "none lora dora rslora",
     "optimizer": "adamw adam lion muon adamw_8bit adafactor lamb sgd",
     "schedule": (
         "constant linear cosine wsd polynomial exponential step inverse_sqrt one_cycle cyclic "

@@ -35,6 +35,8 @@ PARTITIONED = {
 MUP = {"model__mup": True, "model__mup_base_width": 64}
 DEEPCOMPILE = {"kernels__compile": "deepcompile"}
 SAVES = {"checkpoint__every_steps": 10}
+LORA = {"adapter__kind": "lora"}
+TWO_STAGES = {"parallelism__pipeline": 2, "zero_stage__stage": 1}
 SHARDED = {"engine__kind": "fsdp2", "zero_stage__stage": 3}
 
 
@@ -51,6 +53,58 @@ def mixed(*stages, **sources):
 
 # Rule, changes, hardware, part of the message, part of the hint.
 ERRORS = [
+    (
+        "TC376",
+        {**LORA, "adapter__targets": ["q_prj", "v_proj"]},
+        gpus(),
+        "no linear layer of the blocks is called 'q_prj'",
+        "did you mean q_proj",
+    ),
+    (
+        "TC377",
+        {"training__freeze": ["embed_tokns"]},
+        gpus(),
+        "'embed_tokns' is found in no parameter's name",
+        "did you mean embed_tokens",
+    ),
+    (
+        "TC377",
+        {"training__freeze": ["all_but_last_blocks:9"]},
+        gpus(),
+        "needs a number of blocks up to 4",
+        "",
+    ),
+    ("TC377", {"training__freeze": ["("]}, gpus(), "not a regular expression", ""),
+    ("TC378", {"training__freeze": ["."]}, gpus(), "nothing is left to train", "embeddings"),
+    ("TC378", {**LORA, "training__freeze": ["norm"]}, gpus(), "already", "leave it out"),
+    (
+        "TC379",
+        {**LORA, "model__mup": True, "model__mup_base_width": 64},
+        gpus(),
+        "model.mup=true with adapter=lora",
+        "adapter=none",
+    ),
+    (
+        "TC379",
+        {"training__freeze": ["embeddings"], "optimizer__kind": "muon"},
+        gpus(),
+        "optimizer.kind=muon with training.freeze",
+        "optimizer=adamw",
+    ),
+    (
+        "TC380",
+        {"training__freeze": ["all_but_last_blocks:1"], **TWO_STAGES},
+        gpus(2),
+        "stage 0 (of 2 blocks) has nothing to train",
+        "parallelism.pipeline=1",
+    ),
+    (
+        "TC380",
+        {"training__freeze": ["head", "norm", r"layers\.[23]"], **TWO_STAGES},
+        gpus(2),
+        "stage 1 (of 2 blocks) has nothing to train",
+        "stage_blocks",
+    ),
     (
         "TC340",
         mixed(prose={"weight": 0.2}),
@@ -1557,6 +1611,12 @@ ERRORS = [
 ]
 
 WARNINGS = [
+    (
+        "TC381",
+        {"training__freeze": ["lm_head"], "model__tie_word_embeddings": True},
+        gpus(),
+        "model.embed_tokens.weight and lm_head.weight are one tensor",
+    ),
     ("TC341", {**mixed(), "data__max_bytes": 5}, gpus(), "data.max_bytes has no effect"),
     (
         "TC361",

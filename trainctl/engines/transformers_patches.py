@@ -79,6 +79,16 @@ USES = (
         fallback="exports may have other names than transformers gives its own",
     ),
     Use(
+        target="transformers.utils.chat_template_utils:render_jinja_template",
+        how=How.called,
+        why="a conversation becomes the text that it is in transformers, with the places of what "
+        "the assistant says",
+        signature="(conversations, tools=None, documents=None, chat_template=None, "
+        "return_assistant_tokens_mask=False, continue_final_message=False, "
+        "add_generation_prompt=False, **kwargs)",
+        at=At.model,
+    ),
+    Use(
         target="transformers.modeling_utils:PreTrainedModel._init_weights",
         how=How.called,
         why="a model's own code says how its parameters start; it is run on tensors without values",

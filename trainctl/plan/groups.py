@@ -24,6 +24,7 @@ from trainctl.options.optimizer import spec_of
 from trainctl.plan import mup, shapes
 from trainctl.plan.mup import TensorKind
 from trainctl.plan.shapes import TensorShape
+from trainctl.plan.trainable import trainable
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -86,9 +87,9 @@ class ParameterGroup:
 
 
 def parameter_groups(config: RunConfig) -> tuple[ParameterGroup, ...]:
-    """The groups of the whole model; every tensor is in exactly one. Pure."""
+    """The groups of the whole model; every tensor that trains is in exactly one. Pure."""
     members: dict[GroupKey, list[TensorShape]] = {}
-    for tensor in shapes.all_tensors(config.model):
+    for tensor in trainable(config).trained:
         key = group_of(config, tensor.name, tensor.shape, embedding=tensor.embedding)
         members.setdefault(key, []).append(tensor)
     return tuple(

@@ -31,6 +31,7 @@ from trainctl.plan.precision import formats
 from trainctl.plan.recompute import wrapped_blocks
 from trainctl.plan.rules import Draft, check
 from trainctl.plan.techniques import not_yet
+from trainctl.plan.trainable import reasons as trainable_reasons
 from trainctl.plan.types import RunPlan
 
 
@@ -114,6 +115,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
             *learning_rate_reasons(config, batch),
             *mup_reasons(config),
             *expert_reasons(config),
+            *trainable_reasons(config),
             *draft.settings,
             *passed,
         ),

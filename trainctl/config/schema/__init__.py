@@ -36,6 +36,7 @@ from trainctl.config.schema.layout import (
     ZeroStageConfig,
 )
 from trainctl.config.schema.model import (
+    AdapterConfig,
     AttentionKind,
     ModelConfig,
     WeightsKind,
@@ -75,6 +76,7 @@ __all__ = [
     "GROUPS",
     "Accelerator",
     "ActivationCheckpointingConfig",
+    "AdapterConfig",
     "AdaptiveClipping",
     "AttentionKind",
     "CheckpointConfig",
@@ -126,6 +128,7 @@ class RunConfig:
     """One run, whole: every group and section."""
 
     model: ModelConfig = section(ModelConfig)
+    adapter: AdapterConfig = section(AdapterConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
     objective: ObjectiveConfig = section(ObjectiveConfig)

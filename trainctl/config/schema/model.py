@@ -144,3 +144,16 @@ class ModelConfig:
         """Keys of its family, beside the shape that all families have."""
         shared = {item.name for item in fields(ModelConfig)}
         return tuple(item.name for item in fields(self) if item.name not in shared)
+
+
+@dataclass
+class AdapterConfig:
+    """What trains beside the model's own weights, which are then frozen (arXiv:2106.09685)."""
+
+    units: ClassVar[str] = "adapter"
+
+    kind: str = option(
+        "none",
+        "What is added to linear layers, and trains alone; none trains the model's own weights.",
+        units="adapter",
+    )

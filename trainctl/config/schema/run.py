@@ -194,6 +194,13 @@ class TrainingConfig:
     """How long, how much at a time, and from which seed."""
 
     seed: int = option(1234, "Everything random is a function of it.", minimum=0)
+    freeze: list[str] = option(
+        [],
+        "Weights that stay as they are: regular expressions that are found in canonical names, or "
+        "embeddings, head (with what it is tied to), and all_but_last_blocks:N, which is all that "
+        "comes before the last N blocks.",
+        example="[embeddings, all_but_last_blocks:2]",
+    )
     deterministic: bool = option(
         False,
         "Compute every sum in a fixed order on GPUs too: slower, and an operation that cannot "

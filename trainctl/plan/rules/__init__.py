@@ -30,6 +30,7 @@ from trainctl.plan.rules import (
     recompute,
     run,
     stability,
+    trainable,
     zero,
 )
 from trainctl.plan.rules.draft import Draft, Rule, on_json
@@ -138,6 +139,12 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC365", data.stream_has_its_place),
     ("TC370", architecture.state_ends_with_its_document),
     ("TC375", kernels.tiles_are_of_dense_layers),
+    ("TC376", trainable.targets_meet_layers),
+    ("TC377", trainable.frozen_names_meet_parameters),
+    ("TC378", trainable.something_trains),
+    ("TC379", trainable.frozen_weights_go_with_the_rest),
+    ("TC380", trainable.stages_have_something_to_train),
+    ("TC381", trainable.tied_weights_freeze_together),
     ("TC390", experts.expert_axis_goes_with_the_rest),
     ("TC391", experts.balance_is_that_of_whole_sequences),
     ("TC392", objective.objective_goes_with_the_rest),

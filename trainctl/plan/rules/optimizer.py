@@ -10,7 +10,7 @@ from trainctl.errors import Finding
 from trainctl.options.optimizer import Maker, spec_of
 from trainctl.plan.optimizers import refusals
 from trainctl.plan.rules.draft import Draft, error, warning
-from trainctl.plan.shapes import all_tensors
+from trainctl.plan.trainable import trainable
 
 
 def optimizer_fits_the_layout(draft: Draft) -> Iterator[Finding]:
@@ -27,11 +27,11 @@ def optimizer_fits_the_layout(draft: Draft) -> Iterator[Finding]:
 
 
 def groups_match_parameters(draft: Draft) -> Iterator[Finding]:
-    """Each entry of optimizer.groups is the first to match some parameter."""
+    """Each entry of optimizer.groups is the first to match some parameter that trains."""
     config = draft.config
     if not config.optimizer.groups or config.model.is_unread:
         return
-    left = [tensor.name for tensor in all_tensors(config.model)]
+    left = [tensor.name for tensor in trainable(config).trained]
     names_are_known = config.model.factory is None
     for index, entry in enumerate(config.optimizer.groups):
         key = f"optimizer.groups[{index}]"

@@ -1,0 +1,73 @@
+"""What an adapter says of itself: the tensors that it adds to a linear layer, and how it scales.
+
+With an adapter the weights of the model itself stay as they are, and what it adds to chosen linear
+layers trains (arXiv:2106.09685): W x becomes W x + s B A x, with A of (rank, inputs), B of
+(outputs, rank) and the factor s by which kinds differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.registry import Spec, load
+from trainctl.config.schema import AdapterConfig
+from trainctl.config.schema.option import option
+
+
+@dataclass
+class LowRank(AdapterConfig):
+    """Of what adds a product of two narrow matrices."""
+
+    rank: int = option(8, "Rows of A and columns of B.", minimum=1, maximum=65_536)
+    alpha: float = option(
+        16.0,
+        "What is added is multiplied by alpha / rank; by alpha / sqrt(rank) for rslora.",
+        above=0,
+    )
+    targets: list[str] = option(
+        [],
+        "Linear layers of the blocks, by how their names end; empty: all of them.",
+        example="[q_proj, v_proj]",
+    )
+    dropout: float = option(
+        0.0,
+        "Share of an adapter's inputs that is zero in a training step; the layer's own are whole.",
+        minimum=0,
+        maximum=0.9,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter(Spec):
+    """What is added to a linear layer.
+
+    `build` is called on a rank with the skeleton and the section, and adds it.
+
+    Attributes:
+        rank_power: What is added is multiplied by alpha / rank ** rank_power.
+        has_magnitude: Whether each row of the sum is scaled to a length that trains
+            (arXiv:2402.09353).
+    """
+
+    rank_power: float = 1.0
+    has_magnitude: bool = False
+
+    def scale(self, section: LowRank) -> float:
+        """What the product of the two matrices is multiplied by."""
+        return float(section.alpha / section.rank**self.rank_power)
+
+
+def spec_of(section: AdapterConfig) -> Adapter:
+    """Of the kind that a configuration has.
+
+    Raises:
+        TrainctlError: A package that brings it is not installed here.
+    """
+    spec = load("adapter", section.kind)
+    assert isinstance(spec, Adapter)
+    return spec
+
+
+def low_rank(section: AdapterConfig) -> LowRank | None:
+    """What a configuration says of an adapter; None where it has none."""
+    return section if isinstance(section, LowRank) else None

@@ -1,0 +1,7 @@
+"""LoRA (arXiv:2106.09685): a product of two narrow matrices beside each layer."""
+
+from __future__ import annotations
+
+from trainctl.options.adapter import Adapter, LowRank
+
+SPEC = Adapter(name="lora", keys=LowRank, build="trainctl.train.adapters:attach")

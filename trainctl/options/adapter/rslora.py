@@ -1,0 +1,7 @@
+"""LoRA whose scale falls with the root of the rank (arXiv:2312.03732), so that ranks compare."""
+
+from __future__ import annotations
+
+from trainctl.options.adapter import Adapter, LowRank
+
+SPEC = Adapter(name="rslora", keys=LowRank, build="trainctl.train.adapters:attach", rank_power=0.5)

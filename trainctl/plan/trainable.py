@@ -1,0 +1,310 @@
+"""What of a model trains, what stays as it is, and what an adapter adds. Pure, without torch.
+
+Rules, groups, budget, counts and checkpoints ask here, and a rank makes sure that what it has built
+agrees. Everything is under canonical names. A tied weight is one tensor: frozen by one of its
+names, it is frozen under both. With an adapter all of the model is frozen.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from trainctl.config.anatomy import Role
+from trainctl.config.derived import Derived
+from trainctl.config.schema import ModelConfig, RunConfig
+from trainctl.options.adapter import LowRank, low_rank
+from trainctl.options.adapter import spec_of as adapter_of
+from trainctl.options.model import architecture, spec_of
+from trainctl.plan import shapes
+from trainctl.plan.shapes import TensorShape
+
+EMBEDDINGS, HEAD, ALL_BUT_LAST = "embeddings", "head", "all_but_last_blocks"
+"""Words of `training.freeze` that are no patterns; the last has a number after a colon."""
+
+LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
+"""What an adapter's tensors are called, in the layer that they are added to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearLayer:
+    """A linear layer of a block, to which an adapter may be added.
+
+    Attributes:
+        name: Canonical name of the module.
+        inputs: Width of what enters it.
+        outputs: Width of what leaves it.
+        split: How tensor ranks share its matrix: by "outputs" or by "inputs"; None if that is not
+            known, or each has all of it.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    split: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainable:
+    """The tensors of a run.
+
+    Attributes:
+        trained: Those that an optimizer updates, in the model's order; the adapter's at the end.
+        frozen: Those that stay as they were at step 0: no gradient, master copy or state.
+        adapted: Layers that have an adapter.
+        reasons: Why, one sentence each.
+    """
+
+    trained: tuple[TensorShape, ...]
+    frozen: tuple[TensorShape, ...] = ()
+    adapted: tuple[LinearLayer, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def trained_elements(self) -> int:
+        return sum(tensor.numel for tensor in self.trained)
+
+    @property
+    def frozen_elements(self) -> int:
+        return sum(tensor.numel for tensor in self.frozen)
+
+
+def trainable(config: RunConfig) -> Trainable:
+    """What trains in a run, and what does not.
+
+    An entry of `training.freeze` or `adapter.targets` that meets nothing is left out here;
+    `trainctl.plan.rules.trainable` reports it.
+
+    Raises:
+        TrainctlError: Nothing is known of the model's tensors (`shapes.anatomy`).
+    """
+    tensors = tuple(shapes.all_tensors(config.model))
+    adapter = low_rank(config.adapter)
+    if adapter is not None:
+        layers = adapted_layers(config)
+        added = tuple(t for layer in layers for t in added_tensors(layer, adapter))
+        why = (
+            f"adapter.kind={adapter.kind}: {len(layers)} linear layers have one, and only it trains"
+        )
+        return Trainable(trained=added, frozen=tensors, adapted=layers, reasons=(why,))
+    frozen = frozen_names(config)
+    return Trainable(
+        trained=tuple(tensor for tensor in tensors if tensor.name not in frozen),
+        frozen=tuple(tensor for tensor in tensors if tensor.name in frozen),
+        reasons=_reasons(config, frozen),
+    )
+
+
+def reasons(config: RunConfig) -> tuple[Derived, ...]:
+    """How many parameters train and how many do not, where some do not."""
+    if not is_partial(config) or config.model.is_unread:
+        return ()
+    found = trainable(config)
+    why, source = "; ".join(found.reasons), "training.freeze"
+    if low_rank(config.adapter) is not None:
+        source = "adapter.kind"
+    counts = {"trained": found.trained_elements, "frozen": found.frozen_elements}
+    return tuple(
+        Derived(key=f"parameters.{name}", value=value, reason=why, sources=(source,))
+        for name, value in counts.items()
+    )
+
+
+def is_partial(config: RunConfig) -> bool:
+    """Whether some of the model's own weights do not train."""
+    return low_rank(config.adapter) is not None or bool(config.training.freeze)
+
+
+# --- frozen parts -----------------------------------------------------------------------------
+
+
+def frozen_names(config: RunConfig) -> frozenset[str]:
+    """Canonical names of the parameters that `training.freeze` holds."""
+    found: set[str] = set()
+    for entry in config.training.freeze:
+        with suppress(ValueError):
+            found.update(met_by(config.model, entry))
+    return frozenset(found)
+
+
+def met_by(model: ModelConfig, entry: str) -> tuple[str, ...]:
+    """Canonical names of the parameters that an entry of `training.freeze` stands for.
+
+    Raises:
+        ValueError: It is neither a word that is known nor a regular expression; says why.
+    """
+    tensors = tuple(shapes.all_tensors(model))
+    tied = {alias: name for alias, name in ties(model) if name != alias}
+    if entry == EMBEDDINGS:
+        return tuple(tensor.name for tensor in tensors if tensor.embedding)
+    if entry == HEAD:
+        name = head_name(model)
+        return (tied.get(name, name),)
+    word, _, number = entry.partition(":")
+    if word == ALL_BUT_LAST:
+        return _before_last(model, tensors, number.strip())
+    try:
+        pattern = re.compile(entry)
+    except re.error as problem:
+        raise ValueError(f"is not a regular expression: {problem}") from None
+    if not entry:
+        raise ValueError("is empty")
+    meant = {name for alias, name in tied.items() if pattern.search(alias)}
+    return tuple(t.name for t in tensors if t.name in meant or pattern.search(t.name))
+
+
+def _before_last(
+    model: ModelConfig, tensors: tuple[TensorShape, ...], number: str
+) -> tuple[str, ...]:
+    """Embeddings, and all blocks but the last so many."""
+    if not number.isdecimal() or int(number) > model.num_layers:
+        raise ValueError(f"needs a number of blocks up to {model.num_layers}: {ALL_BUT_LAST}:1")
+    blocks, first = block_numbers(model), model.num_layers - int(number)
+    return tuple(
+        tensor.name
+        for tensor in tensors
+        if tensor.embedding or (tensor.name in blocks and blocks[tensor.name] < first)
+    )
+
+
+def block_numbers(model: ModelConfig) -> dict[str, int]:
+    """Number of the block of each parameter that lies in one."""
+    read = shapes.anatomy(model)
+    if read is not None:
+        return {p.name: p.block for p in read.parameters if p.block is not None}
+    found = ((tensor.name, shapes.block_of(tensor.name)) for tensor in shapes.all_tensors(model))
+    return {name: block for name, block in found if block is not None}
+
+
+def ties(model: ModelConfig) -> tuple[tuple[str, str], ...]:
+    """Other names of tied parameters, and their canonical ones."""
+    read = shapes.anatomy(model)
+    if read is not None:
+        return read.ties
+    if not model.tie_word_embeddings:
+        return ()
+    return ((shapes.head_tensor(model).name, shapes.embedding_tensors(model)[0].name),)
+
+
+def head_name(model: ModelConfig) -> str:
+    """Name of the output projection's weight, which may be another one's name too."""
+    read = shapes.anatomy(model)
+    if read is None:
+        return shapes.head_tensor(model).name
+    own = (p.name for p in read.parameters if p.role is Role.head)
+    return next(own, next((alias for alias, _ in read.ties), ""))
+
+
+def frozen_ties(config: RunConfig) -> tuple[tuple[str, str], ...]:
+    """Tied weights that are frozen: both of their names."""
+    frozen = frozen_names(config)
+    return tuple((alias, name) for alias, name in ties(config.model) if name in frozen)
+
+
+def _reasons(config: RunConfig, frozen: frozenset[str]) -> tuple[str, ...]:
+    if not frozen:
+        return ()
+    why = [f"training.freeze={config.training.freeze}"]
+    for alias, name in frozen_ties(config):
+        why.append(f"{alias} and {name} are one tensor, frozen under both names")
+    return tuple(why)
+
+
+def idle_stages(config: RunConfig, sizes: Sequence[int]) -> list[int]:
+    """Pipeline stages on which nothing trains.
+
+    Args:
+        config: The run's.
+        sizes: Blocks of each stage.
+    """
+    blocks, last = block_numbers(config.model), len(sizes) - 1
+    starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
+    busy: set[int] = set()
+    tied = {name for _, name in ties(config.model)}
+    for tensor in trainable(config).trained:
+        layer = f"{tensor.name.rpartition('.')[0]}.weight"
+        block = blocks.get(tensor.name, blocks.get(layer))
+        if block is not None:
+            busy.add(bisect_right(starts, block) - 1)
+            continue
+        if tensor.embedding:
+            busy.add(0)
+        if not tensor.embedding or tensor.name in tied:
+            busy.add(last)
+    return [stage for stage in range(len(sizes)) if stage not in busy]
+
+
+# --- adapters ---------------------------------------------------------------------------------
+
+
+def adapted_layers(config: RunConfig) -> tuple[LinearLayer, ...]:
+    """Linear layers that `adapter.targets` names: without any, all of the blocks."""
+    adapter = low_rank(config.adapter)
+    if adapter is None:
+        return ()
+    layers = tuple(linear_layers(config.model))
+    if not adapter.targets:
+        return layers
+    return tuple(layer for layer in layers if any(is_target(layer, t) for t in adapter.targets))
+
+
+def is_target(layer: LinearLayer, target: str) -> bool:
+    """Whether a layer's name ends as a target says: `q_proj`, or `self_attn.q_proj`."""
+    return layer.name == target or layer.name.endswith(f".{target}")
+
+
+def linear_layers(model: ModelConfig) -> Iterator[LinearLayer]:
+    """The linear layers of the blocks, in the model's order.
+
+    Routers are none, nor are experts that lie in one tensor: their weights are no layers'.
+    """
+    family = architecture(model)
+    splits: dict[str, str] = {}
+    if family is not None:
+        for region in family.regions:
+            splits |= {f"{region.module}.{name}": "outputs" for name in region.columns}
+            splits[f"{region.module}.{region.row}"] = "inputs"
+    inputs_first = (family or spec_of(model)).inputs_first
+    for name, shape in _matrices(model):
+        module = name.removesuffix(".weight")
+        outputs, inputs = reversed(shape) if inputs_first else shape
+        split = next((how for end, how in splits.items() if module.endswith(f".{end}")), None)
+        yield LinearLayer(name=module, inputs=inputs, outputs=outputs, split=split)
+
+
+def _matrices(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Weights of linear layers in blocks, by name."""
+    read = shapes.anatomy(model)
+    if read is None:
+        blocks = block_numbers(model)
+        for tensor in shapes.all_tensors(model):
+            if tensor.is_matrix and tensor.name in blocks:
+                yield tensor.name, tensor.shape
+        return
+    for parameter in read.parameters:
+        is_layer = parameter.role in (Role.weight, Role.shared) and len(parameter.shape) == 2
+        if is_layer and parameter.block is not None and parameter.name.endswith(".weight"):
+            yield parameter.name, parameter.shape
+
+
+def added_tensors(layer: LinearLayer, adapter: LowRank) -> tuple[TensorShape, ...]:
+    """What an adapter adds to a layer, in the type of the model's weights.
+
+    Tensor ranks share B of a layer that is cut by outputs, and A of one that is cut by inputs.
+    """
+    by_outputs, by_inputs = layer.split == "outputs", layer.split == "inputs"
+    found = [
+        TensorShape(
+            name=f"{layer.name}.{LORA_A}", shape=(adapter.rank, layer.inputs), sharded=by_inputs
+        ),
+        TensorShape(
+            name=f"{layer.name}.{LORA_B}", shape=(layer.outputs, adapter.rank), sharded=by_outputs
+        ),
+    ]
+    if adapter_of(adapter).has_magnitude:
+        name = f"{layer.name}.{MAGNITUDE}"
+        found.append(TensorShape(name=name, shape=(layer.outputs,), sharded=by_outputs))
+    return tuple(found)
