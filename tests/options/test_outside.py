@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -204,8 +205,8 @@ def write_texts(folder: Path) -> Path:
 
 
 def test_an_objective_is_trained_on_and_records_what_it_measures(trained: Trained) -> None:
-    """Its loss is less than the cross entropy of bytes, of which the model knows nothing yet."""
-    assert 0 < steps(trained.whole)[1] < 5.5
+    """Its loss is less than the cross entropy of a guess: what is likely counts less."""
+    assert 0 < steps(trained.whole)[1] < 0.995 * math.log(264)
     records = map(json.loads, (trained.whole / "events.jsonl").read_text().splitlines())
     measured = [each["objective"] for each in records if each["event"] == "step"]
     assert len(measured) == 4 and all(0 <= each["sure"] <= 1 for each in measured)

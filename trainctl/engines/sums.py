@@ -11,12 +11,12 @@ class Sums:
     """Losses and what is recorded beside them, in fp64: nothing waits for the device until the end.
 
     Args:
-        device: Of the sums.
+        device: Where the sums are.
 
     Attributes:
-        loss: In the objective's unit, over what this rank counts.
-        z_loss: Beside it, and in its unit.
-        measures: Of the objective, (names,); None before the first, and where it records nothing.
+        loss: Sum over what this rank counts, in the objective's unit.
+        z_loss: Sum of what is added to it, in its unit.
+        measures: Sums of what the objective records, (names,); None where that is nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
