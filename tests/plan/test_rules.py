@@ -729,6 +729,51 @@ ERRORS = [
         "data.mask_documents=false",
     ),
     (
+        "TC009",
+        {**EXPERTS, "model__anatomy": ["model experts-apart", *SMALL]},
+        gpus(8),
+        "expert=2: the experts of",
+        "parallelism.expert=1",
+    ),
+    *(
+        (
+            "TC400",
+            {
+                **EXPERTS,
+                "parallelism__expert": 1,
+                f"experts__{name}": 0.1,
+                "model__anatomy": ["model routers-apart", *SMALL],
+            },
+            gpus(8),
+            f"experts.{name}=0.1: the routers of",
+            f"experts.{name}=0",
+        )
+        for name in ("auxiliary_loss", "z_loss", "bias_update_rate")
+    ),
+    (
+        "TC400",
+        {
+            **EXPERTS,
+            "parallelism__expert": 1,
+            "experts__bias_update_rate": 0.1,
+            "model__anatomy": [
+                *SMALL[:-1],
+                "model.layers.{0-1}.mlp.gate.weight 8x64 router",
+                "model.layers.{0-1} block 0 experts=8/2",
+            ],
+        },
+        gpus(8),
+        "have no bias that experts are chosen by",
+        "experts.auxiliary_loss=0.001",
+    ),
+    (
+        "TC401",
+        {**READ, "model__anatomy": [*SMALL, "model.layers.0.mixer.A_log drawn-whole"]},
+        gpus(1),
+        "the code of theirs starts model.layers.0.mixer.A_log",
+        "model.initial_weights=DIR",
+    ),
+    (
         "TC144",
         {"model__weights": "random", "model__initial_weights": "w"},
         gpus(1),

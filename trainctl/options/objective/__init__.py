@@ -33,7 +33,6 @@ class Objective(Spec):
     Attributes:
         counts: `TOKENS`: every token that has a label has the same weight. `PAIRS`: a sample is two
             answers to a prompt, one of them preferred, and every pair has the same weight.
-        unit: Of the loss.
         needs_reference: Whether it compares with what the weights before the first step said. That
             is computed once, and kept with the run.
         measures: What is recorded beside the loss, as a mean over what is counted; all that count
@@ -42,7 +41,6 @@ class Objective(Spec):
 
     keys: type = ObjectiveConfig
     counts: str = PAIRS
-    unit: str = "nats"
     needs_reference: bool = False
     measures: tuple[str, ...] = ()
 
