@@ -25,12 +25,12 @@ Measured = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class SeenTokens:
     """What the model says of tokens; tensors are (samples, length).
 
     Attributes:
-        log_probabilities: Of each token that follows, in nats, fp32; 0 where nothing is learnt.
-        is_counted: Where something is.
+        log_probabilities: That of each next token, in nats, fp32; 0 where nothing is learnt.
+        is_counted: Where something is learnt.
     """
 
     log_probabilities: torch.Tensor
@@ -38,12 +38,12 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class SeenPairs:
     """What the model says of pairs of answers; tensors are (samples,), fp32.
 
     Attributes:
         chosen: Log-probability of the preferred answer, summed over its tokens, in nats.
-        rejected: Of the other one.
+        rejected: That of the other one.
         chosen_tokens: How many tokens it has, at least 1.
         rejected_tokens: Likewise.
         reference_chosen: What the weights before the first step said; 0 where the objective does
@@ -62,8 +62,8 @@ class Pairs:
 
     @classmethod
     def of(
-        cls, tokens: Tokens, documents: torch.Tensor, reference: torch.Tensor | None = None
-    ) -> Pairs:
+        cls, tokens: SeenTokens, documents: torch.Tensor, reference: torch.Tensor | None = None
+    ) -> SeenPairs:
         """Those of samples.
 
         Args:
@@ -114,8 +114,8 @@ class ObjectiveLoss:
             beside: `MicroBatch.beside`.
         """
         is_counted = labels != IGNORED_LABEL
-        tokens = Tokens(log_probabilities.masked_fill(~is_counted, 0.0), is_counted)
-        seen = Pairs.of(tokens, **beside) if self._counts_pairs else tokens
+        tokens = SeenTokens(log_probabilities.masked_fill(~is_counted, 0.0), is_counted)
+        seen = SeenPairs.of(tokens, **beside) if self._counts_pairs else tokens
         losses, found = self._losses(seen)
         if set(found) != set(self._named):
             raise TrainctlError(
@@ -125,7 +125,7 @@ class ObjectiveLoss:
                 exit_code=ExitCode.environment,
             )
         values = [found[name] for name in self._named]
-        if isinstance(seen, Pairs):
+        if isinstance(seen, SeenPairs):
             values += [seen.chosen, seen.rejected]
         of_samples = [self._of_samples(value.detach(), seen.is_counted) for value in values]
         total = torch.where(seen.is_counted, losses, 0.0).sum()

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from trainctl.options.objective.dpo import DpoConfig, PreferenceLoss
 from trainctl.options.objective.orpo import OrpoConfig
 from trainctl.options.objective.simpo import SimpoConfig
-from trainctl.train.objective import Measured, Pairs
+from trainctl.train.objective import Measured, SeenPairs
 
 
-def dpo(config: DpoConfig, pairs: Pairs) -> Measured:
+def dpo(config: DpoConfig, pairs: SeenPairs) -> Measured:
     """-log sigmoid(margin), equation 7 of arXiv:2305.18290; smoothed, its mean over both ways.
 
     The margin is that of rewards: beta times how much more likely an answer has become. IPO
@@ -32,7 +32,7 @@ def dpo(config: DpoConfig, pairs: Pairs) -> Measured:
     return losses, rewards(config.beta * chosen, config.beta * rejected)
 
 
-def simpo(config: SimpoConfig, pairs: Pairs) -> Measured:
+def simpo(config: SimpoConfig, pairs: SeenPairs) -> Measured:
     """-log sigmoid(margin of the rewards - gamma), equation 6 of arXiv:2405.14734."""
     chosen = config.beta * pairs.chosen / pairs.chosen_tokens
     rejected = config.beta * pairs.rejected / pairs.rejected_tokens
@@ -40,7 +40,7 @@ def simpo(config: SimpoConfig, pairs: Pairs) -> Measured:
     return losses, rewards(chosen, rejected)
 
 
-def orpo(config: OrpoConfig, pairs: Pairs) -> Measured:
+def orpo(config: OrpoConfig, pairs: SeenPairs) -> Measured:
     """The chosen answer's mean loss - weight times log sigmoid(log odds ratio), equation 6 of
     arXiv:2403.07691; an answer's odds are p / (1 - p) of its mean log-probability log p."""
     chosen = pairs.chosen / pairs.chosen_tokens
