@@ -26,9 +26,9 @@ class Objective(Spec):
     """A loss of what the model says of a sample's tokens.
 
     Its `build` is called on a rank with its section and, for a forward pass, what the model gave:
-    `trainctl.train.objective.SeenTokens`, or `SeenPairs` where it counts pairs. It gives the losses, one
-    for each of what is counted, and a mapping with `measures`, of the same shape. The next token's
-    own loss has none: it is the model's, and may be computed by any of `kernels.cross_entropy`.
+    `trainctl.train.objective.SeenTokens`, or `SeenPairs` where it counts pairs. It gives the
+    losses, one for each of what is counted, and a mapping with `measures`, of the same shape. The
+    next token's own loss has none: it is the model's, by any of `kernels.cross_entropy`.
 
     Attributes:
         counts: `TOKENS`: every token that has a label has the same weight. `PAIRS`: a sample is two
