@@ -211,6 +211,13 @@ ERRORS = [
         "data.packing=stream",
     ),
     (
+        "TC366",
+        {"data__kind": "chat", "data__paths": ["a.jsonl"], "data__separator": "x"},
+        gpus(),
+        "data.packing=stream with data.kind=chat cuts conversations anywhere",
+        "data.packing=best_fit",
+    ),
+    (
         "TC363",
         mixed(code={"fim_rate": 0.5}),
         gpus(),
@@ -1656,6 +1663,17 @@ ERRORS = [
 ]
 
 WARNINGS = [
+    (
+        "TC368",
+        {
+            "data__kind": "chat",
+            "data__paths": ["a.jsonl"],
+            "data__packing": Packing.best_fit,
+            "data__mask_documents": False,
+        },
+        gpus(),
+        "a conversation sees those before it",
+    ),
     (
         "TC381",
         {"training__freeze": ["lm_head"], "model__tie_word_embeddings": True},

@@ -14,6 +14,7 @@ from trainctl.plan import deepspeed_rules as json
 from trainctl.plan.rules import (
     architecture,
     batch,
+    chat,
     data,
     deterministic,
     engine,
@@ -137,6 +138,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC362", data.bins_have_one_length),
     ("TC363", data.infilling_has_its_tokens),
     ("TC365", data.stream_has_its_place),
+    ("TC366", chat.conversations_are_whole),
+    ("TC368", chat.conversations_do_not_see_each_other),
     ("TC370", architecture.state_ends_with_its_document),
     ("TC375", kernels.tiles_are_of_dense_layers),
     ("TC376", trainable.targets_meet_layers),
