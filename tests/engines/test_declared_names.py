@@ -43,6 +43,8 @@ PUBLIC = {
     "num_key_value_heads",
     "nx",
     "use_cache",
+    # tokenizers documents it.
+    "encode_special_tokens",
     # Python's.
     "__code__",
     "__doc__",

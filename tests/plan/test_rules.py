@@ -211,6 +211,13 @@ ERRORS = [
         "data.packing=stream",
     ),
     (
+        "TC366",
+        {"data__kind": "chat", "data__paths": ["a.jsonl"], "data__separator": "x"},
+        gpus(),
+        "data.packing=stream with data.kind=chat cuts conversations anywhere",
+        "data.packing=best_fit",
+    ),
+    (
         "TC363",
         mixed(code={"fim_rate": 0.5}),
         gpus(),
@@ -559,6 +566,38 @@ ERRORS = [
         )
     ),
     *(
+        ("TC392", {"objective__kind": "dpo", **changes}, gpus(), message, "objective=next_token")
+        for changes, message in (
+            (
+                {"parallelism__sequence": 2},
+                "sequence=2 with objective.kind=dpo: a rank sees",
+            ),
+            ({"parallelism__pipeline": 2}, "the loss of a last stage is that of the next token"),
+            ({"kernels__cross_entropy": "chunked"}, "kernels.cross_entropy=chunked with obj"),
+            (DEEPCOMPILE, "kernels.compile=deepcompile with objective.kind=dpo"),
+            ({"stability__z_loss": 0.1}, "it is a part of the next token's loss"),
+            (
+                {**EXPERTS, "parallelism__expert": 1, "experts__auxiliary_loss": 0.1},
+                "it is weighted by tokens",
+            ),
+        )
+    ),
+    (
+        "TC393",
+        {"objective__kind": "simpo"},
+        gpus(),
+        "objective.kind=simpo learns from pairs of answers, and data.kind=stdlib has none",
+        "data=preferences",
+    ),
+    ("TC393", {**mixed(), "objective__kind": "dpo"}, gpus(), "pairs of several sources", "paths"),
+    (
+        "TC405",
+        {**SHARDED, "objective__kind": "dpo"},
+        gpus(),
+        "objective.kind=dpo: engine.kind=fsdp2 has been compared with the next token's loss alone",
+        "objective=next_token, or engine=deepspeed",
+    ),
+    *(
         (
             "TC391",
             {
@@ -695,6 +734,51 @@ ERRORS = [
         gpus(1),
         "theirs carries a state from token to token",
         "data.mask_documents=false",
+    ),
+    (
+        "TC009",
+        {**EXPERTS, "model__anatomy": ["model experts-apart", *SMALL]},
+        gpus(8),
+        "expert=2: the experts of",
+        "parallelism.expert=1",
+    ),
+    *(
+        (
+            "TC400",
+            {
+                **EXPERTS,
+                "parallelism__expert": 1,
+                f"experts__{name}": 0.1,
+                "model__anatomy": ["model routers-apart", *SMALL],
+            },
+            gpus(8),
+            f"experts.{name}=0.1: the routers of",
+            f"experts.{name}=0",
+        )
+        for name in ("auxiliary_loss", "z_loss", "bias_update_rate")
+    ),
+    (
+        "TC400",
+        {
+            **EXPERTS,
+            "parallelism__expert": 1,
+            "experts__bias_update_rate": 0.1,
+            "model__anatomy": [
+                *SMALL[:-1],
+                "model.layers.{0-1}.mlp.gate.weight 8x64 router",
+                "model.layers.{0-1} block 0 experts=8/2",
+            ],
+        },
+        gpus(8),
+        "have no bias that experts are chosen by",
+        "experts.auxiliary_loss=0.001",
+    ),
+    (
+        "TC401",
+        {**READ, "model__anatomy": [*SMALL, "model.layers.0.mixer.A_log drawn-whole"]},
+        gpus(1),
+        "the code of theirs starts model.layers.0.mixer.A_log",
+        "model.initial_weights=DIR",
     ),
     (
         "TC144",
@@ -1579,6 +1663,17 @@ ERRORS = [
 ]
 
 WARNINGS = [
+    (
+        "TC368",
+        {
+            "data__kind": "chat",
+            "data__paths": ["a.jsonl"],
+            "data__packing": Packing.best_fit,
+            "data__mask_documents": False,
+        },
+        gpus(),
+        "a conversation sees those before it",
+    ),
     (
         "TC381",
         {"training__freeze": ["lm_head"], "model__tie_word_embeddings": True},

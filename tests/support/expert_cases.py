@@ -104,7 +104,8 @@ class Trial:
         processes: All of them data-parallel.
         expert: Size of the expert axis.
         stage: Of ZeRO.
-        to_experts: Those that all tokens go to; empty leaves the router its choice.
+        to_experts: Those that all tokens go to, as many as a token has; empty leaves the router its
+            choice.
         settings: Others of the configuration, as `tiny_config` takes them.
     """
 
@@ -138,7 +139,8 @@ class Trial:
             **{"precision__compute": "fp32", **dict(self.settings)},
         )
         name = "-".join([self.kind, *map(str, self.to_experts)])
-        config.model = mixture(folder / name, self.kind, to_experts=self.to_experts)
+        top = {"num_experts_per_tok": len(self.to_experts)} if self.to_experts else {}
+        config.model = mixture(folder / name, self.kind, to_experts=self.to_experts, **top)
         return tiny_plan(config, self.processes)
 
     def train(self, folder: Path, *, steps: int = STEPS) -> Curve:

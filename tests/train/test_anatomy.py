@@ -111,6 +111,26 @@ def test_an_anatomy_says_what_the_model_has(kind: str, tmp_path) -> None:
     assert read.is_recurrent == (kind == "qwen3_next")
 
 
+@pytest.mark.parametrize(
+    ("kind", "apart", "drawn_whole", "biased"),
+    [
+        ("mixtral", (False, False), "", False),
+        ("deepseek_v3", (False, False), "", True),
+        ("llama4_text", (True, True), "", False),
+        ("afmoe", (False, True), "", False),
+        ("qwen3_next", (False, False), "model.layers.0.linear_attn.A_log", False),
+    ],
+)
+def test_an_anatomy_says_what_a_rank_cannot_do(
+    kind: str, apart: tuple[bool, bool], drawn_whole: str, biased: bool, tmp_path
+) -> None:
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    told = anatomy(ModelConfig(name="hf", family="hf", path=str(tmp_path)))
+    for each in (told, anatomy_of(told.to_table())):
+        assert (each.has_experts_apart, each.has_routers_apart) == apart
+        assert (each.drawn_whole, each.has_biased_routers) == (drawn_whole, biased)
+
+
 def test_windows_and_widths_are_those_that_attention_is_given(tmp_path) -> None:
     def attention(kind: str) -> list:
         config = AutoConfig.for_model(kind, **(SHAPE | ARCHITECTURES[kind]))
@@ -142,6 +162,7 @@ def test_closed_forms_are_the_anatomy_of_what_is_built(family: str) -> None:
         ("t5", "encoder with a decoder"),
         ("clip_text_model", "no causal language model"),
         ("bert", "attends to later tokens"),
+        ("jetmoe", r"its code goes by values, and there are none \(.*modeling_jetmoe.py:\d+\)"),
     ],
 )
 def test_what_is_no_decoder_is_refused_with_the_reason(kind: str, reason: str, tmp_path) -> None:

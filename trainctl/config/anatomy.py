@@ -63,6 +63,11 @@ class Parameter:
         return self.name.endswith("bias")
 
 
+ROUTER_BIAS = "e_score_correction_bias"
+"""Name of what routers choose by besides their scores (DeepSeek-V3 and what follows it): updates
+move it, and no gradient does."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBuffer:
     """A tensor that is saved and has no gradient, such as the bias of a router.
@@ -135,6 +140,12 @@ class Anatomy:
         attentions: What `model.attention` may be, as transformers' class says.
         is_recurrent: Whether a state is carried from token to token, besides keys and values.
         turns_by_length: Whether rotary embeddings depend on the largest position that there is.
+        has_experts_apart: Whether a layer's experts are multiplied by the model's own code, and not
+            by the function that transformers calls for experts joined to one parameter.
+        has_routers_apart: Whether a layer's experts have no router beside them that is known by its
+            form: what it decides is not seen.
+        drawn_whole: The first parameter that starts by what cannot be done for a part of it, if any
+            does: a run cannot draw its first weights.
     """
 
     parameters: tuple[Parameter, ...]
@@ -144,6 +155,9 @@ class Anatomy:
     attentions: tuple[str, ...] = field(default=("eager",))
     is_recurrent: bool = False
     turns_by_length: bool = False
+    has_experts_apart: bool = False
+    has_routers_apart: bool = False
+    drawn_whole: str = ""
 
     @cached_property
     def total(self) -> int:
@@ -197,6 +211,14 @@ class Anatomy:
     def has_experts(self) -> bool:
         return any(block.experts for block in self.blocks)
 
+    @property
+    def has_biased_routers(self) -> bool:
+        """Whether every router has a bias that its choice follows."""
+        routers = {p.name.rpartition(".")[0] for p in self.parameters if p.role is Role.router}
+        names = {p.name for p in self.parameters} | {b.name for b in self.buffers}
+        biased = [router for router in routers if f"{router}.{ROUTER_BIAS}" in names]
+        return len(biased) == sum(block.experts > 0 for block in self.blocks)
+
     def numel(self, role: Role) -> int:
         """Elements of the parameters of a role."""
         return sum(parameter.numel for parameter in self.parameters if parameter.role is role)
@@ -221,10 +243,9 @@ class Anatomy:
 
     def _entries(self) -> Iterator[tuple[str, str]]:
         yield "model", " ".join(["supports", *self.attentions])
-        if self.is_recurrent:
-            yield "model", "recurrent"
-        if self.turns_by_length:
-            yield "model", "turns-by-length"
+        yield from (("model", word) for word, name in _TRAITS.items() if getattr(self, name))
+        if self.drawn_whole:
+            yield self.drawn_whole, "drawn-whole"
         for parameter in self.parameters:
             words = [_sizes(parameter.shape), parameter.role.value]
             words += [f"shares={parameter.shares}"] if parameter.shares else []
@@ -245,6 +266,13 @@ class Anatomy:
 
 _TENSOR = re.compile(r"(\d+(?:x\d+)*|scalar) (\w+)(?: shares=(\d+))?")
 _BLOCK = re.compile(r"block (\d+)(?: experts=(\d+)/(\d+))?((?: attention=\d+x\d+x\d+(?:@\d+)?)*)")
+_TRAITS = {
+    "recurrent": "is_recurrent",
+    "turns-by-length": "turns_by_length",
+    "experts-apart": "has_experts_apart",
+    "routers-apart": "has_routers_apart",
+}
+"""What is said of the model as a whole: the word, and its field."""
 _ATTENTION = re.compile(r"(\d+)x(\d+)x(\d+)(?:@(\d+))?")
 
 
@@ -279,15 +307,16 @@ def _read(table: tuple[str, ...]) -> Anatomy:
     buffers: list[SavedBuffer] = []
     ties: list[tuple[str, str]] = []
     attentions: tuple[str, ...] = ()
-    is_recurrent = turns_by_length = False
+    drawn_whole = ""
+    traits = set()
     for name, said in entries:
         kind, *words = said.split()
         if kind == "supports":
             attentions = tuple(words)
-        elif kind == "recurrent":
-            is_recurrent = True
-        elif kind == "turns-by-length":
-            turns_by_length = True
+        elif kind in _TRAITS:
+            traits.add(kind)
+        elif kind == "drawn-whole":
+            drawn_whole = name
         elif kind == "tied":
             ties.append((name, words[0]))
         elif kind != "block":
@@ -302,8 +331,11 @@ def _read(table: tuple[str, ...]) -> Anatomy:
         ties=tuple(ties),
         buffers=tuple(buffers),
         attentions=attentions,
-        is_recurrent=is_recurrent,
-        turns_by_length=turns_by_length,
+        drawn_whole=drawn_whole,
+        is_recurrent="recurrent" in traits,
+        turns_by_length="turns-by-length" in traits,
+        has_experts_apart="experts-apart" in traits,
+        has_routers_apart="routers-apart" in traits,
     )
 
 

@@ -100,7 +100,7 @@ def _vocabulary(path: Path) -> dict[str, int]:
 def _ends(path: Path, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
     """Token, id and origin of what ends a document, the most binding first."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _beside(path, name).get("eos_token")
+        token = beside(path, name).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is None:
             continue
@@ -111,7 +111,7 @@ def _ends(path: Path, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, int,
         yield token, vocabulary[token], f"eos_token of {name}"
     names = {number: token for token, number in vocabulary.items()}
     for name in ("generation_config.json", "config.json"):
-        number = _beside(path, name).get("eos_token_id")
+        number = beside(path, name).get("eos_token_id")
         number = number[0] if isinstance(number, list) and number else number
         if isinstance(number, int) and number in names:
             yield names[number], number, f"eos_token_id of {name}"
@@ -120,10 +120,14 @@ def _ends(path: Path, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, int,
             yield token, vocabulary[token], "its name"
 
 
-def _beside(path: Path, name: str) -> dict[str, Any]:
-    """The object in a file beside the tokenizer's; empty if there is none."""
-    beside = path.with_name(name)
-    return _read(beside) if beside.is_file() else {}
+def beside(path: Path, name: str) -> dict[str, Any]:
+    """The object in a file beside the tokenizer's; empty if there is none.
+
+    Raises:
+        TrainctlError: It cannot be read.
+    """
+    other = path.with_name(name)
+    return _read(other) if other.is_file() else {}
 
 
 def _read(path: Path) -> dict[str, Any]:

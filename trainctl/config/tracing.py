@@ -29,7 +29,7 @@ SECONDS = 600
 
 NOT_TRACED = "TC147"
 
-FORMAT = 4
+FORMAT = 5
 """Of what is kept; another one is not read."""
 
 PACKAGES = ("torch", "transformers", "trainctl")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainctl.engines.needs import ADAPTED, EXPERTS, MUP, RECOMPUTED, SPARSE, TENSOR
+from trainctl.engines.needs import ADAPTED, CHAT, EXPERTS, MUP, RECOMPUTED, SPARSE, TENSOR
 from trainctl.engines.patches import At, How, Table, Use
 
 _MODELS = "transformers.models"
@@ -85,6 +85,17 @@ USES = (
         names=("apply_converters", "apply_renamings", "reverse_transform"),
         at=At.model,
         fallback="exports may have other names than transformers gives its own",
+    ),
+    Use(
+        target="transformers.utils.chat_template_utils:render_jinja_template",
+        how=How.called,
+        why="a conversation becomes the text that it is in transformers, with the places of what "
+        "the assistant says",
+        signature="(conversations, tools=None, documents=None, chat_template=None, "
+        "return_assistant_tokens_mask=False, continue_final_message=False, "
+        "add_generation_prompt=False, **kwargs)",
+        at=At.model,
+        need=CHAT,
     ),
     Use(
         target="transformers.modeling_utils:PreTrainedModel._init_weights",

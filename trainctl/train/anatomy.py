@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,9 @@ from trainctl.engines import declared
 from trainctl.engines.patches import At
 from trainctl.errors import TrainctlError
 from trainctl.train.cuts import shares_of
+from trainctl.train.experts import expert_modules, routers_of
 from trainctl.train.fake import in_words, way_out
+from trainctl.train.initial import NotInParts, initial_laws
 from trainctl.train.model import blocks, transformers_config
 
 BY_LENGTH = ("dynamic", "longrope")
@@ -75,7 +77,7 @@ def anatomy(model: ModelConfig) -> Anatomy:
         built.train()
         _run(built, seen)
         _refuse_both_ways(model, config, seen)
-        return structure(built, model, seen)
+        return replace(structure(built, model, seen), drawn_whole=_drawn_whole(built))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,7 @@ class _Reader:
         parameters = {tensor: name for name, tensor in built.named_parameters()}
         aliases = built.named_parameters(remove_duplicate=False)
         shares = shares_of(built)
+        experts = set(self._experts.values())
         return Anatomy(
             parameters=tuple(
                 Parameter(
@@ -208,6 +211,8 @@ class _Reader:
             attentions=attentions(type(built)),
             is_recurrent=bool(built._is_stateful),
             turns_by_length=any(map(_turns_by_length, built.modules())),
+            has_experts_apart=not experts <= set(expert_modules(built)),
+            has_routers_apart=not experts <= {module for _, module in routers_of(built)},
         )
 
     def _read_blocks(self) -> Iterator[Block]:
@@ -269,6 +274,17 @@ class _Reader:
         if "norm" in type(module).__name__.lower():
             return Role.norm
         return Role.bias if own.endswith("bias") else Role.weight
+
+
+def _drawn_whole(built: PreTrainedModel) -> str:
+    """The first parameter whose initial values cannot be drawn in parts; empty if none is."""
+    try:
+        initial_laws(built)
+    except NotInParts as found:
+        return found.name
+    except Exception:  # of the model's own code: it may start from weights, or the rank says it
+        return ""
+    return ""
 
 
 def _turns_by_length(module: nn.Module) -> bool:

@@ -21,9 +21,6 @@ from trainctl.engines.mesh import Axis
 from trainctl.engines.shards import Pieces, Shard
 from trainctl.errors import TrainctlError
 
-BIAS = "e_score_correction_bias"
-"""Of routers that choose by biased scores (DeepSeek-V3 and what follows it): a buffer."""
-
 EXCHANGED = "trainctl_exchanged"
 """Name of the function among transformers' implementations of experts."""
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
@@ -33,12 +40,21 @@ def in_words(model: ModelConfig, done: str) -> Iterator[None]:
         raise
     except Exception as error:
         where = f"{model.path}/config.json: " if model.is_directory else ""
-        raise TrainctlError(
-            f"{where}{model.name} cannot be {done}: {user_code.in_words(error)}",
-            hint=way_out(model),
-        ) from error
+        what, hint = user_code.in_words(error), way_out(model)
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            what = f"its code goes by values, and there are none ({_place_outside_torch(error)})"
+            hint = "an architecture whose code goes by shapes" if model.is_directory else hint
+        raise TrainctlError(f"{where}{model.name} cannot be {done}: {what}", hint=hint) from error
     finally:
         log.setLevel(level)
+
+
+def _place_outside_torch(error: Exception) -> str:
+    """File and line of the model's code that led to an error within torch."""
+    torch_itself = str(Path(torch.__file__).parent)
+    places = traceback.extract_tb(error.__traceback__)
+    own = [place for place in places if not place.filename.startswith(torch_itself)]
+    return f"{own[-1].filename}:{own[-1].lineno}"
 
 
 def way_out(model: ModelConfig) -> str:

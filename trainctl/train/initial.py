@@ -38,6 +38,24 @@ FURTHER = (
 )
 """Operations in place that change each element by itself: a truncated normal is made of such."""
 
+
+class NotInParts(TrainctlError):
+    """A parameter is made by an operation that cannot be repeated for a part of it.
+
+    Args:
+        name: Its canonical name.
+        operation: What is done to it.
+    """
+
+    def __init__(self, name: str, operation: str) -> None:
+        self.name = name
+        super().__init__(
+            f"the model's own code starts {name} by {operation}, which cannot be done for a part "
+            "of it by itself",
+            hint="start from weights: model.initial_weights=DIR",
+        )
+
+
 NORMAL = "aten::normal_"
 
 
@@ -111,7 +129,7 @@ def initial_laws(model: PreTrainedModel) -> Laws:
         model: With its parameters on the meta device.
 
     Raises:
-        TrainctlError: A parameter is made by operations that cannot be repeated for a part of it.
+        NotInParts: A parameter is made by operations that cannot be repeated for a part of it.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     recorder = _Recorder(names)
@@ -165,7 +183,7 @@ class _Recorder(TorchDispatchMode):
         start, stop = target.storage_offset(), target.storage_offset() + target.numel()
         stretches = self.laws.setdefault(name, [])
         if not _repeatable(args) or not target.is_contiguous():
-            raise _unknown(name, func)
+            raise NotInParts(name, func.name())
         step = (func, args)
         if func.name() in RANDOM + CONSTANT:
             if target.numel() == whole.numel():
@@ -175,7 +193,7 @@ class _Recorder(TorchDispatchMode):
         last = stretches[-1] if stretches else None
         is_same = last is not None and (last.start, last.stop) == (start, stop)
         if func.name() not in FURTHER or last is None or not is_same:
-            raise _unknown(name, func)
+            raise NotInParts(name, func.name())
         stretches[-1] = Stretch(start, stop, Law((*last.law.operations, step)))
 
 
@@ -185,11 +203,3 @@ def _repeatable(args: tuple[Any, ...]) -> bool:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _unknown(name: str, func: Any) -> TrainctlError:
-    return TrainctlError(
-        f"the model's own code starts {name} by {func.name()}, which cannot be done for a part of "
-        "it by itself",
-        hint="start from weights: model.initial_weights=DIR",
-    )

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainctl.config.anatomy import ROUTER_BIAS
 from trainctl.config.schema import RunConfig
 from trainctl.engines.mesh import ProcessMesh
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.engines.process import Process
 from trainctl.errors import TrainctlError
 from trainctl.plan.experts import auxiliary_loss
-from trainctl.train.experts import BIAS, routers_of
+from trainctl.train.experts import routers_of
 from trainctl.train.recompute import is_recomputing
 
 
@@ -81,7 +82,7 @@ class Routers:
                 "parameter a layer: they cannot be kept equally busy",
                 hint="experts.auxiliary_loss=0, experts.z_loss=0, experts.bias_update_rate=0",
             )
-        if self._rate > 0 and not all(hasattr(router, BIAS) for router in self._layers):
+        if self._rate > 0 and not all(hasattr(router, ROUTER_BIAS) for router in self._layers):
             raise TrainctlError(
                 f"experts.bias_update_rate={self._rate:g}, but the routers of "
                 f"{type(model).__name__} have no bias that experts are chosen by",
@@ -117,7 +118,7 @@ class Routers:
     def _probabilities(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
         """Of the experts of a layer, for each token: those of DeepSeek-V3 are scaled sigmoids
         (arXiv:2412.19437, equation 18)."""
-        if hasattr(self._layers[layer], BIAS):
+        if hasattr(self._layers[layer], ROUTER_BIAS):
             scores = logits.float().sigmoid()
             return scores / scores.sum(dim=-1, keepdim=True)
         return logits.float().softmax(dim=-1)
@@ -198,6 +199,6 @@ class Routers:
         if self._rate == 0:
             return
         for router, row in zip(self._layers, load.counts, strict=True):
-            bias = getattr(router, BIAS)
+            bias = getattr(router, ROUTER_BIAS)
             counts = torch.tensor(row, dtype=torch.float64)
             bias += (self._rate * (counts.mean() - counts).sign()).to(bias)

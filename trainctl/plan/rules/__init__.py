@@ -14,6 +14,7 @@ from trainctl.plan import deepspeed_rules as json
 from trainctl.plan.rules import (
     architecture,
     batch,
+    chat,
     data,
     deterministic,
     engine,
@@ -23,6 +24,7 @@ from trainctl.plan.rules import (
     layout,
     mup,
     no_effect,
+    objective,
     optimizer,
     precision,
     quality,
@@ -136,6 +138,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC362", data.bins_have_one_length),
     ("TC363", data.infilling_has_its_tokens),
     ("TC365", data.stream_has_its_place),
+    ("TC366", chat.conversations_are_whole),
+    ("TC368", chat.conversations_do_not_see_each_other),
     ("TC370", architecture.state_ends_with_its_document),
     ("TC375", kernels.tiles_are_of_dense_layers),
     ("TC376", trainable.targets_meet_layers),
@@ -146,6 +150,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC381", trainable.tied_weights_freeze_together),
     ("TC390", experts.expert_axis_goes_with_the_rest),
     ("TC391", experts.balance_is_that_of_whole_sequences),
+    ("TC392", objective.objective_goes_with_the_rest),
+    ("TC393", objective.objective_has_its_samples),
+    ("TC400", experts.balance_can_be_kept),
+    ("TC401", architecture.first_weights_can_be_drawn),
     ("TC405", engine.engine_has_what_is_asked),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""

@@ -26,6 +26,21 @@ def architecture_has_the_attention(draft: Draft) -> Iterator[Finding]:
     )
 
 
+def first_weights_can_be_drawn(draft: Draft) -> Iterator[Finding]:
+    """A rank draws its own elements alone, so each has to be drawn by itself."""
+    config = draft.config
+    if config.model.initial_weights is not None or not config.trains_itself:
+        return
+    read = None if config.model.is_unread else anatomy(config.model)
+    if read is not None and read.drawn_whole:
+        yield error(
+            "model.initial_weights",
+            f"the code of {config.model.model_type} starts {read.drawn_whole} by what cannot be "
+            "done for a rank's part of it",
+            "model.initial_weights=DIR, a directory with weights",
+        )
+
+
 def state_ends_with_its_document(draft: Draft) -> Iterator[Finding]:
     """A recurrent state has no mask: it goes on from one document of a sample into the next."""
     config = draft.config

@@ -10,6 +10,7 @@ from trainctl.errors import Finding
 from trainctl.options.optimizer import ELEMENT, spec_of
 from trainctl.plan.experts import auxiliary_loss
 from trainctl.plan.rules.draft import Draft, choices, error, nearest_divisors, warning
+from trainctl.plan.shapes import anatomy
 
 KEY = "parallelism.expert"
 
@@ -25,6 +26,15 @@ def experts_are_shared_out(draft: Draft) -> Iterator[Finding]:
     if not _has_experts(draft.config):
         what = f"the model of {model.path}" if model.is_directory else f"the {model.family} family"
         yield error(KEY, f"{KEY}={expert}, but {what} has no experts", f"{KEY}=1")
+        return
+    read = None if model.is_unread else anatomy(model)
+    if read is not None and read.has_experts_apart:
+        yield error(
+            KEY,
+            f"{KEY}={expert}: the experts of {model.model_type} are multiplied by its own code, "
+            "which keeps all of them on a rank",
+            f"{KEY}=1",
+        )
         return
     data, count = draft.mesh.data if draft.mesh is not None else 0, model.num_experts or 1
     for whole, what in (
@@ -78,6 +88,35 @@ def balance_is_that_of_whole_sequences(draft: Draft) -> Iterator[Finding]:
                 f"experts.{name}={weight:g} with parallelism.{beside}={size}: a rank does not see "
                 "all that the routers make of a sequence",
                 f"experts.{name}=0, or parallelism.{beside}=1",
+            )
+
+
+def balance_can_be_kept(draft: Draft) -> Iterator[Finding]:
+    """What keeps experts equally busy sees their routers, and moves a bias that these have."""
+    config, model = draft.config, draft.config.model
+    read = None if model.is_unread else anatomy(model)
+    if read is None or not _has_experts(config) or not config.trains_itself:
+        return
+    settings = {
+        "auxiliary_loss": auxiliary_loss(config),
+        "z_loss": config.experts.z_loss,
+        "bias_update_rate": config.experts.bias_update_rate,
+    }
+    for name, value in settings.items():
+        key = f"experts.{name}"
+        if value > 0 and (read.has_experts_apart or read.has_routers_apart):
+            yield error(
+                key,
+                f"{key}={value:g}: the routers of {model.model_type} are a part of code of its "
+                "own, which does not show what they choose",
+                f"{key}=0",
+            )
+        elif value > 0 and name == "bias_update_rate" and not read.has_biased_routers:
+            yield error(
+                key,
+                f"{key}={value:g}: the routers of {model.model_type} have no bias that experts are "
+                "chosen by",
+                f"{key}=0, and experts.auxiliary_loss=0.001 in its place",
             )
 
 

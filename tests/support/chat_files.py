@@ -1,0 +1,71 @@
+"""A small tokenizer with a chat template, in transformers' form, and what templates look like."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+MARKED = (
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}</call>"
+    "{% endfor %}<|im_end|>{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML, which marks what the assistant says and the token that ends its turn."""
+
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+"""The same without marks."""
+
+FORGETFUL = UNMARKED.replace(
+    "{% if message['role'] == 'assistant' %}",
+    "{% if message['role'] == 'assistant' %}{% if loop.last %}<think></think>{% endif %}",
+)
+"""One that writes the last answer otherwise than those before it."""
+
+SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>", "<pad>")
+
+
+def write_tokenizer(folder: Path, template: str | None = MARKED, *, adds_bos: bool = False) -> Path:
+    """Bytes and a few special tokens, as transformers saves a fast tokenizer.
+
+    Args:
+        folder: Made if it is not there.
+        template: Of chats; None writes none.
+        adds_bos: Whether the tokenizer puts `<s>` before each text by itself.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    if adds_bos:
+        from tokenizers.processors import TemplateProcessing
+
+        bos = ("<s>", backend.token_to_id("<s>"))
+        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<pad>",
+        **({} if template is None else {"chat_template": template}),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def asked(*turns: tuple[str, str], system: str = "") -> list[dict[str, str]]:
+    """Messages of questions with their answers."""
+    messages = [{"role": "system", "content": system}] if system else []
+    for question, answer in turns:
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    return messages

@@ -1,0 +1,213 @@
+"""Conversations in records of the shapes that are published, and what is wrong with one.
+
+| shape | a record has |
+|---|---|
+| `messages` | `messages`: a list of `role`, `content`, and `tool_calls` where tools are called |
+| `prompt` | `prompt` and `completion`: texts, or lists of messages |
+| `alpaca` | `instruction` and `output`, perhaps `input`, `system` and `history` |
+| `sharegpt` | `conversations`: a list of `from` and `value`, perhaps `system` |
+
+Any of them may have `tools`, a list of JSON schemas, or that list as JSON. One form is made of all:
+``{"messages": [...], "tools": [...]}``, written as JSON, which is the text of its document.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+Message = dict[str, Any]
+Record = Mapping[str, Any]
+
+_SYSTEM = ("system", "developer")
+_ROLES = (*_SYSTEM, "user", "assistant", "tool")
+_MAY_FOLLOW = {
+    "": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+"""Which roles may come after a role; the first is after none."""
+_OF_SHAREGPT = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+
+
+class Shape(Enum):
+    """How a record has its conversation."""
+
+    auto = "auto"
+    messages = "messages"
+    prompt = "prompt"
+    alpaca = "alpaca"
+    sharegpt = "sharegpt"
+
+
+class Learn(Enum):
+    """Which tokens of a conversation are learnt."""
+
+    assistant = "assistant"
+    last = "last"
+    all = "all"
+
+
+class BadConversation(ValueError):
+    """A record has no conversation that could be learnt from; says why."""
+
+
+def conversation_of(record: object, shape: Shape = Shape.auto) -> dict[str, Any]:
+    """The conversation of a record: `messages`, and `tools` where there are any.
+
+    Args:
+        record: As its file has it.
+        shape: How it has its conversation; `auto` goes by its keys.
+
+    Raises:
+        BadConversation: It is of no such shape, is empty, has roles out of order, a message
+            without a text, or no answer to learn.
+    """
+    if not isinstance(record, Mapping):
+        raise BadConversation("not an object with a conversation in it")
+    messages = [_message(each) for each in _READERS[_shape_of(record, shape)](record)]
+    _require_order(messages)
+    tools = record.get("tools")
+    if isinstance(tools, str):
+        tools = _json(tools) if tools.strip() else None
+    if tools and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
+        raise BadConversation("`tools` is no list of JSON schemas")
+    return {"messages": messages, **({"tools": tools} if tools else {})}
+
+
+def as_text(conversation: Mapping[str, Any]) -> str:
+    """A conversation as the text of a document: the same for the same, in any shape."""
+    return json.dumps(conversation, ensure_ascii=False, separators=(",", ":"))
+
+
+def _shape_of(record: Record, shape: Shape) -> Shape:
+    if shape is not Shape.auto:
+        missing = [key for key in _KEYS[shape] if key not in record]
+        if missing:
+            raise BadConversation(f"no {missing[0]!r}, which data.shape={shape.value} has")
+        return shape
+    for each, keys in _KEYS.items():
+        if all(record.get(key) is not None for key in keys):
+            return each
+    has = ", ".join(map(repr, list(record)[:8])) or "nothing"
+    raise BadConversation(f"it has {has}: of no shape of conversations that is known")
+
+
+def _of_messages(record: Record) -> list[Any]:
+    return _listed(record["messages"], "messages")
+
+
+def _of_prompt(record: Record) -> list[Any]:
+    prompt, completion = record["prompt"], record["completion"]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    return [*_listed(prompt, "prompt"), *_listed(completion, "completion")]
+
+
+def _of_alpaca(record: Record) -> list[Any]:
+    system, given = record.get("system"), record.get("input")
+    asked = f"{record['instruction']}\n\n{given}" if given else record["instruction"]
+    turns = [*_listed(record.get("history") or [], "history"), (asked, record["output"])]
+    messages = [{"role": "system", "content": system}] if system else []
+    for turn in turns:
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise BadConversation("`history` is no list of pairs")
+        messages += [
+            {"role": role, "content": text}
+            for role, text in zip(("user", "assistant"), turn, strict=True)
+        ]
+    return messages
+
+
+def _of_sharegpt(record: Record) -> list[Any]:
+    system = record.get("system")
+    messages = [{"role": "system", "content": system}] if system else []
+    for each in _listed(record["conversations"], "conversations"):
+        if isinstance(each, Mapping) and "role" in each:  # the other names, under this key
+            messages.append(dict(each))
+            continue
+        who = each.get("from") if isinstance(each, Mapping) else None
+        if who not in _OF_SHAREGPT:
+            raise BadConversation(f"a turn is from {who!r}, which is nobody that is known")
+        messages.append({"role": _OF_SHAREGPT[who], "content": each.get("value")})
+    return messages
+
+
+_KEYS = {
+    Shape.messages: ("messages",),
+    Shape.sharegpt: ("conversations",),
+    Shape.prompt: ("prompt", "completion"),
+    Shape.alpaca: ("instruction", "output"),
+}
+_READERS: dict[Shape, Callable[[Record], list[Any]]] = {
+    Shape.messages: _of_messages,
+    Shape.sharegpt: _of_sharegpt,
+    Shape.prompt: _of_prompt,
+    Shape.alpaca: _of_alpaca,
+}
+
+
+def _message(given: object) -> Message:
+    """A message without what is null in it, and with its text as one."""
+    if not isinstance(given, Mapping):
+        raise BadConversation(f"a message is {type(given).__name__}, not an object")
+    message = {key: value for key, value in given.items() if value is not None}
+    role, content = message.get("role"), message.get("content")
+    if role not in _ROLES:
+        raise BadConversation(f"a message has the role {role!r}, not one of {', '.join(_ROLES)}")
+    if isinstance(content, list):
+        if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+            raise BadConversation(f"a message of the {role} has parts that are no text")
+        content = message["content"] = "".join(str(part.get("text") or "") for part in content)
+    if content is not None and not isinstance(content, str):
+        raise BadConversation(f"the content of the {role} is {type(content).__name__}, not text")
+    if not content and not message.get("tool_calls"):
+        raise BadConversation(f"a message of the {role} is empty")
+    return message
+
+
+def _require_order(messages: list[Message]) -> None:
+    roles = [message["role"] for message in messages]
+    if not roles:
+        raise BadConversation("the conversation is empty")
+    before = ""
+    for number, role in enumerate(roles, 1):
+        if number == 1 and role in _SYSTEM:
+            continue
+        if role not in _MAY_FOLLOW[before]:
+            after = f"after one of the {before}" if before else "first"
+            raise BadConversation(
+                f"roles out of order: message {number:,} is one of the {role}, {after}"
+            )
+        before = role
+    if "assistant" not in roles:
+        raise BadConversation("nothing to learn: no message is the assistant's")
+
+
+def _listed(value: object, key: str) -> list[Any]:
+    if isinstance(value, str):  # a list that was written into a column of texts
+        value = _json(value)
+    if not isinstance(value, list):
+        raise BadConversation(f"`{key}` is {type(value).__name__}, not a list")
+    return value
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadConversation(f"{text!r:.60} is no JSON") from None

@@ -1,0 +1,313 @@
+"""Conversations to token ids, and which of them are learnt, by a chat template. No torch.
+
+Which tokens are the assistant's a template may say itself, by `{% generation %}` blocks. Where it
+has none they are found by prefixes: what the template makes of the messages before an answer, with
+its generation prompt, has to begin what it makes of all; so has what it makes of the messages up to
+and with the answer. The answer is between the two, with the token that ends its turn. A template
+that writes earlier turns otherwise once others follow is refused: nobody knows what to learn then.
+
+What a user types is text: where it has the name of a special token, it becomes the ids of its
+letters, and forges no turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.config.chat_template import special_tokens_of, template_of
+from trainctl.config.text.conversations import Learn, Message
+from trainctl.errors import TrainctlError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Ids = npt.NDArray[np.int64]
+Learnt = npt.NDArray[np.bool_]
+Spans = list[tuple[int, int]]
+
+FORMAT = 1
+"""Of what is made of a conversation: another one is tokenized again."""
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PRIVATE = range(0x100000, 0x10FFFE)
+"""Characters that no text has a meaning for: they stand for the names of special tokens in it."""
+
+
+class CannotRender(TrainctlError):
+    """A template does not make a text of a conversation, or not one whose answers are known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTokens:
+    """A conversation as a model sees it.
+
+    Attributes:
+        ids: Its tokens, (tokens,).
+        learnt: Which of them are learnt, (tokens,).
+    """
+
+    ids: Ids
+    learnt: Learnt
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A text that was rendered, with what was typed in it.
+
+    Attributes:
+        text: It, with a private character in place of each name of a special token.
+        typed: Those names, by their characters.
+    """
+
+    text: str
+    typed: Mapping[str, str]
+
+
+class ChatTemplate:
+    """A tokenizer and a template, for one conversation after the other.
+
+    Attributes:
+        has_marks: Whether the template says itself what the assistant's tokens are.
+
+    Args:
+        tokenizer: A file of the tokenizers library.
+        source: The template, in Jinja.
+        special_tokens: What templates call `bos_token`, `eos_token` and so on.
+    """
+
+    def __init__(self, tokenizer: Path, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._file, self._source, self._special_tokens = tokenizer, source, dict(special_tokens)
+        self.has_marks = bool(_MARK.search(source))
+
+    @classmethod
+    def of(cls, tokenizer: Path | None, named: str | None = None) -> ChatTemplate:
+        """That of a tokenizer's files, or one that is named.
+
+        Args:
+            tokenizer: Its file; None for one that has none.
+            named: File of another template; None is the tokenizer's own.
+
+        Raises:
+            TrainctlError: There is none.
+        """
+        source = template_of(tokenizer, named)
+        assert tokenizer is not None
+        return cls(tokenizer, source, special_tokens_of(tokenizer))
+
+    @cached_property
+    def _backend(self) -> Tokenizer:
+        return _loaded(self._file)
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """The same, to which a special token's name is text."""
+        found = _loaded(self._file)
+        found.encode_special_tokens = True
+        return found
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        added = self._backend.get_added_tokens_decoder().items()
+        return {number: each.content for number, each in added if each.special}
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        """Any special token's name, the longest first."""
+        names = sorted(self._special.values(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the same conversation could give other ids, beside the tokenizer's."""
+        settings = [FORMAT, self._source, self._special_tokens]
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        learn: Learn = Learn.assistant,
+    ) -> ChatTokens:
+        """A conversation's ids, and which of them are learnt.
+
+        No token is added to what the template writes. The token that ends a turn of the assistant
+        is learnt with it, if the template writes one: in a `{% generation %}` block, or at all
+        where it has none.
+
+        Args:
+            messages: All of them.
+            tools: JSON schemas of the tools that may be called.
+            learn: Which tokens.
+
+        Raises:
+            CannotRender: The template refuses the conversation, or does not show its answers; or
+                there is nothing to learn.
+        """
+        text, spans = self._rendered(messages, tools, marks=self.has_marks)
+        ids, places = self._encoded(text)
+        if learn is Learn.all:
+            return ChatTokens(ids, np.ones(len(ids), dtype=bool))
+        answers = [n for n, each in enumerate(messages) if each["role"] == "assistant"]
+        if learn is Learn.last:
+            del answers[:-1]
+        learnt = np.zeros(len(ids), dtype=bool)
+        if self.has_marks:
+            if learn is Learn.last and answers:
+                _, earlier = self._rendered(messages[: answers[0]], tools, marks=True)
+                del spans[: len(earlier)]
+            found = [_tokens(places, *span) for span in spans]
+        else:
+            found = [self._answer(messages, tools, n, text.text, ids, places) for n in answers]
+        for first, end in found:
+            learnt[first:end] = True
+        if not learnt.any():
+            raise CannotRender(f"nothing to learn in {_in_words(messages)}")
+        return ChatTokens(ids, learnt)
+
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Ids:
+        """Ids of messages that the assistant is to answer, with the template's prompt for that.
+
+        Raises:
+            CannotRender: The template refuses them.
+        """
+        text, _ = self._rendered(messages, tools, prompts=True)
+        return self._encoded(text)[0]
+
+    def _answer(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        number: int,
+        whole: str,
+        ids: Ids,
+        places: Ids,
+    ) -> tuple[int, int]:
+        """First token of an answer and one past its last, by what comes before and with it."""
+        before, _ = self._rendered(messages[:number], tools, prompts=True)
+        through, _ = self._rendered(messages[: number + 1], tools)
+        if not through.text.startswith(before.text) or not whole.startswith(through.text):
+            raise self._no_prefix(messages, number)
+        prompt, _ = self._encoded(before)
+        first, end = _tokens(places, len(before.text), len(through.text))
+        if first != len(prompt) or not np.array_equal(ids[:first], prompt):
+            raise self._no_prefix(messages, number)
+        special = np.flatnonzero(np.isin(ids[first:end], [*self._special]))
+        if len(special):
+            last = first + int(special[-1]) + 1
+            if not whole[places[last - 1, 1] : len(through.text)].strip():
+                end = last  # what follows the end of the turn is nobody's
+        return first, end
+
+    def _no_prefix(self, messages: Sequence[Message], number: int) -> CannotRender:
+        return CannotRender(
+            f"the chat template writes message {number + 1:,} of {_in_words(messages)} otherwise "
+            "where it is the last one, or its tokens run together with those before it: which "
+            "tokens are the answer's is not known",
+            hint="data.learn=last if it does so with earlier turns alone; or a template with "
+            "{% generation %} around what the assistant says, in data.chat_template",
+        )
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        prompts: bool = False,
+        marks: bool = False,
+    ) -> tuple[_Text, Spans]:
+        """What the template makes of messages, and the spans of characters that it marks."""
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        said = json.dumps([messages, tools], ensure_ascii=False)
+        typed: dict[str, str] = {}
+        if self._names.search(said):
+            names = sorted(set(self._names.findall(said)))
+            free = (chr(point) for point in _PRIVATE if chr(point) not in said)
+            typed = dict(zip(free, names, strict=False))
+        standing = {name: character for character, name in typed.items()}
+        try:
+            texts, spans = render_jinja_template(
+                [[_without_names(each, standing, self._names) for each in messages]],
+                tools=[_without_names(each, standing, self._names) for each in tools or ()] or None,
+                chat_template=self._source,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompts,
+                **self._special_tokens,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise CannotRender(
+                f"the chat template cannot write {_in_words(messages)}: {error}",
+                hint="correct the conversation, or data.on_bad_text=skip, which leaves such out; "
+                "or another template in data.chat_template",
+            ) from None
+        return _Text(texts[0], typed), spans[0] if marks else []
+
+    def _encoded(self, text: _Text) -> tuple[Ids, Ids]:
+        """Ids of a text, (tokens,), and where each begins and ends in it, (tokens, 2)."""
+        if not text.typed:
+            found = self._backend.encode(text.text, add_special_tokens=False)
+            return _array(found.ids), _array(found.offsets).reshape(-1, 2)
+        ids, places, at = [], [], 0
+        for piece in re.split(f"([{''.join(text.typed)}])", text.text):
+            if piece in text.typed:
+                part = self._plain.encode(text.typed[piece], add_special_tokens=False).ids
+                ids.append(_array(part))
+                places.append(np.tile([at, at + 1], (len(part), 1)))
+            elif piece:
+                found = self._backend.encode(piece, add_special_tokens=False)
+                ids.append(_array(found.ids))
+                places.append(_array(found.offsets).reshape(-1, 2) + at)
+            at += len(piece)
+        return np.concatenate(ids), np.concatenate(places)
+
+
+def _loaded(file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(file))
+
+
+def _tokens(places: Ids, start: int, end: int) -> tuple[int, int]:
+    """The first token that has a character of a span, and one past the last."""
+    return int(np.searchsorted(places[:, 1], start, side="right")), int(
+        np.searchsorted(places[:, 0], end, side="left")
+    )
+
+
+def _without_names(value: Any, standing: Mapping[str, str], names: re.Pattern[str]) -> Any:
+    """The same with a character in place of each name of a special token, but in roles."""
+    if not standing:
+        return value
+    if isinstance(value, str):
+        return names.sub(lambda match: standing[match[0]], value)
+    if isinstance(value, Mapping):
+        return {
+            key: each if key == "role" else _without_names(each, standing, names)
+            for key, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_without_names(each, standing, names) for each in value]
+    return value
+
+
+def _in_words(messages: Sequence[Message]) -> str:
+    """A conversation, by how it begins."""
+    texts: Iterator[str] = (str(each.get("content") or "") for each in messages)
+    first = next((text for text in texts if text), "")
+    return f"the conversation that begins {first!r:.60}"
+
+
+def _array(numbers: Sequence[Any]) -> Ids:
+    return np.asarray(numbers, dtype=np.int64)
