@@ -58,7 +58,7 @@ class Whole:
     Attributes:
         config: What it is.
         skeleton: The skeleton.
-        shapes: Of its parameters, by canonical name.
+        shapes: Sizes of its parameters, by canonical name.
     """
 
     config: ModelConfig
