@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from parity_cases import LAYOUTS, Combination, Curve, _config
+from parity_cases import Combination, Curve, layout_config
 from rank_processes import Case, curve, train_cases
 from transformers import AutoModelForCausalLM
 
@@ -48,6 +48,7 @@ class Adapting:
         layout: One of `LAYOUTS`.
         stage: Of ZeRO.
         checkpointing: Recomputation, by name.
+        offload: Of the optimizer, by name.
         precision: fp32 or bf16.
         model: A family, untied if so named.
     """
@@ -56,18 +57,17 @@ class Adapting:
     layout: str = "1"
     stage: str = "0"
     checkpointing: str = "none"
+    offload: str = "none"
     precision: str = "fp32"
     model: str = "llama-untied"
 
     def __str__(self) -> str:
-        return " ".join(
-            (self.trained, self.layout, self.stage, self.checkpointing, self.precision, self.model)
-        )
+        return " ".join(map(str, astuple(self)))
 
     @property
     def reference(self) -> Adapting:
         """The same on one process, without ZeRO."""
-        return replace(self, layout="1", stage="0", checkpointing="none")
+        return replace(self, layout="1", stage="0", checkpointing="none", offload="none")
 
     @property
     def combination(self) -> Combination:
@@ -75,6 +75,7 @@ class Adapting:
         return Combination(
             self.layout,
             self.stage,
+            self.offload,
             checkpointing=self.checkpointing,
             precision=self.precision,
             model=self.model,
@@ -83,7 +84,7 @@ class Adapting:
 
 def config_of(case: Adapting, steps: int, **changes: Any) -> RunConfig:
     """The tiny model's."""
-    config = _config(case.combination, steps, Path("/nvme"))
+    config = layout_config(case.combination, steps, Path("/nvme"))
     values = dict(TRAINED[case.trained])
     config.training.freeze = values.pop("freeze", [])
     if values:
@@ -113,10 +114,13 @@ def train(case: Adapting, folder: Path, *, steps: int) -> Curve:
 
 
 def everything() -> list[Adapting]:
-    """The whole product, what plans refuse among it."""
-    layouts = [name for name in LAYOUTS if name != "TP2xPP2xDP2"]
-    cells = itertools.product(TRAINED, layouts, "0123", ("none", "full"))
-    return [Adapting(*cell) for cell in cells]
+    """The whole product of `scripts/parity_adapters.py`; what plans refuse is among it."""
+    trained = ("full", "lora-all", "dora", "last-blocks", "some")
+    layouts = ("1", "DP2", "TP2", "PP2", "SP2")
+    cells = itertools.product(trained, layouts, "0123", ("none", "full"))
+    return [Adapting(*cell) for cell in cells] + [
+        Adapting(each, "DP2", stage, offload="cpu") for each in trained for stage in "123"
+    ]
 
 
 def base_directory(folder: Path) -> Path:
