@@ -7,13 +7,15 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from adapter_cases import Adapting, base_directory, config_of, judged
+from adapter_cases import Adapting, base_directory, config_of, train
+from fork_server import RanksFailed
 from parity_cases import Difference
 from rank_processes import Case, curve, tiny_plan, train_cases, with_stop
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.trainable import adapted_layers
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest
@@ -97,7 +99,7 @@ def test_layers_compute_what_peft_s_do(base: Path, kind: str) -> None:
         ),
     )
     ours = AutoModelForCausalLM.from_pretrained(base)
-    attach(ours, section, judged(Adapting(trained=kind))[0] and layers_of(config))
+    attach(ours, section, adapted_layers(config.model, section))
     for name, module in ours.named_modules():
         if isinstance(module, Adapted):
             their = theirs.get_submodule(f"base_model.model.{name}")
@@ -113,12 +115,6 @@ def test_layers_compute_what_peft_s_do(base: Path, kind: str) -> None:
         if isinstance(module, Adapted):
             their = theirs.get_submodule(f"base_model.model.{name}").lora_B.default.weight.grad
             torch.testing.assert_close(module.lora_B.grad, their, rtol=1e-4, atol=1e-6)
-
-
-def layers_of(config):
-    from trainctl.plan.trainable import adapted_layers
-
-    return adapted_layers(config.model, config.adapter)
 
 
 def test_a_checkpoint_holds_the_adapter_and_names_its_base(trained, base: Path) -> None:
@@ -152,6 +148,38 @@ def test_it_goes_on_bit_for_bit_and_elsewhere(tmp_path: Path, trained, base: Pat
         assert difference.loss < 1e-5 and difference.norm < 1e-5, (stage, tensor)
 
 
+LAYOUTS = (
+    Adapting("lora-all", "DP2", "3", "full"),
+    Adapting("dora", "TP2", "2"),
+    Adapting("some", "PP2", "0"),
+    Adapting("last-blocks", "DP2", "2"),
+    Adapting("lora", "SP2", "1", model="gpt2"),
+)
+"""The whole product is `scripts/parity_adapters.py`."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_a_layout_gives_the_curve_of_one_process(tmp_path: Path, case: Adapting) -> None:
+    reference = train(case.reference, tmp_path, steps=STEPS)
+    assert reference[STEPS][0] < reference[1][0] - 0.05
+    difference = Difference.between(reference, train(case, tmp_path, steps=STEPS))
+    assert difference.loss < 1e-5 and difference.norm < 1e-5
+
+
+@pytest.mark.slow
+def test_what_is_dropped_is_dropped_again_where_a_block_is_recomputed(tmp_path: Path) -> None:
+    runs = []
+    for name, tiles, mode in (("plain", 1, "none"), ("again", 1, "full"), ("tiles", 4, "none")):
+        config = config_of(Adapting("lora-all", checkpointing=mode), STEPS, dropout=0.2)
+        config.kernels.mlp_tiles = tiles
+        runs.append(RunPaths(tmp_path / name))
+        train_cases(1, [Case(tiny_plan(config, 1), runs[-1])])
+    plain, again, tiles = map(curve, runs)
+    assert Difference.between(plain, again).loss < 1e-6
+    assert plain != tiles and tiles[STEPS][0] < tiles[1][0] - 0.05  # drawn tile by tile
+
+
 def test_a_base_that_changed_is_refused(tmp_path: Path, base: Path) -> None:
     other = base_directory(tmp_path / "base")
     run, plan = started(tmp_path / "run", "lora", other)
@@ -163,7 +191,6 @@ def test_a_base_that_changed_is_refused(tmp_path: Path, base: Path) -> None:
         with pytest.raises(TrainctlError, match=r"model\.safetensors has changed") as caught:
             task()
         assert caught.value.exit_code is ExitCode.run_state
-    from fork_server import RanksFailed
 
     with pytest.raises(RanksFailed, match=r"model\.safetensors has changed"):
         train_cases(1, [Case(plan, run, 2)])
