@@ -128,14 +128,18 @@ def _weights(arguments: argparse.Namespace) -> str:
 def _evaluate(
     plan: RunPlan, run: RunPaths, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
+    from trainctl.options.objective import objective_of
     from trainctl.train.corpora import unigram_entropy
     from trainctl.train.data import held_out_data
     from trainctl.train.evaluation import evaluate_sources
     from trainctl.train.loaded import load
     from trainctl.train.prepare import corpora_of
+    from trainctl.train.reference import reference_of
 
     corpora = corpora_of(plan, run)
     datasets = held_out_data(plan, corpora)
+    if objective_of(plan.config.objective).needs_reference:
+        reference_of(run, datasets)
     samples = arguments.samples or plan.config.training.evaluation_samples
     if samples == 0 or not any(dataset.num_samples for dataset in datasets.values()):
         raise TrainctlError(
@@ -150,12 +154,14 @@ def _evaluate(
             model.score,
             datasets,
             num_samples=samples,
+            recorded=objective_of(plan.config.objective).recorded,
             micro_batch_size=plan.batch.micro_batch_size,
             progress=lambda done, total: progress("evaluating", done, total),
         )
     assert found is not None
     return {
         "loss": found.loss,
+        **({"objective": found.measures} if found.measures else {}),
         **({"sources": found.sources} if plan.config.data.sources else {}),
         "samples": found.samples,
         "unigram_entropy": unigram_entropy(corpora),

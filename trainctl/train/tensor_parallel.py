@@ -170,9 +170,10 @@ def sum_partial_gradients(pieces: Pieces, axis: Axis) -> None:
 def vocabulary_parallel_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, *, ignored: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed cross entropy in nats of logits that are split over the vocabulary.
+    """Cross entropy in nats of logits that are split over the vocabulary, of each position.
 
-    Beside it the summed squares of the softmax's log-normalisers; both fp32 scalars.
+    Beside it the softmax's log-normalisers; both fp32, (samples, length), and 0 where a position
+    does not count.
 
     Args:
         logits: (samples, length, tokens of this rank).
@@ -375,9 +376,9 @@ def _leave(partial: torch.Tensor, axis: Axis, sequence_sharded: bool) -> torch.T
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy whose softmax runs over the ranks, and its squared log-normalisers.
+    """Cross entropy whose softmax runs over the ranks, and its log-normalisers.
 
-    The gradients are softmax minus one-hot, and softmax times twice the log-normaliser.
+    The gradients are softmax minus one-hot, and softmax.
     """
 
     @staticmethod
@@ -398,13 +399,13 @@ class _CrossEntropy(torch.autograd.Function):
         counts = labels != ignored
         normalisers = normalisers.masked_fill(~counts, 0.0)
         probabilities = exponentials.div_(total[..., None])
-        ctx.save_for_backward(probabilities, local, other, counts, normalisers)
-        return losses.masked_fill(~counts, 0.0).sum(), normalisers.square().sum()
+        ctx.save_for_backward(probabilities, local, other, counts)
+        return losses.masked_fill(~counts, 0.0), normalisers
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, of_squares: torch.Tensor) -> Any:  # type: ignore[override]
-        probabilities, local, other, counts, normalisers = ctx.saved_tensors
+    def backward(ctx: Any, gradient: torch.Tensor, of_normalisers: torch.Tensor) -> Any:  # type: ignore[override]
+        probabilities, local, other, counts = ctx.saved_tensors
         of_losses = counts * gradient
-        result = probabilities * (of_losses + 2 * normalisers * of_squares)[..., None]
+        result = probabilities * (of_losses + counts * of_normalisers)[..., None]
         result.scatter_add_(-1, local, -of_losses.masked_fill(other, 0.0)[..., None])
         return result, None, None, None
