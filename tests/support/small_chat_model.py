@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from chat_files import asked, write_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-from tests.support.chat_files import asked, write_tokenizer
 
 NAMES = ("ann", "bob", "eve", "joe", "kim", "leo", "max", "pam", "sue", "tom")
 WORDS = (*NAMES, "copy", "next", "twice", "for", "=", "user", "assistant")
