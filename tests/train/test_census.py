@@ -12,6 +12,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import DataType, OffloadDevice, PrecisionConfig
 from trainctl.memory.engine import read_engine
 from trainctl.memory.host import host_budget
+from trainctl.memory.partial import of_run
 from trainctl.memory.phases import resident
 from trainctl.memory.stages import stages
 from trainctl.plan.types import RunPlan
@@ -30,8 +31,12 @@ def plan(
     precision: PrecisionConfig,
     optimizer: str = "adamw",
     offload: str = "none",
+    **trains: Any,
 ) -> RunPlan:
     config = tiny_config(steps=2)
+    config.training.freeze = trains.get("freeze", [])
+    if "adapter" in trains:
+        config.adapter = new_section("adapter", trains["adapter"], rank=4)
     config.model.hidden_size, config.model.intermediate_size = 128, 352
     config.precision = precision
     config.optimizer = new_section("optimizer", optimizer, lr=config.optimizer.lr)
@@ -45,7 +50,7 @@ def plan(
 def predicted(of: RunPlan) -> int:
     """Bytes of one rank on the device, and offloaded from it."""
     engine = read_engine(of)
-    (stage,) = stages(of.config.model, expert=of.mesh.expert)
+    (stage,) = of_run(of.config, stages(of.config.model, expert=of.mesh.expert))
     host = host_budget(of, engine, stage, 0).components
     return resident(engine, stage, 0).total + sum(host.values()) // of.mesh.world_size
 
@@ -91,6 +96,28 @@ def test_states_are_predicted_within_one_percent(world_size: int, tmp_path: Path
 
 def test_states_of_other_optimizers(tmp_path: Path) -> None:
     check(2, OPTIMIZERS, tmp_path)
+
+
+PARTIAL: dict[str, dict[str, Any]] = {
+    "LoRA": {"adapter": "lora"},
+    "DoRA": {"adapter": "dora"},
+    "embeddings and a block frozen": {"freeze": ["embeddings", r"layers\.0\."]},
+    "all but the last block frozen": {"freeze": ["all_but_last_blocks:1"]},
+}
+
+
+@pytest.mark.slow
+def test_states_where_not_all_trains(tmp_path: Path) -> None:
+    """Frozen weights in the type that computes, whole or a share of them, and nothing beside."""
+    cases = {
+        f"ZeRO {zero}, {name}, {precision.compute}": plan(2, zero, precision, **trains)
+        for name, trains in PARTIAL.items()
+        for zero in range(4)
+        for precision in ((BF16, FP32) if name == "LoRA" else (BF16,))
+    }
+    expected = {name: pytest.approx(predicted(of), rel=0.005) for name, of in cases.items()}
+    for rank in counted(2, cases, tmp_path):
+        assert rank == expected
 
 
 @pytest.mark.slow
