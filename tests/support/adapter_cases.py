@@ -95,9 +95,7 @@ def config_of(case: Adapting, steps: int, **changes: Any) -> RunConfig:
 def judged(case: Adapting, steps: int = 30) -> tuple[RunPlan | None, tuple[Finding, ...]]:
     """The plan of a case, and what is wrong with it."""
     size = case.combination.world_size
-    hardware = Hardware(
-        name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=size
-    )
+    hardware = Hardware(name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=size)
     resolution = resolve(config_of(case, steps), hardware)
     return resolution.plan, tuple(item for item in resolution.findings if item.is_error)
 

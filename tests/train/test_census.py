@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataType, OffloadDevice, PrecisionConfig
+from trainctl.memory.components import Components
 from trainctl.memory.engine import read_engine
 from trainctl.memory.host import host_budget
 from trainctl.memory.partial import of_run
 from trainctl.memory.phases import resident
+from trainctl.memory.rank import rank_memory
 from trainctl.memory.stages import stages
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
@@ -36,7 +39,8 @@ def plan(
     config = tiny_config(steps=2)
     config.training.freeze = trains.get("freeze", [])
     if "adapter" in trains:
-        config.adapter = new_section("adapter", trains["adapter"], rank=4)
+        targets = trains.get("targets", [])
+        config.adapter = new_section("adapter", trains["adapter"], rank=4, targets=targets)
     config.model.hidden_size, config.model.intermediate_size = 128, 352
     config.precision = precision
     config.optimizer = new_section("optimizer", optimizer, lr=config.optimizer.lr)
@@ -75,10 +79,27 @@ OFFLOADED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def counted(world_size: int, plans: dict[str, RunPlan], folder: Path) -> list[dict[str, int]]:
+def with_checkpointing(of: RunPlan, mode: str) -> RunPlan:
+    section = new_section("activation_checkpointing", mode)
+    return replace(of, config=replace(of.config, activation_checkpointing=section))
+
+
+def kept(of: RunPlan) -> int:
+    """Bytes of activations of the blocks, by the budget."""
+    engine = read_engine(of)
+    (stage,) = of_run(of.config, stages(of.config.model), keeps_inputs=engine.keeps_inputs)
+    return rank_memory(of, engine, stage, Components()).activations.forward_end
+
+
+def counted(
+    world_size: int,
+    plans: dict[str, RunPlan],
+    folder: Path,
+    probe: str = "census_probe:resident",
+) -> list[dict[str, int]]:
     """Bytes that each plan's engine keeps, by rank."""
     cases = [Case(of, RunPaths(folder / str(index))) for index, of in enumerate(plans.values())]
-    ranks = train_cases(world_size, cases, probe="census_probe:resident")
+    ranks = train_cases(world_size, cases, probe=probe)
     return [dict(zip(plans, rank, strict=True)) for rank in ranks]
 
 
@@ -118,6 +139,32 @@ def test_states_where_not_all_trains(tmp_path: Path) -> None:
     expected = {name: pytest.approx(predicted(of), rel=0.005) for name, of in cases.items()}
     for rank in counted(2, cases, tmp_path):
         assert rank == expected
+
+
+KEPT: dict[str, dict[str, Any]] = {
+    "LoRA on two layers": {"adapter": "lora", "targets": ["q_proj", "down_proj"]},
+    "DoRA": {"adapter": "dora"},
+    "all but the last block frozen": {"freeze": ["all_but_last_blocks:1"]},
+    "blocks frozen above embeddings that train": {"freeze": [r"layers\."]},
+}
+
+
+@pytest.mark.slow
+def test_what_a_forward_pass_keeps_where_not_all_trains(tmp_path: Path) -> None:
+    """Beyond what it keeps if all blocks are recomputed. ZeRO 3 comes last: DeepSpeed's linear
+    layer, which keeps its input whatever learns, stays in a process that has had it."""
+    plans = {
+        f"ZeRO {zero}, {name}, {mode}": with_checkpointing(plan(2, zero, BF16, **trains), mode)
+        for zero in (1, 3)
+        for name, trains in KEPT.items()
+        for mode in ("none", "full")
+    }
+    first, _ = counted(2, plans, tmp_path, probe="kept_probe:kept")
+    for name, of in plans.items():
+        if name.endswith("none"):
+            other = name.removesuffix("none") + "full"
+            found = first[name] - first[other]
+            assert found == pytest.approx(kept(of) - kept(plans[other]), rel=0.02), name
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.memory.learning import Learning, everything
 from trainctl.memory.stages import Piece, Stage, share
 from trainctl.options.adapter import low_rank
+from trainctl.options.adapter import spec_of as adapter_of
 from trainctl.options.model import spec_of
 from trainctl.plan import shapes
 from trainctl.plan.shapes import TensorShape
@@ -139,11 +140,14 @@ def _learning(
     has_embedding = any(item.embedding for item in found.trained)
     first = 0 if has_embedding else min(busy, default=config.model.num_layers)
     whole = everything(spec_of(config.model)).weights
+    spec = adapter_of(config.adapter)
     return {
         block: Learning(
             weights=frozenset(weights[block]) if block in frozen else whole,
             ranks=tuple(ranks[block]),
             dropout=adapter is not None and adapter.dropout > 0,
+            magnitudes=adapter is not None and spec.has_magnitude,
+            begins=block == first and not has_embedding,
             keeps_inputs=keeps_inputs,
         )
         for block in range(first, config.model.num_layers)
