@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parity_cases import LAYOUTS, Combination, Curve, _config
+import torch
+from parity_cases import Combination, Curve, layout_config
 from rank_processes import Case, curve, train_cases
+from transformers import AutoModelForCausalLM
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, RunConfig
@@ -19,6 +21,7 @@ from trainctl.hardware import Hardware
 from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
+from trainctl.train.model import transformers_config
 
 CLIPPING = 0.25
 """Gradients of adapters are smaller than those of whole weights."""
@@ -45,6 +48,7 @@ class Adapting:
         layout: One of `LAYOUTS`.
         stage: Of ZeRO.
         checkpointing: Recomputation, by name.
+        offload: Of the optimizer, by name.
         precision: fp32 or bf16.
         model: A family, untied if so named.
     """
@@ -53,18 +57,17 @@ class Adapting:
     layout: str = "1"
     stage: str = "0"
     checkpointing: str = "none"
+    offload: str = "none"
     precision: str = "fp32"
     model: str = "llama-untied"
 
     def __str__(self) -> str:
-        return " ".join(
-            (self.trained, self.layout, self.stage, self.checkpointing, self.precision, self.model)
-        )
+        return " ".join(map(str, astuple(self)))
 
     @property
     def reference(self) -> Adapting:
         """The same on one process, without ZeRO."""
-        return replace(self, layout="1", stage="0", checkpointing="none")
+        return replace(self, layout="1", stage="0", checkpointing="none", offload="none")
 
     @property
     def combination(self) -> Combination:
@@ -72,6 +75,7 @@ class Adapting:
         return Combination(
             self.layout,
             self.stage,
+            self.offload,
             checkpointing=self.checkpointing,
             precision=self.precision,
             model=self.model,
@@ -80,7 +84,7 @@ class Adapting:
 
 def config_of(case: Adapting, steps: int, **changes: Any) -> RunConfig:
     """The tiny model's."""
-    config = _config(case.combination, steps, Path("/nvme"))
+    config = layout_config(case.combination, steps, Path("/nvme"))
     values = dict(TRAINED[case.trained])
     config.training.freeze = values.pop("freeze", [])
     if values:
@@ -110,7 +114,23 @@ def train(case: Adapting, folder: Path, *, steps: int) -> Curve:
 
 
 def everything() -> list[Adapting]:
-    """The whole product, what plans refuse among it."""
-    layouts = [name for name in LAYOUTS if name != "TP2xPP2xDP2"]
-    cells = itertools.product(TRAINED, layouts, "0123", ("none", "full"))
-    return [Adapting(*cell) for cell in cells]
+    """The whole product of `scripts/parity_adapters.py`; what plans refuse is among it."""
+    trained = ("full", "lora-all", "dora", "last-blocks", "some")
+    layouts = ("1", "DP2", "TP2", "PP2", "SP2")
+    cells = itertools.product(trained, layouts, "0123", ("none", "full"))
+    return [Adapting(*cell) for cell in cells] + [
+        Adapting(each, "DP2", stage, offload="cpu") for each in trained for stage in "123"
+    ]
+
+
+def base_directory(folder: Path) -> Path:
+    """A transformers directory of the tiny model with weights; made unless it is there."""
+    config = config_of(Adapting(), 1).model
+    model = AutoModelForCausalLM.from_config(transformers_config(config))
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(std=0.05, generator=generator)
+    model.save_pretrained(folder)
+    return folder

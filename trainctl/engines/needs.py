@@ -12,9 +12,11 @@ from trainctl.config.schema import (
 )
 from trainctl.options.activation_checkpointing import recomputed, selective
 from trainctl.options.adapter import low_rank
+from trainctl.options.data import spec_of
 from trainctl.options.engine import engine_of, fsdp2
 from trainctl.options.optimizer import adamw_8bit
 from trainctl.options.precision import loss_scaling
+from trainctl.plan.mixture import sources_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,11 @@ class Need:
 
 
 ALWAYS = Need("", lambda config: True)
+
+CHAT = Need(
+    "data.kind",
+    lambda config: any(spec_of(each).encoder for each in sources_of(config.data).values()),
+)
 
 DEEPSPEED_JSON = Need("engine.kind", lambda config: engine_of(config).takes_json)
 FSDP2 = Need("engine.kind", lambda config: config.engine.kind == fsdp2.SPEC.name)

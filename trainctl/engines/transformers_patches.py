@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainctl.engines.needs import ADAPTED, EXPERTS, MUP, RECOMPUTED, SPARSE, TENSOR
+from trainctl.engines.needs import ADAPTED, CHAT, EXPERTS, MUP, RECOMPUTED, SPARSE, TENSOR
 from trainctl.engines.patches import At, How, Table, Use
 
 _MODELS = "transformers.models"
@@ -95,6 +95,7 @@ USES = (
         "return_assistant_tokens_mask=False, continue_final_message=False, "
         "add_generation_prompt=False, **kwargs)",
         at=At.model,
+        need=CHAT,
     ),
     Use(
         target="transformers.modeling_utils:PreTrainedModel._init_weights",

@@ -68,6 +68,10 @@ class WithMagnitude(Adapted):
 
     lora_magnitude: nn.Parameter
 
+    def lengths(self, merged: torch.Tensor) -> torch.Tensor:
+        """Of the rows of W + s B A, of which a tensor rank may have a part of each."""
+        return torch.linalg.norm(merged, dim=1)
+
     def scaled(
         self, plain: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
@@ -79,8 +83,7 @@ class WithMagnitude(Adapted):
             weight: W, (outputs, inputs).
         """
         with torch.no_grad():
-            change = (self.lora_B @ self.lora_A) * self.lora_scale
-            lengths = torch.linalg.norm(weight + change, dim=1).to(weight.dtype)
+            lengths = self.lengths(weight + (self.lora_B @ self.lora_A) * self.lora_scale)
         factor = self.lora_magnitude / lengths
         if not (self.training and self.lora_dropout):
             return factor * (plain + self.added(inputs))
@@ -168,6 +171,12 @@ def attach(model: PreTrainedModel, section: LowRank, layers: Sequence[LinearLaye
         # The same object, which its block calls under the same name.
         module.__class__ = adapted
         module.lora_scale, module.lora_dropout = spec.scale(section), section.dropout
+
+
+def added_parameters(layer: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a layer that are its adapter's; none without one."""
+    found = (getattr(layer, name, None) for name in (LORA_A, LORA_B, MAGNITUDE))
+    return [parameter for parameter in found if parameter is not None]
 
 
 def initial_adapter(

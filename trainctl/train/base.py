@@ -58,7 +58,7 @@ class Whole:
     Attributes:
         config: What it is.
         skeleton: The skeleton.
-        shapes: Of its parameters, by canonical name.
+        shapes: Sizes of its parameters, by canonical name.
     """
 
     config: ModelConfig
@@ -204,6 +204,11 @@ def adapter_of(manifest: Mapping[str, Any]) -> AdapterConfig:
     """The adapter whose weights a checkpoint holds; kind none where it holds a model's own."""
     found: AdapterConfig = from_plain(AdapterConfig, manifest.get("adapter", {}))
     return found
+
+
+def base_file(checkpoint: Path) -> Path:
+    """Where the run of a checkpoint keeps what it knows of the files of its base."""
+    return RunPaths(checkpoint.resolve().parents[1]).base
 
 
 def facts_of(config: RunConfig, base: Base) -> dict[str, Any]:

@@ -55,6 +55,7 @@ from trainctl.train.model import (
     require_all_to_train,
     skeleton,
 )
+from trainctl.train.objective import loss_of
 from trainctl.train.optimizers import own_optimizer
 from trainctl.train.patience import Patience
 from trainctl.train.pipeline import PipelineStage, cut_to_stage, tied_weight
@@ -277,7 +278,8 @@ def _job(
             tied = tied_weight(model, mesh.pipeline)
     else:
         vocabulary = vocabulary_of(model, mesh.tensor)
-        module = LanguageModel(model, vocabulary, config.kernels, z_loss, routers)
+        objective = loss_of(config.objective)
+        module = LanguageModel(model, vocabulary, config.kernels, z_loss, routers, objective)
     return Job(
         plan=plan,
         process=process,

@@ -7,10 +7,12 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 
 from trainctl.config.text.remote import say
 from trainctl.engines.phase_memory import PhaseMemory
 from trainctl.errors import TrainctlError
+from trainctl.options.objective import objective_of
 from trainctl.plan.average import METRIC
 from trainctl.plan.identity import description
 from trainctl.plan.mixture import StagedBatches, stages_of_plan
@@ -26,6 +28,7 @@ from trainctl.train.corpora import bad_text, digests_of, unigram_entropy
 from trainctl.train.evaluation import HeldOutLoss, evaluate_sources, inference, sample_text
 from trainctl.train.model import TORCH_TYPES
 from trainctl.train.profiler import Profiler
+from trainctl.train.reference import give_reference
 from trainctl.train.saver import Saver
 from trainctl.train.session import Session
 from trainctl.train.step import Step, Stepper
@@ -111,7 +114,10 @@ class Trainer:
         plan, progress, training = session.plan, session.progress, session.plan.config.training
         if session.process.is_first:
             checkpoints.leave_weights_behind(session.run, progress.step, attempt=self._attempt)
+        reference = give_reference(session, partial(self._beat, Phase.start))
         self._record_start()
+        if reference is not None:
+            self._record("reference", step=progress.step, **reference)
         steady = progress.step + STEADY_AFTER_STEPS
         self._recorded_at = time.monotonic()
         stop = False
@@ -191,6 +197,7 @@ class Trainer:
                 "evaluation",
                 step=session.progress.step,
                 **self._metrics,
+                **({"objective": found.measures} if found.measures else {}),
                 **({"sources": found.sources} if session.plan.config.data.sources else {}),
                 unigram_entropy=unigram_entropy(session.corpora),
             )
@@ -206,6 +213,7 @@ class Trainer:
                 session.engine.score,
                 session.held_out,
                 num_samples=session.plan.config.training.evaluation_samples,
+                recorded=objective_of(session.plan.config.objective).recorded,
                 micro_batch_size=session.plan.batch.micro_batch_size,
                 data_rank=session.training.data_rank,
                 data_size=session.training.data_size,
