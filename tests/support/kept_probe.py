@@ -1,42 +1,40 @@
-"""Runs inside a rank: the bytes that a forward pass leaves behind, up to the output projection."""
+"""Runs inside a rank: the bytes that autograd saves of a forward pass, up to the logits."""
 
 from typing import Any
 
-from census_probe import storages
+import torch
 
 from trainctl.train.session import assemble
 
 
 def kept(cases: list[Any], process: Any) -> list[int]:
-    """Bytes of tensors that are there before each case's output projection and were not before the
-    step, on this rank."""
+    """Bytes of the storages that each case's first forward pass saves on this rank, without its
+    weights; nothing may be recomputed. (A census does not see them all: what an operation saves of
+    its own output is no object of Python's.)"""
     return [_of(case, process) for case in cases]
 
 
 def _of(case: Any, process: Any) -> int:
     session = assemble(case.plan, case.run, process)
     engine = session.engine
-    engine.set_learning_rate(1.0)
-    # What is made once, such as gradients at stage 3, is made in the first step.
-    engine.accumulate(session.training.step(0, case.plan.batch))
-    engine.update(norm=session.gradients.norms().total, clip_at=1.0)
-    head = next(
-        module for name, module in engine.module.named_modules() if name.endswith("lm_head")
-    )
-    before, found = storages(), []
+    head = next(module for name, module in engine.module.named_modules() if "lm_head" in name)
+    found: dict[int, torch.UntypedStorage] = {}
+    is_over = False
 
-    def look(*_: Any) -> None:
-        now = storages()
-        found.append(
-            sum(
-                size
-                for address, (size, _) in now.items()
-                if address not in before or before[address][0] != size
-            )
-        )
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        weights = {each.untyped_storage().data_ptr() for each in engine.module.parameters()}
+        storage = tensor.untyped_storage()
+        if not is_over and storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage
+        return tensor
 
-    handle = head.register_forward_pre_hook(look)
-    engine.accumulate(session.training.step(1, case.plan.batch))
+    def stop(*_: Any) -> None:
+        nonlocal is_over
+        is_over = True
+
+    handle = head.register_forward_hook(stop)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine.accumulate(session.training.step(0, case.plan.batch)[:1])
     handle.remove()
     session.engine.close()
-    return found[0]
+    return sum(storage.nbytes() for storage in found.values())

@@ -123,7 +123,10 @@ def _learning(
     config: RunConfig, found: Trainable, blocks: Mapping[str, int], *, keeps_inputs: bool
 ) -> dict[int, Learning]:
     """What learns in each block that gradients reach: from the first with something that trains, or
-    from the embedding if that does."""
+    from the embedding if that does.
+
+    Where layers are not called as in the closed form, all are taken to keep their inputs.
+    """
     adapter, prefix = low_rank(config.adapter), shapes.block_prefix(config.model)
     weights: dict[int, set[str]] = {block: set() for block in range(config.model.num_layers)}
     ranks: dict[int, list[tuple[str, int]]] = {block: [] for block in weights}
@@ -141,6 +144,8 @@ def _learning(
     first = 0 if has_embedding else min(busy, default=config.model.num_layers)
     whole = everything(spec_of(config.model)).weights
     spec = adapter_of(config.adapter)
+    adapted = {f"{name}.weight" for each in ranks.values() for name, _ in each}
+    keeps_inputs |= not adapted <= whole
     return {
         block: Learning(
             weights=frozenset(weights[block]) if block in frozen else whole,
