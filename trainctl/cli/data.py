@@ -21,7 +21,7 @@ from trainctl.runs.directory import open_run, read_plan
 from trainctl.runs.records import iter_events
 
 if TYPE_CHECKING:
-    from trainctl.train.contents import Passage, Sample, Stretch
+    from trainctl.train.contents import ChatStretch, Passage, Sample
 
 app = typer.Typer(help="Look at what a run is trained on.", add_completion=False)
 
@@ -114,7 +114,7 @@ def _show(sample: Sample) -> None:
         put("  | …")
 
 
-def _show_learnt(stretches: Sequence[Stretch]) -> None:
+def _show_learnt(stretches: Sequence[ChatStretch]) -> None:
     """The lines of a sample, and what is learnt of each."""
     line: list[tuple[str, bool]] = [("  | ", False)]
     for stretch in stretches:

@@ -62,7 +62,7 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ChatStretch:
     """Tokens of a sample that follow each other and are learnt, or are not.
 
     Attributes:
@@ -98,7 +98,7 @@ class Sample:
     passages: tuple[Passage, ...]
     text: str
     is_cut: bool
-    stretches: tuple[Stretch, ...] = ()
+    stretches: tuple[ChatStretch, ...] = ()
 
 
 def parse_counters(text: str) -> list[int]:
@@ -221,7 +221,7 @@ def _stretches(
     silent: npt.NDArray[np.bool_],
     tokenizer: Tokenizer,
     most_characters: int,
-) -> Iterator[Stretch]:
+) -> Iterator[ChatStretch]:
     """A sample's tokens by what is learnt of them; the first of all is no label."""
     is_learnt = np.concatenate([[False], ~silent[: len(ids) - 1]])
     borders = np.flatnonzero(np.diff(is_learnt)) + 1
@@ -229,7 +229,7 @@ def _stretches(
         text = tokenizer.decode(ids[first:end].tolist(), with_special=True)[:most_characters]
         most_characters -= len(text)
         if text:
-            yield Stretch(text, bool(is_learnt[first]))
+            yield ChatStretch(text, bool(is_learnt[first]))
 
 
 def training_text(
