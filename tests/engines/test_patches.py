@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from changed_packages import change
-from rank_processes import tiny_config, tiny_plan
+from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
 from trainctl.config.codec import to_plain
 from trainctl.config.schema import OffloadDevice, RunConfig
@@ -85,10 +85,16 @@ def test_changes_to_the_process_are_those_of_the_configuration(
     monkeypatch.setattr(declared, "load", lambda name: lambda: called.append(name))
     config = RunConfig()
     declared.apply(config)
-    assert [name.partition(":")[2] for name in called] == ["do_without_shared_memory_operator"]
+    always = ["do_without_shared_memory_operator", "leave_muon_uncompiled"]
+    assert [name.partition(":")[2] for name in called] == always
     config.offload.parameters = OffloadDevice.nvme
     declared.apply(config)
     assert called[-1].endswith("copy_from_swap_buffers")
+
+
+def test_a_rank_that_compiles_nothing_starts_without_the_compiler(tmp_path: Path) -> None:
+    case = Case(tiny_plan(tiny_config(steps=1), 1), RunPaths(tmp_path))
+    assert train_cases(1, [case], probe="compiler_probe:is_imported") == [False]
 
 
 PLAIN = '''

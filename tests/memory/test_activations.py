@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from trainctl.config.schema import AttentionKind, ModelConfig
 from trainctl.memory.activations import block_activations, in_tiles
+from trainctl.memory.learning import Learning
 
 BATCH, SEQUENCE = 2, 128
 MODELS = {
@@ -24,13 +27,21 @@ MODELS = {
 
 
 def traced_bytes_per_token(
-    model: ModelConfig, attention: str, dtype_name: str, *, autocast: bool = False, tiles: int = 1
+    model: ModelConfig,
+    attention: str,
+    dtype_name: str,
+    *,
+    autocast: bool = False,
+    tiles: int = 1,
+    change: Callable[[Any], Iterable[Any]] | None = None,
 ) -> float:
     """Bytes per token that autograd saves for one block, each storage counted once; under autocast
-    to bf16 without the casts of the weights."""
+    to bf16 without the casts of the weights. `change` alters the block, and gives new weights."""
     import torch
 
     hidden, block, arguments, shared = real_block(model, attention, dtype_name)
+    if change is not None:
+        shared += change(block)
     if tiles > 1:
         from trainctl.train.tiles import tile_feed_forward
 
@@ -101,6 +112,62 @@ def test_closed_form_is_what_autograd_saves(family: str, attention: str, dtype: 
         model, sequence_length=SEQUENCE, element=2 if dtype == "bfloat16" else 4
     ).saved
     assert ours == pytest.approx(traced_bytes_per_token(model, attention, dtype), rel=0.005)
+
+
+NORMS = frozenset({"input_layernorm.weight", "ln_1.weight", "mlp.down_proj.weight"})
+FROZEN = {
+    "nothing learns": Learning(weights=frozenset()),
+    "a norm and a product learn": Learning(weights=NORMS),
+    "queries and values have adapters": Learning(
+        weights=frozenset(), ranks=(("self_attn.q_proj", 8), ("self_attn.v_proj", 8))
+    ),
+    "all layers have adapters": Learning(
+        weights=frozenset(),
+        ranks=tuple(
+            (f"{module}_proj", 4)
+            for module in ("self_attn.q", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [(family, name) for family in ("llama", "qwen3") for name in FROZEN]
+    + [("gpt2", name) for name, learning in FROZEN.items() if not learning.ranks],
+)
+def test_a_frozen_layer_keeps_no_input(family: str, name: str, attention: str) -> None:
+    """The plain form of an adapter, two products beside the frozen one."""
+    import torch
+    from torch.nn import functional
+
+    learning = FROZEN[name]
+
+    def change(block: Any) -> list[Any]:
+        added = []
+        for parameter_name, parameter in block.named_parameters():
+            parameter.requires_grad_(parameter_name in learning.weights)
+        for layer_name, rank in learning.ranks:
+            layer = block.get_submodule(layer_name)
+            first, second = (
+                torch.randn(rank, layer.in_features),
+                torch.randn(layer.out_features, rank),
+            )
+            pair = [item.bfloat16().requires_grad_() for item in (first, second)]
+            added += pair
+
+            def forward(x: Any, layer: Any = layer, pair: Any = pair) -> Any:
+                low = functional.linear(functional.linear(x, pair[0]), pair[1])
+                return functional.linear(x, layer.weight) + low * 2.0
+
+            layer.forward = forward
+        return added
+
+    model = replace(MODELS[family], attention=AttentionKind(attention))
+    ours = block_activations(model, sequence_length=SEQUENCE, element=2, learning=learning)
+    traced = traced_bytes_per_token(model, attention, "bfloat16", change=change)
+    assert ours.saved == pytest.approx(traced, rel=0.005)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

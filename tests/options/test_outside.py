@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ MODES = ("activation_checkpointing=marked", "precision=rounded")
 OWN = (
     "recipe=tiny",
     "optimizer=signum",
+    "objective=focal",
     "schedule=root",
     "logging.to=[board]",
     "logging.board.digits=5",
@@ -200,6 +202,18 @@ def write_texts(folder: Path) -> Path:
         each = [f"{file} {number}:\n" + f"{file}{number} " * 100 for number in range(20)]
         (texts / f"{file}.fortunes").write_text("\n%\n".join(each))
     return texts
+
+
+def test_an_objective_is_trained_on_and_records_what_it_measures(trained: Trained) -> None:
+    """Its loss is less than the cross entropy of a guess: what is likely counts less."""
+    assert 0 < steps(trained.whole)[1] < 0.995 * math.log(264)
+    records = map(json.loads, (trained.whole / "events.jsonl").read_text().splitlines())
+    measured = [each["objective"] for each in records if each["event"] == "step"]
+    assert len(measured) == 4 and all(0 <= each["sure"] <= 1 for each in measured)
+    chosen = ("validate", "recipe=tiny", "objective=focal")
+    staged = trained.trainctl(*chosen, "parallelism.pipeline=2", "zero_stage=1", expect=2)
+    assert "error[TC392]: parallelism.pipeline" in staged.stderr
+    assert "objective.focus" in trained.trainctl(*chosen, "objective.focus=-1", expect=2).stderr
 
 
 def test_a_data_source_has_keys_and_checks_of_its_own(trainctl, tmp_path: Path) -> None:

@@ -211,6 +211,13 @@ ERRORS = [
         "data.packing=stream",
     ),
     (
+        "TC366",
+        {"data__kind": "chat", "data__paths": ["a.jsonl"], "data__separator": "x"},
+        gpus(),
+        "data.packing=stream with data.kind=chat cuts conversations anywhere",
+        "data.packing=best_fit",
+    ),
+    (
         "TC363",
         mixed(code={"fim_rate": 0.5}),
         gpus(),
@@ -556,6 +563,38 @@ ERRORS = [
                 "gradients.centralize=false",
             ),
         )
+    ),
+    *(
+        ("TC392", {"objective__kind": "dpo", **changes}, gpus(), message, "objective=next_token")
+        for changes, message in (
+            (
+                {"parallelism__sequence": 2},
+                "sequence=2 with objective.kind=dpo: a rank sees",
+            ),
+            ({"parallelism__pipeline": 2}, "the loss of a last stage is that of the next token"),
+            ({"kernels__cross_entropy": "chunked"}, "kernels.cross_entropy=chunked with obj"),
+            (DEEPCOMPILE, "kernels.compile=deepcompile with objective.kind=dpo"),
+            ({"stability__z_loss": 0.1}, "it is a part of the next token's loss"),
+            (
+                {**EXPERTS, "parallelism__expert": 1, "experts__auxiliary_loss": 0.1},
+                "it is weighted by tokens",
+            ),
+        )
+    ),
+    (
+        "TC393",
+        {"objective__kind": "simpo"},
+        gpus(),
+        "objective.kind=simpo learns from pairs of answers, and data.kind=stdlib has none",
+        "data=preferences",
+    ),
+    ("TC393", {**mixed(), "objective__kind": "dpo"}, gpus(), "pairs of several sources", "paths"),
+    (
+        "TC405",
+        {**SHARDED, "objective__kind": "dpo"},
+        gpus(),
+        "objective.kind=dpo: engine.kind=fsdp2 has been compared with the next token's loss alone",
+        "objective=next_token, or engine=deepspeed",
     ),
     *(
         (
@@ -1623,6 +1662,17 @@ ERRORS = [
 ]
 
 WARNINGS = [
+    (
+        "TC368",
+        {
+            "data__kind": "chat",
+            "data__paths": ["a.jsonl"],
+            "data__packing": Packing.best_fit,
+            "data__mask_documents": False,
+        },
+        gpus(),
+        "a conversation sees those before it",
+    ),
     (
         "TC381",
         {"training__freeze": ["lm_head"], "model__tie_word_embeddings": True},

@@ -23,6 +23,7 @@ from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
 from trainctl.engines.process import Process
 from trainctl.engines.protocol import Change, Engine, Job, MakeParameter, States
 from trainctl.engines.shards import Pieces
+from trainctl.engines.sums import Sums
 from trainctl.engines.updater import Updater
 from trainctl.options.engine import EngineSpec
 from trainctl.plan.batches import Batch
@@ -107,17 +108,15 @@ class PlainEngine(Engine):
     def set_batch(self, batch: Batch) -> None:
         self._batch = batch
 
-    def run(
-        self, batches: Sequence[MicroBatch], num_labels: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = torch.zeros((), dtype=torch.float64)
+    def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
+        sums = Sums(torch.device("cpu"))
         for batch in batches:
             loss = self._loss(batch)
             (loss / num_labels).backward()
-            total += loss.detach()
+            sums.add(loss, self._module)
         for parameter in self.pieces:
             dist.all_reduce(parameter.grad, group=self.mesh.data.group)
-        return total, torch.zeros_like(total)
+        return sums
 
     def _loss(self, batch: MicroBatch) -> torch.Tensor:
         loss: torch.Tensor = self._module(batch.model_inputs(torch.device("cpu")), batch.labels)
@@ -149,7 +148,7 @@ class PlainEngine(Engine):
     def resume_at(self, step: int) -> None:
         pass
 
-    def score(self, batch: MicroBatch) -> tuple[float, int]:
+    def score(self, batch: MicroBatch) -> tuple[float, ...]:
         return float(self._loss(batch)), int((batch.labels != IGNORED_LABEL).sum())
 
     def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:

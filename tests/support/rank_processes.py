@@ -30,9 +30,7 @@ from trainctl.train.prepare import prepare
 PRELOAD = (
     "ranks",
     "trainctl.engines.deepspeed.room",
-    # What DeepSpeed's engine imports only when it is built; the first alone, which has torch's
-    # compiler imported, is two seconds.
-    "deepspeed.runtime.zero.muon.muon_optimizer",
+    # What DeepSpeed's engine imports only when it is built.
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "transformers.models.gpt2.modeling_gpt2",

@@ -1,8 +1,8 @@
 """Conversations to ids and what is learnt: against transformers, and one way against the other."""
 
 import pytest
+from chat_files import FORGETFUL, MARKED, UNMARKED, asked, write_tokenizer
 
-from tests.support.chat_files import FORGETFUL, MARKED, UNMARKED, asked, write_tokenizer
 from trainctl.config.text.conversations import Learn
 from trainctl.errors import TrainctlError
 from trainctl.train.chat import CannotRender, ChatTemplate

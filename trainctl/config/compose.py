@@ -25,7 +25,8 @@ from trainctl.config.layers import TAKEN_BACK, Layer, Stack
 from trainctl.config.literals import literal_secrets
 from trainctl.config.overrides import Choice, Overrides, read_overrides
 from trainctl.config.parts import complete_parts
-from trainctl.config.schema import GROUPS, RunConfig
+from trainctl.config.registry import load
+from trainctl.config.schema import GROUPS, RunConfig, TokenizerFromPath
 from trainctl.config.tracing import anatomy_in_child, needs_trace
 from trainctl.config.yaml_files import read_document
 from trainctl.errors import Finding, Severity, TrainctlError
@@ -256,6 +257,10 @@ def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
             findings.append(_gives_way(key, own, value, stack, source))
         set_by = _last_source(stack, key) if name == "path" else source
         stack.apply([Setting(("model", name), value, set_by)])
+    tokenizer = from_plain(RunConfig, stack.plain).tokenizer
+    has_path = not isinstance(tokenizer, TokenizerFromPath) or tokenizer.path is not None
+    if not has_path and load("tokenizer", tokenizer.kind).is_directory:
+        stack.apply([Setting(("tokenizer", "path"), read.path, f"{model.path}")])
     if not _has_error(findings):
         findings += _fill_anatomy(stack)
     return findings

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from trainctl.config.chat_template import template_of
+from trainctl.config.registry import load
 from trainctl.config.schema import RunConfig, TokenizerFromPath
 from trainctl.config.text.check import MISSING, check_text
 from trainctl.config.text.choice import check_choice
 from trainctl.config.user_code import check_user_code
-from trainctl.errors import Finding
+from trainctl.errors import Finding, TrainctlError
+
+NO_TEMPLATE = "TC367"
 
 
 def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding]:
@@ -23,13 +28,37 @@ def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding
     findings = check_user_code(config, folder)
     if not config.trains_itself:
         return findings  # the corpus and the tokenizer are for trainctl's trainer
-    findings += [*check_text(config), *check_choice(config)]
+    findings += [*check_text(config), *check_choice(config), *_without_template(config)]
     findings += [
         Finding(rule=MISSING, key=key, message=f"{path} does not exist")
         for key, path in _paths(config)
         if not Path(path).expanduser().exists()
     ]
     return findings
+
+
+def _without_template(config: RunConfig) -> Iterator[Finding]:
+    """Sources of conversations for which there is no chat template."""
+    file = load("tokenizer", config.tokenizer.kind).file
+    is_named = not isinstance(config.tokenizer, TokenizerFromPath) or config.tokenizer.path
+    sources: dict[str, Any] = {
+        f"data.sources.{name}": each for name, each in config.data.sources.items()
+    }
+    for key, section in (sources or {"data": config.data}).items():
+        own = load("data", section.kind).encoder and config.data.factory is None and is_named
+        if own:
+            named = getattr(section, "chat_template", None)
+            tokenizer = file(config.tokenizer) if file else None
+            if tokenizer is None or tokenizer.is_file():  # which another finding says
+                try:
+                    template_of(tokenizer, named)
+                except TrainctlError as error:
+                    yield Finding(
+                        rule=NO_TEMPLATE,
+                        key=f"{key}.chat_template",
+                        message=error.message,
+                        hint=error.hint,
+                    )
 
 
 def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:

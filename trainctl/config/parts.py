@@ -74,7 +74,10 @@ def kind_of_paths(group: str, section: Mapping[str, Any]) -> str | None:
     """The kind that reads files of the first path's ending, the longest such ending first."""
     paths = [path for path in section.get("paths") or () if isinstance(path, str)]
     endings = {
-        ending: spec.name for spec in specs(group) for ending in getattr(spec, "endings", ())
+        ending: spec.name
+        for spec in specs(group)
+        if not getattr(spec, "encoder", "")  # a kind of conversations has to be named
+        for ending in getattr(spec, "endings", ())
     }
     matching = [ending for ending in endings if paths and paths[0].endswith(ending)]
     return endings[max(matching, key=len)] if matching and endings else None

@@ -47,6 +47,7 @@ TRAINERS_OWN = (
     "model.mup_base_head_dim",
     "model.mup_base_width",
     "model.weights",
+    "objective",
     "schedule",
     "stability",
     "tokenizer",

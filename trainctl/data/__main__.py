@@ -11,7 +11,7 @@ from typing import Any
 from trainctl.config.codec import from_plain
 from trainctl.config.registry import function_of
 from trainctl.config.schema import TokenizerConfig
-from trainctl.data.encoding import separated
+from trainctl.data.encoding import encoder_of
 from trainctl.data.preparation import work
 from trainctl.data.store import Store
 from trainctl.data.tasks import Task
@@ -28,7 +28,7 @@ def main() -> int:
     try:
         section = from_plain(TokenizerConfig, job["tokenizer"])
         data = read_section(job["data"])
-        tokenizer = separated(function_of("tokenizer", section.kind)(section), data.separator)
+        tokenizer = encoder_of(data, function_of("tokenizer", section.kind)(section))
         store = Store(Path(job["folder"]), data, tokenizer)
         work(store, [Task.from_plain(task) for task in job["tasks"]])
     except TrainctlError as error:

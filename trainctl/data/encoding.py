@@ -10,6 +10,10 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.config.registry import function_of
+from trainctl.config.schema import DataConfig
+from trainctl.options.data import spec_of
+
 AT_ONCE = 4 << 20
 """Characters of text that are tokenized together: work for every core, and little memory."""
 
@@ -64,9 +68,25 @@ class Separated:
         return self.encoder.encode_all([text + self.separator for text in texts])
 
 
-def separated(encoder: Encoder, separator: str) -> Encoder:
-    """An encoder as it is where nothing separates documents but their ends."""
-    return Separated(encoder, separator) if separator else encoder
+def encoder_of(section: DataConfig, tokenizer: Encoder) -> Encoder:
+    """What makes the ids of a source's documents.
+
+    Args:
+        section: Of the source.
+        tokenizer: Of the run.
+
+    Raises:
+        TrainctlError: The source needs something of the tokenizer that it does not have.
+    """
+    if marks_learnt(section):
+        made: Encoder = function_of("data", section.kind, "encoder")(section, tokenizer)
+        return made
+    return Separated(tokenizer, section.separator) if section.separator else tokenizer
+
+
+def marks_learnt(section: DataConfig) -> bool:
+    """Whether the ids of a source say which of them are learnt (`data.marks`)."""
+    return section.factory is None and bool(spec_of(section).encoder)
 
 
 def dtype_for(vocab_size: int) -> str:

@@ -12,10 +12,13 @@ room that they have left. So no bin is looked for, and a sort is what it costs.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
+from trainctl.data.marks import LearntTokens
 
 Array = npt.NDArray[np.int64]
 
@@ -41,11 +44,13 @@ class Bins:
         starts: First token of each piece in the text, bin after bin.
         lengths: Tokens of each.
         firsts: Number of each bin's first piece; one more is the end of the last.
+        counts: How many conversations were packed, cut and left out; empty of other texts.
     """
 
     starts: Array
     lengths: Array
     firsts: Array
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.firsts) - 1
@@ -74,6 +79,50 @@ def pieces_of(ends: npt.NDArray[np.integer], length: int) -> Pieces:
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = np.repeat(begins, counts) + number * length
     return Pieces(starts, np.minimum(np.repeat(ends, counts) - starts, length))
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """Conversations that are packed, and those that are not.
+
+    Attributes:
+        pieces: One of each that stays, its beginning where it is too long.
+        counts: How many there are, and why others are not as they were, by reason.
+    """
+
+    pieces: Pieces
+    counts: dict[str, int]
+
+
+def conversations_of(
+    ends: npt.NDArray[np.integer], length: int, learnt: LearntTokens, *, cuts: bool
+) -> Conversations:
+    """Each conversation in one piece; those that are too long are cut or left out.
+
+    One that is cut is left out too if nothing of what is left is learnt; so is one that its
+    template could not write, which has no token.
+
+    Args:
+        ends: One past the last token of each.
+        length: Of a sample.
+        learnt: Which tokens are learnt, by slices.
+        cuts: Whether the beginning of those that are too long stays.
+    """
+    ends = ends.astype(np.int64)
+    starts = np.concatenate([[0], ends[:-1]])[: len(ends)].astype(np.int64)
+    lengths = ends - starts
+    long = np.flatnonzero(lengths > length)
+    left = [bool(learnt[s + 1 : s + length + 1].any()) for s in starts[long].tolist() if cuts]
+    stays = lengths > 0
+    stays[long] = left if cuts else False
+    counts = {
+        "conversations": len(ends),
+        "cut": sum(left),
+        "dropped_too_long": 0 if cuts else len(long),
+        "dropped_nothing_left": len(left) - sum(left),
+        "dropped_unwritten": int((lengths == 0).sum()),
+    }
+    return Conversations(Pieces(starts[stays], np.minimum(lengths[stays], length)), counts)
 
 
 def pack(pieces: Pieces, length: int) -> Bins:

@@ -23,6 +23,9 @@ class MicroBatch:
         document_ids: Number of the document within the sample, from 0: its boundaries.
         sample_ids: Index of each sample in the dataset, shape (samples,).
         is_masked: Whether attention keeps to the documents, as the positions tell the model.
+        is_paired: Whether each sample is a pair of answers: its first two documents.
+        reference: Log-probabilities of these two before the first step, (samples, 2), fp32; None
+            where nothing asks for them.
     """
 
     input_ids: torch.Tensor
@@ -31,6 +34,8 @@ class MicroBatch:
     document_ids: torch.Tensor
     sample_ids: torch.Tensor
     is_masked: bool = False
+    is_paired: bool = False
+    reference: torch.Tensor | None = None
 
     @classmethod
     def of_context(cls, ids: list[int], *, samples: int = 1) -> MicroBatch:
@@ -91,9 +96,24 @@ class MicroBatch:
             inputs |= document_lengths(self.position_ids, device)
         return {**inputs, "use_cache": False}
 
+    def beside(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """What an objective is told beside the labels; empty where it looks at tokens alone."""
+        if not self.is_paired:
+            return {}
+        told = {"documents": self.document_ids}
+        if self.reference is not None:
+            told["reference"] = self.reference
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in told.items()}
+
     @property
     def num_labels(self) -> int:
         return int((self.labels != IGNORED_LABEL).sum())
+
+    @property
+    def num_counted(self) -> int:
+        """Of what the loss is a mean over: samples that are pairs, or labels."""
+        has_label = self.labels != IGNORED_LABEL
+        return int((has_label.any(dim=1) if self.is_paired else has_label).sum())
 
 
 def document_lengths(positions: torch.Tensor, device: torch.device) -> dict[str, Any]:

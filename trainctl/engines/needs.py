@@ -11,9 +11,12 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.options.activation_checkpointing import recomputed, selective
+from trainctl.options.adapter import low_rank
+from trainctl.options.data import spec_of
 from trainctl.options.engine import engine_of, fsdp2
 from trainctl.options.optimizer import adamw_8bit
 from trainctl.options.precision import loss_scaling
+from trainctl.plan.mixture import sources_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,11 @@ class Need:
 
 
 ALWAYS = Need("", lambda config: True)
+
+CHAT = Need(
+    "data.kind",
+    lambda config: any(spec_of(each).encoder for each in sources_of(config.data).values()),
+)
 
 DEEPSPEED_JSON = Need("engine.kind", lambda config: engine_of(config).takes_json)
 FSDP2 = Need("engine.kind", lambda config: config.engine.kind == fsdp2.SPEC.name)
@@ -60,6 +68,7 @@ OWN_NORM = Need(
     "parallelism", lambda config: config.parallelism.pipeline > 1 or config.parallelism.expert > 1
 )
 SEQUENCE = Need("parallelism.sequence", lambda config: config.parallelism.sequence > 1)
+ADAPTED = Need("adapter.kind", lambda config: low_rank(config.adapter) is not None)
 TENSOR = Need("parallelism.tensor", lambda config: config.parallelism.tensor > 1)
 
 RECOMPUTED = Need(

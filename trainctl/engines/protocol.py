@@ -22,7 +22,9 @@ from trainctl.engines.micro_batch import MicroBatch
 from trainctl.engines.process import Process
 from trainctl.engines.shards import ParameterPiece, Pieces, Read
 from trainctl.engines.stopwatch import Stopwatch
+from trainctl.engines.sums import Sums
 from trainctl.engines.updater import Updater
+from trainctl.options.objective import objective_of
 from trainctl.plan.batches import Batch
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
@@ -181,6 +183,8 @@ class Engine(ABC):
         times: Where the time of a step goes.
         loss_scale: Factor of the loss of fp16 weights; None for other formats.
         z_loss: That of the last step, beside its loss and in its units; None without one.
+        measures: What the objective records of the last step beside its loss: means over what is
+            counted, by name.
         summed_loss: Sum of the last step's losses, over this rank's own labels, in nats.
     """
 
@@ -192,9 +196,11 @@ class Engine(ABC):
     def __init__(self, job: Job) -> None:
         self._plan, self._process = job.plan, job.process
         self._batch = job.plan.batch
-        self.mesh, self.pieces = job.mesh, job.pieces
+        self.mesh, self.pieces, self._trained = job.mesh, job.pieces, job.module
         self.times = Stopwatch(job.process.device)
         self.z_loss: float | None = None
+        self.measures: dict[str, float] = {}
+        self._recorded = objective_of(job.plan.config.objective).recorded
         self.summed_loss = 0.0
 
     @property
@@ -207,43 +213,41 @@ class Engine(ABC):
         """Give the steps from now on a batch of another size: accumulation steps, or lengths."""
 
     @abstractmethod
-    def run(
-        self, batches: Sequence[MicroBatch], num_labels: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
         """Forward and backward of each micro-batch of a step, adding up their gradients.
 
         Args:
             batches: Of this rank.
-            num_labels: Of the global batch, by which the summed loss is divided for the gradient:
-                every label has the same weight, on whichever rank and in whichever micro-batch.
+            num_labels: What is counted in the global batch, by which the summed loss is divided for
+                the gradient: every label (or pair) has the same weight, on whichever rank and in
+                whichever micro-batch.
 
         Returns:
-            The summed cross entropy in nats over the labels that this rank counts, and the z loss;
-            fp64 scalars on the device.
+            Over what this rank counts.
         """
 
     def accumulate(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:
         """Forward and backward over a step's micro-batches, leaving the mean gradient.
 
         Returns:
-            The mean loss in nats over the global batch's labels, and their number.
+            The mean loss over what is counted in the global batch, and its number.
         """
         num_labels = self._num_labels(batches)
-        # On the device, and read once: reading it makes the host wait for what it has started.
-        sums = self.run(batches, max(1.0, num_labels))
-        own, z_own = torch.stack(sums).tolist()
-        self.summed_loss = own
+        own = self.run(batches, max(1.0, num_labels)).tolist()
+        self.summed_loss = own[0]
         # The ranks of a tensor group all have the same.
-        loss, z_loss = self._process.sum(*((own, z_own) if self.mesh.tensor.is_first else (0, 0)))
+        summed = self._process.sum(*(own if self.mesh.tensor.is_first else [0.0] * len(own)))
+        loss, z_loss, *measures = (each / max(1.0, num_labels) for each in summed)
         if self._plan.config.stability.z_loss > 0:
-            self.z_loss = z_loss / max(1.0, num_labels)
-        return loss / max(1.0, num_labels), num_labels
+            self.z_loss = z_loss
+        self.measures = dict(zip(self._recorded, measures, strict=True))
+        return loss, num_labels
 
     def _num_labels(self, batches: Sequence[MicroBatch]) -> float:
-        """Labels in the global batch."""
+        """What is counted in the global batch: labels, or pairs."""
         if not batches[0].is_masked:  # every position has one: no rank needs to ask
             return float(self._batch.tokens_per_step)
-        (number,) = self._process.sum(sum(batch.num_labels for batch in batches))
+        (number,) = self._process.sum(sum(batch.num_counted for batch in batches))
         return number * self.mesh.data.size / self._process.world_size
 
     @abstractmethod
@@ -287,11 +291,17 @@ class Engine(ABC):
         """Go on after `step` steps, the optimizer's state being that of a checkpoint."""
 
     @abstractmethod
-    def score(self, batch: MicroBatch) -> tuple[float, int]:
-        """The summed loss over a batch's labels and their number, of those that this rank counts.
+    def score(self, batch: MicroBatch) -> tuple[float, ...]:
+        """The summed loss over what a batch counts, its number, and what the objective records.
 
-        Summed over all ranks they are those of the data-parallel ranks' batches.
+        Of what this rank counts: summed over all ranks they are those of the data-parallel ranks'
+        batches.
         """
+
+    def measured(self) -> torch.Tensor:
+        """What the objective records of each sample of the last pass, (samples, names), fp64."""
+        found: Any = self._trained.last_measures
+        return torch.zeros(1, 0) if found is None else found.double()
 
     @abstractmethod
     def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:

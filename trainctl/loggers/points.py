@@ -17,6 +17,7 @@ TRAIN = {
     "clip_at": "train/clip_at",
     "z_loss": "train/z_loss",
     "experts": "train/experts",
+    "objective": "train/objective",
     "loss_scale": "train/loss_scale",
     "tokens": "train/tokens",
     "sources": "train/samples",
@@ -28,6 +29,7 @@ TRAIN = {
 EVALUATION = {
     "loss": "evaluation/loss",
     "ema_loss": "evaluation/ema_loss",
+    "objective": "evaluation/objective",
     "sources": "evaluation/loss",
 }
 KINDS = {"step": ("train", TRAIN), "evaluation": ("evaluation", EVALUATION)}

@@ -7,7 +7,9 @@ below ``e`` is the element size of the compute type; all sizes are those of one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from trainctl.config.schema import (
     Accelerator,
@@ -15,6 +17,7 @@ from trainctl.config.schema import (
     ModelConfig,
 )
 from trainctl.memory.constants import BYTES
+from trainctl.memory.learning import Learning, everything
 from trainctl.options.activation_checkpointing import Recomputing, checkpointing_of, recomputed
 from trainctl.options.model import Norm, spec_of
 from trainctl.options.precision import precision_of
@@ -90,6 +93,7 @@ def block_activations(
     tensor: int = 1,
     autocast: bool = False,
     liger: bool = False,
+    learning: Learning | None = None,
 ) -> BlockActivations:
     """Activations of one block.
 
@@ -100,8 +104,10 @@ def block_activations(
             share tokens outside attention and heads inside: bytes per token stay the same.
         autocast: Whether weights and residual stream are fp32.
         liger: Whether Liger's norms and SwiGLU take the place of transformers'.
+        learning: What of it learns; none is everything.
     """
     spec = spec_of(model)
+    learning = learning or everything(spec)
     hidden, up = model.hidden_size, spec.feed_forward
     width = shapes.head_dim(model)
     heads = model.num_attention_heads / tensor
@@ -123,21 +129,53 @@ def block_activations(
     projected = width * (heads + 2 * own_keys) + up.matrices * ffn + 2 * hidden
     products = element * projected + attended
     query_norms = 0.0
-    if spec.attention.per_head:
-        normed = (model.num_attention_heads + shapes.key_value_heads(model)) / tensor
-        query_norms = normed * _norm_bytes(spec.norm, width, element, liger)
+    for name, count in zip(spec.attention.per_head, (heads, own_keys), strict=False):
+        learns = learning.norm(f"{spec.attention.module}.{name}")
+        query_norms += count * _norm_bytes(spec.norm, width, element, liger, learns)
     qkvo = element * width * (2 * heads + 2 * key_heads)
     statistics = 0.0 if eager else FP32 * heads
     # Two norms, and what each hands to the products; autocast casts it once for each of them.
-    norm = _norm_bytes(spec.norm, hidden, residual, liger)
-    inputs = len(spec.attention.columns) + len(up.columns) if autocast else 2
-    norms = 2 * norm + inputs * hidden * element
+    first, *others = (name for name in spec.block if isinstance(name, str))
+    norms = sum(
+        _norm_bytes(spec.norm, hidden, residual, liger, learning.norm(name)) for name in others
+    )
+    if not learning.begins:
+        norms += _norm_bytes(spec.norm, hidden, residual, liger, learning.norm(first))
+    elif learning.norm(first):
+        norms += hidden * residual  # what meets its weight, or the input
+    readers = [learning.readers(region) for region in (spec.attention, up)]
+    norms += hidden * element * sum(count if autocast else min(count, 1) for count in readers)
     inner = ffn * element * (spec.activation.kept_by_liger if liger else spec.activation.kept)
+    # What enters the last product of a region: attention as one kernel keeps its result anyway.
+    kept = qkvo
+    if eager and not learning.reads(f"{spec.attention.module}.{spec.attention.row}"):
+        kept -= element * width * heads
+    if not learning.reads(f"{up.module}.{up.row}"):
+        inner -= element * ffn
+    separate = (heads, own_keys, own_keys)
+    counts = separate if spec.attention.fused == 1 else (sum(separate),)
+    outputs = {
+        f"{spec.attention.module}.{name}": width * count
+        for name, count in zip(spec.attention.columns, counts, strict=True)
+    } | {f"{up.module}.{name}": ffn for name in up.columns}
+    added = {
+        region: sum(
+            _adapter_bytes(
+                rank,
+                hidden if name in outputs else length,
+                outputs.get(name, hidden),
+                element,
+                learning,
+            )
+            for name, rank in learning.adapters(region)
+        )
+        for region, length in ((spec.attention, heads * width), (up, ffn))
+    }
     return BlockActivations(
         norms=round(norms),
-        attention=round(qkvo + query_norms + statistics),
+        attention=round(kept + query_norms + statistics + added[spec.attention]),
         scores=round(scores),
-        feed_forward=round(inner),
+        feed_forward=round(inner + added[up]),
         boundary=round(hidden * residual),
         products=round(products),
         feed_forward_gradient=round(2 * ffn * element + hidden * (element + residual)),
@@ -172,6 +210,7 @@ def stage_activations(
     element: int,
     autocast: bool,
     traced: BlockActivations | None = None,
+    learning: Sequence[tuple[Learning, int]] | None = None,
 ) -> StageActivations:
     """Activations of the blocks of a pipeline stage.
 
@@ -182,10 +221,11 @@ def stage_activations(
         element: Bytes of the compute type.
         autocast: Whether weights and residual stream are fp32.
         traced: One of the blocks on this rank, where the model was traced.
+        learning: What learns in the blocks that gradients reach, and in how many; none is all of
+            each. Others keep nothing.
     """
-    settings = recomputed(plan.config)
-    tokens = tokens_per_rank(plan)
-    block = traced or block_activations(
+    closed = partial(
+        block_activations,
         plan.config.model,
         sequence_length=plan.batch.sequence_length,
         element=element,
@@ -193,8 +233,53 @@ def stage_activations(
         autocast=autocast,
         liger=plan.config.kernels.liger,
     )
+    whole = traced or closed()
+    kinds = [(whole, blocks)]
+    if learning is not None:
+        kinds = [(closed(learning=each), count) for each, count in learning]
+        if traced is not None:
+            kinds = [
+                (in_proportion(traced, whole=closed(), part=block), count) for block, count in kinds
+            ]
     beside = plan.config.model.hidden_size * (element + (FP32 if autocast else element))
-    block = in_tiles(block, plan.config.kernels.mlp_tiles, beside=beside)
+    tiles = plan.config.kernels.mlp_tiles
+    parts = [
+        _of_blocks(plan, in_tiles(block, tiles, beside=beside), count, in_flight)
+        for block, count in kinds
+    ]
+    return StageActivations(
+        forward_end=sum(part.forward_end for part in parts),
+        block_backward=max((part.block_backward for part in parts), default=0),
+        last_block=max((part.last_block for part in parts), default=0),
+        offloaded=sum(part.offloaded for part in parts),
+    )
+
+
+def in_proportion(
+    block: BlockActivations, *, whole: BlockActivations, part: BlockActivations
+) -> BlockActivations:
+    """A traced block of which less is kept than the trace had: each part shrinks as its closed form
+    does.
+
+    Args:
+        block: Traced.
+        whole: The closed form of that.
+        part: The closed form of what is asked for: a tensor rank's share, or a block that is frozen
+            in part.
+    """
+    shares = {}
+    for item in fields(BlockActivations):
+        before, after = getattr(whole, item.name), getattr(part, item.name)
+        share = after / before if before else 1.0
+        shares[item.name] = round(getattr(block, item.name) * share)
+    return BlockActivations(**shares)
+
+
+def _of_blocks(
+    plan: Sketch, block: BlockActivations, blocks: int, in_flight: int
+) -> StageActivations:
+    """Activations of so many blocks alike."""
+    settings, tokens = recomputed(plan.config), tokens_per_rank(plan)
     if settings is None:
         backward = block.backward_extra(block.saved)
         return StageActivations(
@@ -241,14 +326,29 @@ def _boundary(block: BlockActivations, settings: Recomputing, tensor: int) -> in
     return block.boundary // (tensor if settings.partition_across_tensor_ranks else 1)
 
 
-def _norm_bytes(norm: Norm, width: int, element: int, liger: bool) -> int:
+def _adapter_bytes(
+    rank: int, inputs: float, outputs: float, element: int, learning: Learning
+) -> float:
+    """Bytes per token that an adapter keeps besides its input: the low product; with dropout a copy
+    of the input and a mask; with magnitudes what they scale (`trainctl.train.adapters`)."""
+    size = float(element * rank)
+    if learning.dropout:
+        size += inputs * (element + 1)
+    if learning.magnitudes:
+        # With dropout the outputs of layer and adapter are scaled by different numbers.
+        size += outputs * element * (2 if learning.dropout else 1)
+    return size
+
+
+def _norm_bytes(norm: Norm, width: int, element: int, liger: bool, learns: bool) -> int:
     """Bytes that a norm keeps per token besides its output: its statistics and its input, which
     some keep in fp32 (its own storage if it is fp32 already) beside the scaled values in the
-    input's type, which meet the weight. Liger's keeps the input as it came (ops/rms_norm.py of
-    liger-kernel).
+    input's type, which meet the weight, if that learns. Liger's keeps the input as it came
+    (ops/rms_norm.py of liger-kernel).
     """
     copies = norm.copies_in_fp32 and not liger
-    return width * (FP32 + element if copies else element) + FP32 * norm.statistics
+    scaled = element if learns else 0
+    return width * (FP32 + scaled if copies else element) + FP32 * norm.statistics
 
 
 def _expands_keys(model: ModelConfig, sequence_length: int) -> bool:

@@ -13,7 +13,7 @@ from trainctl.config.schema import (
     AttentionKind,
     CompileKind,
 )
-from trainctl.memory.activations import block_activations, compute_bytes
+from trainctl.memory.activations import block_activations, compute_bytes, in_proportion
 from trainctl.memory.components import Components, fullest
 from trainctl.memory.engine import EngineMemory, read_engine
 from trainctl.memory.host import (
@@ -25,6 +25,7 @@ from trainctl.memory.host import (
     weights_only_bytes,
     weights_only_kept_bytes,
 )
+from trainctl.memory.partial import of_run
 from trainctl.memory.runtime import (
     band,
     fits,
@@ -34,7 +35,7 @@ from trainctl.memory.runtime import (
     workspace_bytes,
 )
 from trainctl.memory.stages import Stage, stages, stages_of
-from trainctl.memory.traced import TracedModel, on_tensor_rank, shared_over_tensor_ranks
+from trainctl.memory.traced import TracedModel, on_tensor_rank
 from trainctl.options.precision import precision_of
 from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import batches_at_once
@@ -269,18 +270,20 @@ def _device_budget(sketch: Sketch, engine: EngineMemory, held: tuple[Stage, ...]
 
 
 def _stages(plan: Sketch, engine: EngineMemory, traced: TracedModel | None) -> tuple[Stage, ...]:
-    """The pipeline's stages: of a traced model by what it is made of."""
+    """The pipeline's stages as the run trains them: of a traced model by what it is made of."""
     model, tensor, expert = plan.config.model, plan.mesh.tensor, plan.mesh.expert
     if traced is not None and (tensor == 1 or not model.has_closed_form):
-        return stages_of(
+        held = stages_of(
             traced.anatomy,
             tensor=tensor,
             expert=expert,
             stage_blocks=plan.stage_blocks,
             traced=traced.block if tensor == 1 else on_tensor_rank(traced, tensor),
         )
-    held = stages(model, tensor=tensor, expert=expert, stage_blocks=plan.stage_blocks)
-    if traced is None:
+    else:
+        held = stages(model, tensor=tensor, expert=expert, stage_blocks=plan.stage_blocks)
+    held = of_run(plan.config, held, tensor=tensor, keeps_inputs=engine.keeps_inputs)
+    if traced is None or tensor == 1 or not model.has_closed_form:
         return held
     closed = partial(
         block_activations,
@@ -290,7 +293,7 @@ def _stages(plan: Sketch, engine: EngineMemory, traced: TracedModel | None) -> t
         autocast=engine.autocast,
         liger=plan.config.kernels.liger,
     )
-    block = shared_over_tensor_ranks(traced.block, whole=closed(), shard=closed(tensor=tensor))
+    block = in_proportion(traced.block, whole=closed(), part=closed(tensor=tensor))
     return tuple(replace(stage, traced=block) for stage in held)
 
 

@@ -16,6 +16,7 @@ from trainctl.memory.constants import BYTES
 from trainctl.memory.groups import Group, groups_of
 from trainctl.memory.stages import Piece, Stage
 from trainctl.memory.update import update_of
+from trainctl.options.model import spec_of as model_of
 from trainctl.options.optimizer import Update, spec_of
 from trainctl.plan.precision import formats
 from trainctl.plan.types import Sketch
@@ -113,6 +114,13 @@ class EngineMemory:
         return self.stage > 0 or self.weight_bytes < self.master_bytes
 
     @property
+    def keeps_inputs(self) -> bool:
+        """Whether a linear layer keeps its input though its weight is frozen: DeepSpeed's own at
+        stage 3 does (`LinearFunctionForZeroStage3.setup_context`, zero/linear.py)."""
+        uses_linear = not model_of(self.config.model).inputs_first
+        return self.stage == 3 and self.memory_efficient_linear and uses_linear
+
+    @property
     def average_bytes(self) -> int:
         """Bytes of the weights' moving average for each element that is optimized here."""
         return 0 if self.config.training.ema_decay is None else 4
@@ -121,7 +129,7 @@ class EngineMemory:
         """Bytes of the optimizer's states of this stage's parameters, unpartitioned."""
         return sum(
             self._moment_bytes(piece) * (piece.partitioned if self.stage else piece.total) // 256
-            for piece in stage.pieces
+            for piece in stage.trained.pieces
         )
 
     def _moment_bytes(self, piece: Piece) -> int:
@@ -139,7 +147,7 @@ class EngineMemory:
 
     def groups(self, stage: Stage) -> tuple[Group, ...]:
         """The optimizer's parameter groups of a pipeline stage."""
-        return groups_of(self.config, stage)
+        return groups_of(self.config, stage.trained)
 
     def sub_group(self, group: Group) -> int:
         """Elements that one update of a parameter group handles at once on a rank."""

@@ -13,10 +13,10 @@ from trainctl.memory.constants import (
     NVME_OPTIMIZER_BUFFERS,
 )
 from trainctl.memory.engine import EngineMemory
+from trainctl.memory.partial import of_run
 from trainctl.memory.stages import Stage, stages
 from trainctl.options.activation_checkpointing import recomputed
 from trainctl.plan.schedule import Curve
-from trainctl.plan.shapes import count_parameters
 from trainctl.plan.types import RunPlan, Sketch
 
 FP32 = 4
@@ -57,6 +57,7 @@ def host_budget(plan: Sketch, engine: EngineMemory, stage: Stage, device_peak: i
             element=compute_bytes(plan),
             autocast=engine.autocast,
             traced=stage.traced,
+            learning=stage.learning,
         )
         per_rank["activations"] = activations.offloaded
     ranks = plan.hardware.devices_per_node
@@ -77,15 +78,15 @@ def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     """
     if not engine.offloads_optimizer:
         return {}
-    groups = engine.groups(stage)
-    own = engine.share(stage.partitioned)
+    groups, trained = engine.groups(stage), stage.trained
+    own = engine.share(trained.partitioned)
     staging = {"optimizer_staging": pinned(engine, engine.weight_bytes * own)}
     if engine.stage == 3:
         staging = {"gradients": pinned(engine, engine.gradient_bytes * own)}
     elif engine.accumulates and engine.stage == 2:
         # Reduced after each micro batch (stage 1 leaves them on the device until the last), in
         # buffers of whole tensors: those that a partition begins and ends in count fully.
-        cut = stage.largest if engine.ranks > 1 else 0
+        cut = trained.largest if engine.ranks > 1 else 0
         staging["gradients"] = engine.weight_bytes * (own + cut)
     if engine.offload.optimizer is OffloadDevice.nvme:
         largest = max((engine.sub_group(group) for group in groups), default=0)
@@ -96,7 +97,7 @@ def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     master = sum(engine.master_bytes * share for share in shares)
     if engine.stage < 3:
         master = sum(pinned(engine, engine.master_bytes * share) for share in shares)
-        staging["optimizer_staging"] += pinned(engine, engine.weight_bytes * stage.largest)
+        staging["optimizer_staging"] += pinned(engine, engine.weight_bytes * trained.largest)
     return {
         "master_weights": master,
         "optimizer_states": int(engine.share(engine.moments(stage)) * offloaded),
@@ -136,7 +137,8 @@ def _checkpoint_tensor(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     the master's type. What is on the host already is written from where it is."""
     if engine.offloads_optimizer or engine.on_cpu:
         return {}
-    largest = min(stage.largest, engine.optimized(stage.parameters))
+    trained = stage.trained
+    largest = min(trained.largest, engine.optimized(trained.parameters))
     return {"checkpoint_tensor": engine.master_bytes * largest}
 
 
@@ -150,25 +152,26 @@ def pinned(engine: EngineMemory, size: int) -> int:
 
 def nvme_bytes(plan: Sketch, engine: EngineMemory, stage: Stage) -> int:
     """Swap files on one machine: shard, master weights, moments, and swapped gradients."""
-    own = engine.share(stage.partitioned)
+    own, trained = engine.share(stage.partitioned), engine.share(stage.trained.partitioned)
     size = 0
     if engine.offloads_optimizer and engine.offload.optimizer is OffloadDevice.nvme:
-        size += engine.master_bytes * own + engine.share(engine.moments(stage))
-        size += engine.master_bytes * own if engine.accumulates else 0
+        size += engine.master_bytes * trained + engine.share(engine.moments(stage))
+        size += engine.master_bytes * trained if engine.accumulates else 0
     if engine.offloads_parameters and engine.offload.parameters is OffloadDevice.nvme:
         size += engine.weight_bytes * max(own - engine.offload.max_in_cpu, 0)
     return size * plan.hardware.devices_per_node
 
 
 def checkpoint_bytes(plan: Sketch, engine: EngineMemory) -> int:
-    """One checkpoint: each parameter's master weights, moments and average, and the manifest."""
-    count = count_parameters(plan.config.model)
-    whole = stages(plan.config.model)
+    """One checkpoint: master weights, moments and average of each parameter that trains, and the
+    manifest. Frozen weights are where they came from."""
+    (whole,) = of_run(plan.config, stages(plan.config.model))
+    trained = whole.trained
     master = engine.master_bytes if engine.has_master else engine.weight_bytes
     return (
-        (master + engine.average_bytes) * count.total
-        + sum(engine.moments(stage) for stage in whole)
-        + CHECKPOINT_MANIFEST_BYTES * count.tensors
+        (master + engine.average_bytes) * trained.parameters
+        + engine.moments(whole)
+        + CHECKPOINT_MANIFEST_BYTES * trained.tensors
     )
 
 
@@ -187,8 +190,8 @@ def weights_only_bytes(plan: Sketch, engine: EngineMemory) -> int:
     saved."""
     if plan.config.checkpoint.weights_only_every_steps is None:
         return 0
-    count = count_parameters(plan.config.model)
-    return engine.weight_bytes * count.total + CHECKPOINT_MANIFEST_BYTES * count.tensors
+    trained = of_run(plan.config, stages(plan.config.model))[0].trained
+    return engine.weight_bytes * trained.parameters + CHECKPOINT_MANIFEST_BYTES * trained.tensors
 
 
 def weights_only_kept_bytes(plan: RunPlan, one: int) -> int:

@@ -12,12 +12,20 @@ FP32 = 4
 
 
 def head_input(rank: RankMemory) -> int:
-    """Bytes that the final norm and the output projection keep, and the gradient to them."""
+    """Bytes that the final norm and the output projection keep, and the gradient to them: where
+    they are frozen, without the scaled values and without the projection's input."""
     if not rank.stage.has_head:
         return 0
     element = compute_bytes(rank.plan)
     hidden = rank.plan.config.model.hidden_size
-    return tokens_per_rank(rank.plan) * hidden * (FP32 + 3 * element)
+    kept = 3 - (not rank.stage.final_norm_trains) - (not _reads_input(rank))
+    return tokens_per_rank(rank.plan) * hidden * (FP32 + kept * element)
+
+
+def _reads_input(rank: RankMemory) -> bool:
+    """Whether the output projection keeps its input: it learns, or its layer keeps it anyway."""
+    learning = rank.stage.learning
+    return rank.trained.head > 0 or any(each.keeps_inputs for each, _ in learning or ())
 
 
 def logits(rank: RankMemory, per_logit: int) -> int:

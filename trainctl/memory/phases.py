@@ -52,11 +52,12 @@ def phases(
 
 def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
     """Weights, master weights, states and permanent buffers."""
-    elements = stage.parameters
+    trained = stage.trained
+    elements = trained.parameters
     on_device = 1.0
     if engine.offloads_optimizer:
         on_device = engine.device_share_of_offload(engine.groups(stage))
-    own = int(engine.optimized(stage.partitioned if engine.stage else elements) * on_device)
+    own = int(engine.optimized(trained.partitioned if engine.stage else elements) * on_device)
     moments = engine.moments(stage)
     if engine.stage:
         moments = engine.share(moments)
@@ -71,9 +72,9 @@ def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
         result = result.plus(gradients=FP32 * elements)
     if engine.stage in (1, 2) and engine.offloads_optimizer:
         # temp_grad_buffer_for_gpu_offload (zero/stage_1_and_2.py).
-        result = result.plus(communication_buffers=engine.weight_bytes * stage.largest)
+        result = result.plus(communication_buffers=engine.weight_bytes * trained.largest)
     if engine.stage == 3:
-        kept = engine.share(stage.partitioned) * engine.gradient_bytes
+        kept = engine.share(trained.partitioned) * engine.gradient_bytes
         # Offloaded gradients live with the optimizer; the part of it that stays keeps fp32 ones.
         result = result.plus(
             gradients=FP32 * own if engine.offloads_optimizer else kept,
@@ -171,19 +172,19 @@ def _accumulated(rank: RankMemory) -> dict[str, int]:
 
 def _gradients(rank: RankMemory) -> int:
     """Bytes of gradients at the end of the backward pass, beyond those that are always there."""
-    engine, elements = rank.engine, rank.stage.parameters
+    engine, elements = rank.engine, rank.trained.parameters
     if engine.uses_bf16_optimizer:
         return engine.weight_bytes * elements
     if engine.stage < 2:
         return engine.gradient_bytes * elements
     if engine.stage == 3 or engine.offloads_optimizer:
         return 0
-    return engine.gradient_bytes * engine.share(rank.stage.partitioned)
+    return engine.gradient_bytes * engine.share(rank.trained.partitioned)
 
 
 def _reduction(rank: RankMemory) -> int:
     """Bytes of buckets while gradients are reduced, beyond those that are always there."""
-    engine, elements = rank.engine, rank.stage.parameters
+    engine, elements = rank.engine, rank.trained.parameters
     if engine.stage == 0:
         if engine.ranks == 1:
             return 0
@@ -192,7 +193,7 @@ def _reduction(rank: RankMemory) -> int:
         return 0
     if engine.stage == 3 and engine.zero.quantized_gradients and rank.plan.hardware.nodes > 1:
         # One tensor at a time, half a byte an element, sent and received (all_to_all_quant_reduce).
-        return min(rank.stage.largest, elements)
+        return min(rank.trained.largest, elements)
     if engine.stage == 3:
         # torch.cat of a bucket (comm/coalesced_collectives.py).
         return engine.communication_bytes * min(engine.zero.reduce_bucket_size, elements)
@@ -240,9 +241,10 @@ def _backward_start(rank: RankMemory) -> Components:
         gathered_parameters=_gathered(rank, stage.head, turning=True),
         **_accumulated(rank),
     )
-    in_flight = stage.largest_in_block if engine.stage > 1 or engine.accumulates else stage.head
+    trained = rank.trained
+    in_flight = trained.largest_in_block if engine.stage > 1 or engine.accumulates else trained.head
     block = common.plus(
-        activations=rank.activations.block_backward + _casts(rank),
+        activations=rank.activations.block_backward + _casts(rank) + _merged(rank),
         gradients=_accumulated(rank).get("gradients", 0) + engine.weight_bytes * in_flight,
         communication_buffers=_reduction(rank) if engine.stage else 0,
         gathered_parameters=_gathered(rank, stage.block_parameters, turning=True),
@@ -253,8 +255,9 @@ def _backward_start(rank: RankMemory) -> Components:
 def _backward_end(rank: RankMemory) -> Components:
     """All gradients, the first block's activations, and the gradient of the embedding."""
     engine, stage = rank.engine, rank.stage
-    embedding = 0 if engine.stage < 2 and not engine.accumulates else stage.embedding
-    in_flight = max(embedding, stage.largest_in_block if engine.stage else 0)
+    trained = rank.trained
+    embedding = 0 if engine.stage < 2 and not engine.accumulates else trained.embedding
+    in_flight = max(embedding, trained.largest_in_block if engine.stage else 0)
     return rank.resident.plus(
         activations=rank.activations.last_block + _casts(rank),
         gradients=_gradients(rank) + engine.weight_bytes * in_flight,
@@ -274,6 +277,15 @@ def _casts(rank: RankMemory) -> int:
     inner = -(-model.intermediate_size // rank.plan.mesh.tensor)
     element = FP32 if is_emulated(precision) else narrow
     return element * (tokens * inner + max(stage.largest_in_block, tokens * model.hidden_size))
+
+
+def _merged(rank: RankMemory) -> int:
+    """Bytes of W + s B A and its two parts, of which DoRA takes the lengths of rows, while a block
+    is computed again (`WithMagnitude`, train/adapters.py)."""
+    has_magnitudes = any(each.magnitudes for each, _ in rank.stage.learning or ())
+    if not (has_magnitudes and rank.recomputes):
+        return 0
+    return 3 * rank.engine.weight_bytes * rank.stage.largest_in_block
 
 
 def _sent_on(rank: RankMemory) -> int:
@@ -303,7 +315,7 @@ def _step(rank: RankMemory) -> Components:
     # (zero/stage_1_and_2.py step, zero/stage3.py _prepare_fp32_grad_for_sub_group).
     flat = engine.gradient_bytes * busiest
     cast = engine.master_bytes * busiest if engine.master_bytes != engine.gradient_bytes else 0
-    own = 0 if engine.stage == 3 else engine.gradient_bytes * engine.share(rank.stage.partitioned)
+    own = 0 if engine.stage == 3 else engine.gradient_bytes * engine.share(rank.trained.partitioned)
     freed = min(own, flat)
     copying = rank.resident.plus(gradients=own, step_transient=flat + cast)
     updating = rank.resident.plus(gradients=own - freed, step_transient=(cast or flat) + update)
@@ -313,7 +325,7 @@ def _step(rank: RankMemory) -> Components:
 def _step_unpartitioned(rank: RankMemory) -> Components:
     """Stage 0: torch's optimizer on fp32 weights, else DeepSpeed's fp32 copies of all gradients
     (fp16/unfused_optimizer.py; fp16/fused_optimizer.py flattens them once more)."""
-    engine, elements = rank.engine, rank.stage.parameters
+    engine, elements = rank.engine, rank.trained.parameters
     copies = 1 if engine.has_master else 0
     return rank.resident.plus(
         gradients=_gradients(rank),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from trainctl.memory.activations import StageActivations, compute_bytes, stage_activations
 from trainctl.memory.components import Components
@@ -14,7 +15,7 @@ from trainctl.options.activation_checkpointing import recomputed
 from trainctl.plan.types import Sketch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """One rank of a stage: what its phases are computed from.
 
@@ -35,6 +36,11 @@ class RankMemory:
     activations: StageActivations
     logit_bytes: LogitBytes
     resident: Components
+
+    @cached_property
+    def trained(self) -> Stage:
+        """The stage as its optimizer has it."""
+        return self.stage.trained
 
     @property
     def recomputes(self) -> bool:
@@ -76,6 +82,7 @@ def rank_memory(
             element=compute_bytes(plan),
             autocast=engine.autocast,
             traced=stage.traced,
+            learning=stage.learning,
         ),
         logit_bytes=logit_bytes or LOGIT_BYTES[compute_bytes(plan)],
         resident=resident,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainctl.config.anatomy import Anatomy, Parameter, Role
 from trainctl.config.schema import ModelConfig
 from trainctl.memory.activations import BlockActivations
+from trainctl.memory.learning import Learning
 from trainctl.plan import shapes
 from trainctl.plan.shapes import TensorShape
 
@@ -27,6 +28,7 @@ class Piece:
         is_expert: Whether only some tokens meet it: what `parallelism.expert` divides.
         spread: Ranks that have a part of the whole tensor each, besides tensor ranks: as many times
             fewer share out this part.
+        trains: Whether the optimizer updates it.
     """
 
     numel: int
@@ -38,6 +40,7 @@ class Piece:
     name: str = ""
     is_expert: bool = False
     spread: int = 1
+    trains: bool = True
 
     @property
     def total(self) -> int:
@@ -63,6 +66,8 @@ class Stage:
         pieces: Every parameter tensor.
         traced: What one of its blocks keeps, where the model was traced.
         first_block: Index of its first block in the model.
+        learning: What learns in the blocks that gradients reach, and in how many; none is all of
+            each (`trainctl.memory.partial`).
     """
 
     index: int
@@ -74,10 +79,36 @@ class Stage:
     pieces: tuple[Piece, ...]
     traced: BlockActivations | None = None
     first_block: int = 0
+    learning: tuple[tuple[Learning, int], ...] | None = None
+
+    @property
+    def trained(self) -> Stage:
+        """The stage as its optimizer has it: without the tensors that are frozen."""
+        if self.learning is None:
+            return self
+        tables = {self.embedding, self.head}  # learned positions are none
+        embeddings = [p for p in self.pieces if p.embedding and p.numel in tables]
+        heads = [p for p in self.pieces if p.is_matrix and not (p.in_block or p.embedding)]
+        return replace(
+            self,
+            pieces=tuple(piece for piece in self.pieces if piece.trains),
+            embedding=self.embedding if any(piece.trains for piece in embeddings) else 0,
+            head=self.head if any(piece.trains for piece in heads or embeddings) else 0,
+        )
+
+    @property
+    def final_norm_trains(self) -> bool:
+        return any(
+            piece.trains and not (piece.is_matrix or piece.in_block) for piece in self.pieces
+        )
 
     @property
     def parameters(self) -> int:
         return sum(piece.total for piece in self.pieces)
+
+    @property
+    def tensors(self) -> int:
+        return sum(piece.count for piece in self.pieces)
 
     @property
     def partitioned(self) -> int:
@@ -179,8 +210,8 @@ def _stage_read(
         blocks=counts[index],
         has_embedding=first,
         has_head=last,
-        embedding=_share(read.embedding, tensor) if first else 0,
-        head=_share(read.head, tensor) if last else 0,
+        embedding=share(read.embedding, tensor) if first else 0,
+        head=share(read.head, tensor) if last else 0,
         pieces=tuple(pieces),
         traced=traced,
         first_block=before,
@@ -188,10 +219,10 @@ def _stage_read(
 
 
 def _piece(parameter: Parameter, tensor: int, expert: int) -> Piece:
-    numel = _share(parameter.numel, tensor) if parameter.shares else parameter.numel
+    numel = share(parameter.numel, tensor) if parameter.shares else parameter.numel
     spread = expert if parameter.role is Role.expert else 1
     return Piece(
-        numel=_share(numel, spread),
+        numel=share(numel, spread),
         count=1,
         is_matrix=len(parameter.shape) > 1,
         in_block=parameter.block is not None,
@@ -216,7 +247,7 @@ def _stage(model: ModelConfig, index: int, counts: Sequence[int], *, tensor: int
         pieces += _pieces(shapes.final_norm_tensors(model), tensor=tensor)
         if not tied or pipeline > 1:
             pieces += _pieces((head,), tensor=tensor, embedding=tied)
-    sharded_vocabulary = _share(head.numel, tensor)
+    sharded_vocabulary = share(head.numel, tensor)
     return Stage(
         index=index,
         blocks=blocks,
@@ -240,7 +271,7 @@ def _pieces(
     for item in tensors:
         if count != 0 and item.numel:
             yield Piece(
-                numel=_share(item.numel, tensor) if item.sharded else item.numel,
+                numel=share(item.numel, tensor) if item.sharded else item.numel,
                 count=1 if count is None else count,
                 is_matrix=item.is_matrix,
                 in_block=count is not None,
@@ -250,5 +281,6 @@ def _pieces(
             )
 
 
-def _share(numel: int, ranks: int) -> int:
+def share(numel: int, ranks: int) -> int:
+    """Elements that a rank has of a tensor that ranks divide."""
     return -(-numel // ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainctl.config.anatomy import Anatomy, anatomy_of
@@ -45,25 +45,6 @@ class TracedModel:
         return cls(
             anatomy=anatomy_of(content["anatomy"]), block=BlockActivations(**content["block"])
         )
-
-
-def shared_over_tensor_ranks(
-    block: BlockActivations, *, whole: BlockActivations, shard: BlockActivations
-) -> BlockActivations:
-    """A traced block of a family on one of several tensor ranks: each part shrinks as its closed
-    form does.
-
-    Args:
-        block: Traced, whole.
-        whole: The closed form of a whole block.
-        shard: The closed form of a tensor rank's share.
-    """
-    shares = {}
-    for item in fields(BlockActivations):
-        before, after = getattr(whole, item.name), getattr(shard, item.name)
-        share = after / before if before else 1.0
-        shares[item.name] = round(getattr(block, item.name) * share)
-    return BlockActivations(**shares)
 
 
 def on_tensor_rank(traced: TracedModel, tensor: int) -> BlockActivations:

@@ -181,9 +181,9 @@ def all_tensors(model: ModelConfig) -> Iterator[TensorShape]:
             )
         return
     yield from embedding_tensors(model)
-    prefix = block_prefix(model)
+    prefix, block = block_prefix(model), block_tensors(model)
     for index in range(model.num_layers):
-        for tensor in block_tensors(model):
+        for tensor in block:
             name = f"{prefix}.{index}.{tensor.name}"
             yield TensorShape(name=name, shape=tensor.shape, sharded=tensor.sharded)
     yield from final_norm_tensors(model)

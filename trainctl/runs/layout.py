@@ -9,6 +9,7 @@ RUN/
   events.jsonl           records of every attempt
   events.lock            held (flock) by whoever appends to them
   corpus/                the tokenized documents of `data.factory`; else they are in the cache
+  reference.npz          what the weights before the first step said of pairs of answers
   checkpoints/           committed checkpoints `step-00000040/`, and `latest`, a pointer
   loggers/               NAME.json: how far each logger of `logging.to` has come; NAME.log
   NAME/                  what a logger of that name writes here
@@ -145,8 +146,17 @@ class RunPaths:
         return self.root / "corpus.json"
 
     @property
+    def base(self) -> Path:
+        """What is known of the files that hold its frozen weights (`trainctl.train.base`)."""
+        return self.root / "base.json"
+
+    @property
     def users_corpus(self) -> Path:
         return self.root / "corpus"
+
+    @property
+    def reference(self) -> Path:
+        return self.root / "reference.npz"
 
     @property
     def checkpoints(self) -> Path:

@@ -14,17 +14,20 @@ import os
 import secrets
 import shutil
 import zlib
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.config.schema import Packing, RunConfig
+from trainctl.config.schema import OnTooLong, Packing, RunConfig
 from trainctl.config.text.files import digest_of
-from trainctl.data.packing import Bins, pack, pieces_of
+from trainctl.data.packing import Bins, conversations_of, pack, pieces_of
 from trainctl.data.part import writing
 from trainctl.data.tokenized import ends_by_id
+from trainctl.errors import TrainctlError
 from trainctl.runs.atomic import sync_directory, write_json
 from trainctl.train.corpus import Tell, cache_folder
 from trainctl.train.corpus_file import Corpus, Split
@@ -64,6 +67,7 @@ def bins_of(config: RunConfig, corpus: Corpus, split: Split, tell: Tell = _unhea
         "side": "train" if split == corpus.train else "held_out",
         "length": length,
         **({} if split.ends else {"ends": "by id"}),
+        **({"on_too_long": config.data.on_too_long.value} if corpus.is_marked else {}),
     }
     folder = cache / f"packing-{digest_of(json.dumps(of, sort_keys=True))[:24]}"
     bins, _ = _read(folder)
@@ -73,10 +77,27 @@ def bins_of(config: RunConfig, corpus: Corpus, split: Split, tell: Tell = _unhea
             if bins is None:
                 if problem:
                     tell(f"{folder} is damaged ({problem}): packing the documents again")
-                _write(folder, pack(pieces_of(_ends(corpus, split), length), length), of)
+                _write(folder, _packed(config, corpus, split), of)
                 bins, problem = _read(folder)
                 assert bins is not None, problem
     return bins
+
+
+def _packed(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
+    length, ends = config.training.sequence_length, _ends(corpus, split)
+    learnt = corpus.learnt(split)
+    if learnt is None:
+        return pack(pieces_of(ends, length), length)
+    longest = int(np.diff(ends.astype(np.int64), prepend=0).max(initial=0))
+    if config.data.on_too_long is OnTooLong.error and longest > length:
+        raise TrainctlError(
+            f"a conversation has {longest:,} tokens, and training.sequence_length is {length:,}",
+            hint="a longer sequence; or data.on_too_long=cut, which keeps the beginning of such, "
+            "or drop, which leaves them out",
+        )
+    cuts = config.data.on_too_long is OnTooLong.cut
+    found = conversations_of(ends, length, learnt, cuts=cuts)
+    return replace(pack(found.pieces, length), counts=found.counts)
 
 
 def drawn_tokens(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> int:
@@ -96,11 +117,26 @@ def drawn_tokens(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> in
     if bins is None:
         return corpus.train.tokens
     tokens = len(bins) * config.training.sequence_length
+    if bins.counts:
+        tell(in_words(bins.counts))
+    text = int(bins.lengths.sum(dtype=np.int64))
     tell(
         f"best-fit packing: {len(bins):,} samples of {config.training.sequence_length:,} tokens, "
-        f"{corpus.train.tokens / tokens:.2%} of them text, the rest padding"
+        f"{text / max(1, tokens):.2%} of them text, the rest padding"
     )
     return tokens + 1
+
+
+def in_words(counts: Mapping[str, int]) -> str:
+    """What became of the conversations of a side."""
+    reasons = {
+        "cut": "cut at the length of a sample",
+        "dropped_too_long": "left out, as longer than a sample",
+        "dropped_nothing_left": "left out, as nothing to learn is left where they are cut",
+        "dropped_unwritten": "left out, as the chat template cannot write them",
+    }
+    told = [f"{counts[reason]:,} {what}" for reason, what in reasons.items() if counts[reason]]
+    return "; ".join([f"{counts['conversations']:,} conversations", *told])
 
 
 def _ends(corpus: Corpus, split: Split) -> npt.NDArray[np.integer]:
@@ -126,7 +162,8 @@ def _write(folder: Path, bins: Bins, of: dict[str, Any]) -> None:
                     stream.flush()
                     os.fsync(stream.fileno())
                 files[name] = {"bytes": len(raw), "crc32": zlib.crc32(raw)}
-            write_json(temporary / "packing.json", {**of, "files": files})
+            record = {**of, "files": files, "counts": bins.counts}
+            write_json(temporary / "packing.json", record)
             sync_directory(temporary)
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
@@ -142,7 +179,8 @@ def _read(folder: Path) -> tuple[Bins | None, str]:
         return None, ""
     arrays = {}
     try:
-        files = json.loads(record.read_bytes())["files"]
+        said = json.loads(record.read_bytes())
+        files, counts = said["files"], said.get("counts", {})
         for name, dtype in _TYPES.items():
             path = folder / f"{name}.bin"
             if path.stat().st_size != files[name]["bytes"]:
@@ -154,7 +192,7 @@ def _read(folder: Path) -> tuple[Bins | None, str]:
         return None, f"{error.filename}: {error.strerror}"
     except (ValueError, TypeError, KeyError):
         return None, "packing.json is none"
-    return Bins(**arrays), ""
+    return Bins(**arrays, counts=counts), ""
 
 
 def _crc32(path: Path) -> int:

@@ -17,8 +17,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,9 @@ import numpy.typing as npt
 from trainctl.config.chat_template import special_tokens_of, template_of
 from trainctl.config.text.conversations import Learn, Message
 from trainctl.errors import TrainctlError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Ids = npt.NDArray[np.int64]
 Learnt = npt.NDArray[np.bool_]
@@ -81,16 +85,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Path, source: str, special_tokens: Mapping[str, str]) -> None:
-        from tokenizers import Tokenizer
-
-        text = tokenizer.read_text(encoding="utf-8")
-        self._backend, self._plain = Tokenizer.from_str(text), Tokenizer.from_str(text)
-        self._plain.encode_special_tokens = True
-        self._source, self._special_tokens = source, dict(special_tokens)
-        added = self._backend.get_added_tokens_decoder()
-        self._special_ids = np.array(sorted(i for i, each in added.items() if each.special))
-        names = sorted((each.content for each in added.values() if each.special), key=len)
-        self._names = re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
+        self._file, self._source, self._special_tokens = tokenizer, source, dict(special_tokens)
         self.has_marks = bool(_MARK.search(source))
 
     @classmethod
@@ -107,6 +102,28 @@ class ChatTemplate:
         source = template_of(tokenizer, named)
         assert tokenizer is not None
         return cls(tokenizer, source, special_tokens_of(tokenizer))
+
+    @cached_property
+    def _backend(self) -> Tokenizer:
+        return _loaded(self._file)
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """The same, to which a special token's name is text."""
+        found = _loaded(self._file)
+        found.encode_special_tokens = True
+        return found
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        added = self._backend.get_added_tokens_decoder().items()
+        return {number: each.content for number, each in added if each.special}
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        """Any special token's name, the longest first."""
+        names = sorted(self._special.values(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     @property
     def fingerprint(self) -> str:
@@ -185,7 +202,7 @@ class ChatTemplate:
         first, end = _tokens(places, len(before.text), len(through.text))
         if first != len(prompt) or not np.array_equal(ids[:first], prompt):
             raise self._no_prefix(messages, number)
-        special = np.flatnonzero(np.isin(ids[first:end], self._special_ids))
+        special = np.flatnonzero(np.isin(ids[first:end], [*self._special]))
         if len(special):
             last = first + int(special[-1]) + 1
             if not whole[places[last - 1, 1] : len(through.text)].strip():
@@ -254,6 +271,12 @@ class ChatTemplate:
                 places.append(_array(found.offsets).reshape(-1, 2) + at)
             at += len(piece)
         return np.concatenate(ids), np.concatenate(places)
+
+
+def _loaded(file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(file))
 
 
 def _tokens(places: Ids, start: int, end: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from trainctl.config.text.documents import BadText, Reader, is_one_document, sid
 from trainctl.config.text.files import TextFiles, digest_of, split_files
 from trainctl.config.text.remote import version_of
 from trainctl.data.assembly import bad_text, chunks
-from trainctl.data.encoding import separated
+from trainctl.data.encoding import encoder_of, marks_learnt
 from trainctl.data.part import DamagedPart
 from trainctl.data.preparation import do_tasks
 from trainctl.data.progress import Progress, unseen
@@ -115,7 +115,7 @@ def build_corpus(
             tell_of_format_1()
             reader = Reader(config)
             texts = ((side, document.text) for side, document in sides(config, files, reader))
-            encoder = separated(tokenizer, config.separator)
+            encoder = encoder_of(config, tokenizer)
             write_corpus(folder, tokenizer, chunks_of(texts, encoder, progress), lambda: reader.bad)
 
         return _from_cache(folder, write, tell, needed)
@@ -158,6 +158,7 @@ def build_corpus(
                     lambda: bad_text(store, tasks, files),
                     files_in_order(files.train, files.held_out),
                     {DROPPED: chosen.dropped[name]} if chosen is not None else None,
+                    is_marked=marks_learnt(config),
                 )
             except DamagedPart as damage:
                 tell(f"{damage.folder} is damaged ({damage.why}): tokenizing its text again")
@@ -239,13 +240,19 @@ def in_parts(config: DataConfig) -> bool:
     """
     if spec_of(config).is_tokenized or spec_of(config).is_prepared:
         return False
-    return config.max_bytes is None and not is_one_document(config, split_files(config))
+    is_cut = config.max_bytes is not None or is_one_document(config, split_files(config))
+    if is_cut and marks_learnt(config):
+        raise TrainctlError(
+            "a single conversation cannot be divided, nor one be cut by data.max_bytes",
+            hint="data.held_out_fraction=0, or more conversations; and leave data.max_bytes out",
+        )
+    return not is_cut
 
 
 def _store_of(
     config: DataConfig, tokenizer: Tokenizer, files: TextFiles
 ) -> tuple[Store, list[Task]]:
-    store = Store.of(cache_folder(), config, separated(tokenizer, config.separator))
+    store = Store.of(cache_folder(), config, encoder_of(config, tokenizer))
     return store, store.tasks(files_in_order(files.train, files.held_out))
 
 
@@ -323,7 +330,7 @@ def build_users_corpus(
             for side in ("held_out", "train")
             for text in _users_texts(config, side, reader)
         )
-        encoder = separated(tokenizer, config.separator)
+        encoder = encoder_of(config, tokenizer)
         write_corpus(folder, tokenizer, chunks_of(texts, encoder, progress), lambda: reader.bad)
 
     with locked(folder, tell):
@@ -389,7 +396,7 @@ def _users_texts(config: DataConfig, split: str, reader: Reader) -> Iterator[str
 
 def _parts(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) -> list[str]:
     """All that the tokens depend on."""
-    fingerprint = separated(tokenizer, config.separator).fingerprint
+    fingerprint = encoder_of(config, tokenizer).fingerprint
     parts = [fingerprint, identity_of(config), str(config.max_bytes)]
     for name, of_side in (("train", files.train), ("held_out", files.held_out)):
         parts.append(name)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.data.in_place import Joined, Span, Tokens
+from trainctl.data.marks import LearntTokens, Unmarked
 from trainctl.errors import ExitCode, TrainctlError
 
 FORMAT = 2
@@ -91,6 +92,7 @@ class Corpus:
         bad_text: How many documents were repaired and left out, with examples; empty if none.
         former_digest: That of the same tokens in format 1, for a run that was started with it.
         format: Number of this record's form.
+        is_marked: Whether its ids say which of them are learnt (`data.marks`).
     """
 
     folder: str
@@ -103,9 +105,31 @@ class Corpus:
     bad_text: dict[str, Any] = field(default_factory=dict)
     former_digest: str = ""
     format: int = FORMAT
+    is_marked: bool = False
 
     def tokens(self, split: Split, *, in_order: bool = True) -> Tokens:
-        """The split's ids, shape (tokens,), memory-mapped: by slices.
+        """The split's ids, shape (tokens,), by slices.
+
+        Args:
+            split: As for `stored`; so is the other.
+            in_order: Likewise.
+
+        Raises:
+            TrainctlError: Likewise.
+        """
+        found = self.stored(split, in_order=in_order)
+        return Unmarked(found) if self.is_marked else found
+
+    def learnt(self, split: Split) -> LearntTokens | None:
+        """Which of the split's tokens are learnt, by slices; None where all are.
+
+        Raises:
+            TrainctlError: As `stored`.
+        """
+        return LearntTokens(self.stored(split, in_order=False)) if self.is_marked else None
+
+    def stored(self, split: Split, *, in_order: bool = True) -> Tokens:
+        """The split's ids as they are written, shape (tokens,), memory-mapped: by slices.
 
         Args:
             split: Which side.
@@ -294,7 +318,8 @@ def digest_of_splits(corpus: Corpus) -> str:
         name: [split.tokens, split.documents, split.sha256]
         for name, split in (("train", corpus.train), ("held_out", corpus.held_out))
     }
-    text = json.dumps([corpus.dtype, corpus.end_of_document, sides], sort_keys=True)
+    marks = ["marked"] if corpus.is_marked else []
+    text = json.dumps([corpus.dtype, corpus.end_of_document, sides, *marks], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

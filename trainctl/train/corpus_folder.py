@@ -21,6 +21,7 @@ from trainctl.config.text.remote import File
 from trainctl.data.assembly import Chunk
 from trainctl.data.encoding import Encoder, dtype_for, encoded
 from trainctl.data.in_place import Span, digest_of_spans
+from trainctl.data.marks import with_mark, without_marks
 from trainctl.data.part import writing
 from trainctl.data.progress import PreparationStanding, Progress, unseen
 from trainctl.runs.access import open_lock
@@ -75,6 +76,8 @@ def write_corpus(
     bad: Callable[[], BadText],
     files: Sequence[File] = (),
     facts: Mapping[str, Any] | None = None,
+    *,
+    is_marked: bool = False,
 ) -> None:
     """Write tokens into a folder, which takes the place of one that is there.
 
@@ -87,6 +90,7 @@ def write_corpus(
         bad: The account of bad text, asked when the chunks have ended.
         files: That chunks number; empty where they do not tell their files.
         facts: Other files of the folder, by name, as plain JSON.
+        is_marked: Whether ids say which of them are learnt (`data.marks`).
 
     Raises:
         TrainctlError: Whatever making the chunks raises, or the folder cannot be written (exit
@@ -97,7 +101,9 @@ def write_corpus(
         with writing(folder):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-        corpus = _written(folder, temporary, tokenizer, chunks, has_origin=bool(files))
+        corpus = _written(
+            folder, temporary, tokenizer, chunks, has_origin=bool(files), is_marked=is_marked
+        )
         account = bad()
         with writing(folder):
             if files:
@@ -134,8 +140,10 @@ def _written(
     tokenizer: Tokenizer,
     chunks: Iterable[Chunk],
     has_origin: bool,
+    is_marked: bool,
 ) -> Corpus:
-    dtype = dtype_for(tokenizer.vocab_size)
+    vocab_size = tokenizer.vocab_size
+    dtype = dtype_for(with_mark(vocab_size) if is_marked else vocab_size)
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     with ExitStack() as stack:
 
@@ -154,7 +162,8 @@ def _written(
         for chunk in chunks:
             sides[chunk.side].add(chunk, dtype)
             if chunk.side == "train":
-                counts += np.bincount(chunk.ids, minlength=len(counts))
+                ids = without_marks(chunk.ids) if is_marked else chunk.ids
+                counts += np.bincount(ids, minlength=len(counts))
         train, held_out = sides["train"].split(), sides["held_out"].split()
     shares = counts[counts > 0] / max(1, counts.sum())
     corpus = Corpus(
@@ -165,6 +174,7 @@ def _written(
         held_out=held_out,
         unigram_entropy=float(-(shares * np.log(shares)).sum()),
         digest="",
+        is_marked=is_marked,
     )
     return replace(corpus, digest=digest_of_splits(corpus))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from trainctl.data.mixture import order_of
 from trainctl.data.order import Order
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
+from trainctl.options.data import spec_of
 from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import sources_of, stages_of_plan
 from trainctl.plan.types import RunPlan
@@ -31,8 +32,15 @@ class PackedDataset:
         split: Its side.
         sequence_length: Of a sample.
         mask_documents: Whether documents see each other.
+        has_pairs: Whether each sample is a pair of answers.
         how: Of `SampleRows`: bins, and what documents become.
+
+    Attributes:
+        reference: Log-probabilities of each sample's answers before the first step, (samples, 2);
+            None where nothing needs them, or they are not known yet.
     """
+
+    reference: npt.NDArray[np.float32] | None = None
 
     def __init__(
         self,
@@ -41,10 +49,11 @@ class PackedDataset:
         *,
         sequence_length: int,
         mask_documents: bool,
+        has_pairs: bool = False,
         **how: Any,
     ) -> None:
         self._samples = SampleRows(corpus, split, sequence_length, **how)
-        self.mask_documents = mask_documents
+        self.mask_documents, self.has_pairs = mask_documents, has_pairs
         self.num_samples = self._samples.num_samples
         self.read, self.pieces = self._samples.read, self._samples.pieces
 
@@ -52,12 +61,24 @@ class PackedDataset:
         """The samples at `indices`; an index of -1 is a sample without labels (padding)."""
         rows = self.read(indices)
         rows.silent[indices < 0] = True
-        return _micro_batch(rows, indices, is_masked=self.mask_documents)
+        batch = _micro_batch(rows, indices, is_masked=self.mask_documents, has_pairs=self.has_pairs)
+        return self.with_reference(batch, indices)
+
+    def with_reference(self, batch: MicroBatch, indices: npt.NDArray[np.int64]) -> MicroBatch:
+        """The batch of the samples at `indices`, with what is known of their answers."""
+        if self.reference is None or not len(self.reference):
+            return batch
+        known = torch.from_numpy(self.reference[np.maximum(indices, 0)])
+        return replace(batch, reference=known)
 
 
-def _micro_batch(rows: Rows, indices: npt.NDArray[np.int64], *, is_masked: bool) -> MicroBatch:
+def _micro_batch(
+    rows: Rows, indices: npt.NDArray[np.int64], *, is_masked: bool, has_pairs: bool = False
+) -> MicroBatch:
     """A micro-batch of samples."""
     ends, inputs, labels = rows.ends, rows.tokens[:, :-1], rows.tokens[:, 1:].copy()
+    if has_pairs:
+        ends |= _ends_of_first_answers(rows.silent)
     labels[rows.silent] = IGNORED_LABEL
     documents = np.zeros_like(inputs)
     documents[:, 1:] = np.cumsum(ends[:, :-1], axis=1)
@@ -74,7 +95,20 @@ def _micro_batch(rows: Rows, indices: npt.NDArray[np.int64], *, is_masked: bool)
         document_ids=torch.from_numpy(documents),
         sample_ids=torch.from_numpy(indices.copy()),
         is_masked=is_masked,
+        is_paired=has_pairs,
     )
+
+
+def _ends_of_first_answers(silent: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """The last token of the chosen answer, where a sample is a pair of them, (samples, length).
+
+    A pair is one document of the text, of which the two answers are learnt and their prompts are
+    not: its first answer ends where the first run of labels does.
+    """
+    ends = np.zeros_like(silent)
+    ends[:, 1:] = silent[:, 1:] & ~silent[:, :-1]
+    ends[np.cumsum(ends, axis=1) > 1] = False
+    return ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +147,7 @@ class TrainingData:
                 mask_documents=plan.config.data.mask_documents,
                 bins=bins_of(plan.config, corpora[name], corpora[name].train),
                 infilling=infilling_of(plan.config, name),
+                has_pairs=spec_of(plan.config.data).has_pairs,
             )
             for stage in order.stages
             for name in stage.weights
@@ -153,13 +188,14 @@ class TrainingData:
         length: int,
     ) -> MicroBatch:
         rows = Rows.empty(len(indices), length)
-        is_masked = False
+        dataset = next(iter(self.datasets.values()))
         for source in np.unique(sources):
             dataset = self.datasets[self.order.names[source], length]
             mine = np.flatnonzero(sources == source)
             rows.put(mine, dataset.read(indices[mine], epochs[mine]))
-            is_masked = dataset.mask_documents
-        return _micro_batch(rows, indices, is_masked=is_masked)
+        masked, pairs = dataset.mask_documents, dataset.has_pairs
+        batch = _micro_batch(rows, indices, is_masked=masked, has_pairs=pairs)
+        return dataset.with_reference(batch, indices)  # pairs have one source (TC393)
 
 
 def _followed(plan: RunPlan, order: Order, corpora: Mapping[str, Corpus]) -> tuple[Stream, ...]:
@@ -188,6 +224,7 @@ def held_out_data(plan: RunPlan, corpora: Mapping[str, Corpus]) -> dict[str, Pac
             sequence_length=plan.batch.sequence_length,
             mask_documents=plan.config.data.mask_documents,
             bins=bins_of(plan.config, corpora[name], corpora[name].held_out),
+            has_pairs=spec_of(plan.config.data).has_pairs,
         )
         for name in sources_of(plan.config.data)
     }

@@ -5,7 +5,7 @@ Both take the model as a function: to the loss of a batch, and to the scores of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,8 @@ from trainctl.plan.mixture import SOLE
 from trainctl.train.data import PackedDataset
 from trainctl.train.tokenizer import Tokenizer
 
-Score = Callable[[MicroBatch], tuple[float, int]]
-"""The summed loss over a batch's labels, and their number."""
+Score = Callable[[MicroBatch], tuple[float, ...]]
+"""The summed loss over what a batch counts, its number, and sums of what the objective records."""
 
 NextScores = Callable[[list[int]], torch.Tensor]
 """Scores of the token that follows some tokens, (vocabulary,) in fp32 on the CPU."""
@@ -51,14 +51,16 @@ class HeldOutLoss:
     """The held-out loss of a run's sources.
 
     Attributes:
-        loss: Mean in nats per token, over the samples of all of them.
+        loss: Mean over what is counted (nats per token), over the samples of all of them.
         sources: The same of each source that holds something out.
         samples: How many there were.
+        measures: What the objective records beside it, of all of them, by name.
     """
 
     loss: float
     sources: dict[str, float]
     samples: int
+    measures: dict[str, float]
 
 
 def evaluate_sources(
@@ -66,6 +68,7 @@ def evaluate_sources(
     datasets: Mapping[str, PackedDataset],
     *,
     num_samples: int,
+    recorded: Sequence[str] = (),
     sum_over_ranks: Callable[..., list[float]] = _alone,
     progress: Callable[[int, int], None] = _unwatched,
     **how: int,
@@ -76,19 +79,21 @@ def evaluate_sources(
         score: The model's loss of a batch.
         datasets: The held-out samples of each source.
         num_samples: How many of each, at most.
+        recorded: Names of what `score` gives beside the loss.
         sum_over_ranks: As for `evaluate`; so are the others.
         progress: Called with the samples done and their number, of all sources.
         how: Likewise.
     """
     counts = {name: min(num_samples, data.num_samples) for name, data in datasets.items()}
     whole, before = sum(counts.values()), 0
-    sums: dict[str, tuple[float, float]] = {}
+    sums: dict[str, list[float]] = {}
     for name, count in counts.items():
         if count:
             sums[name] = _sums(
                 score,
                 datasets[name],
                 count,
+                width=2 + len(recorded),
                 sum_over_ranks=sum_over_ranks,
                 progress=partial(_of_all, progress, before, whole),
                 **how,
@@ -96,9 +101,10 @@ def evaluate_sources(
             before += count
     if not sums:
         return None
-    total, number = (sum(column) for column in zip(*sums.values(), strict=True))
-    of_each = {name: loss / labels for name, (loss, labels) in sums.items()}
-    return HeldOutLoss(total / number, of_each, whole)
+    total, number, *measured = (sum(column) for column in zip(*sums.values(), strict=True))
+    of_each = {name: loss / labels for name, (loss, labels, *_) in sums.items()}
+    measures = {name: each / number for name, each in zip(recorded, measured, strict=True)}
+    return HeldOutLoss(total / number, of_each, whole, measures)
 
 
 def evaluate(
@@ -152,25 +158,24 @@ def _sums(
     dataset: PackedDataset,
     count: int,
     *,
+    width: int,
     micro_batch_size: int,
     data_rank: int = 0,
     data_size: int = 1,
     sum_over_ranks: Callable[..., list[float]],
     progress: Callable[[int, int], None],
-) -> tuple[float, float]:
-    """Summed loss over the first samples, and the number of their labels."""
-    loss_sum, labels_seen = 0.0, 0
+) -> list[float]:
+    """Summed loss over the first samples, the number of what it is over, and what else is scored:
+    `width` numbers."""
+    sums = [0.0] * width
     for start in range(0, count, micro_batch_size * data_size):
         progress(start, count)
         first = start + data_rank * micro_batch_size
         indices = np.arange(first, first + micro_batch_size)
         batch = dataset.micro_batch(np.where(indices < count, indices, -1))
-        loss, labels = score(batch)
-        loss_sum += loss
-        labels_seen += labels
+        sums = [each + found for each, found in zip(sums, score(batch), strict=True)]
     progress(count, count)
-    total, number = sum_over_ranks(loss_sum, labels_seen)
-    return total, number
+    return sum_over_ranks(*sums)
 
 
 def sample_text(

@@ -16,11 +16,13 @@ from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
+from trainctl.train.base import Whole, base_file, whole_weights
 from trainctl.train.build import materialise
 from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.evaluation import inference
-from trainctl.train.loss import summed_cross_entropy
+from trainctl.train.loss import log_probabilities, summed_cross_entropy
 from trainctl.train.model import TORCH_TYPES, has_flash_attention, portable, skeleton
+from trainctl.train.objective import ObjectiveLoss, loss_of
 from trainctl.train.state import MASTER
 from trainctl.train.weights import WeightSource
 
@@ -30,15 +32,24 @@ _ROOM = 1.25
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What evaluation and sampling need of a model."""
+    """What evaluation and sampling need of a model.
+
+    Attributes:
+        objective: What it has learnt, if that is not the next token.
+    """
 
     model: PreTrainedModel
     device: torch.device
+    objective: ObjectiveLoss | None = None
 
-    def score(self, batch: MicroBatch) -> tuple[float, int]:
-        """The summed loss over the batch's labels, and their number."""
-        loss = summed_cross_entropy(self.logits(batch), batch.labels.to(self.device))
-        return float(loss), batch.num_labels
+    def score(self, batch: MicroBatch) -> tuple[float, ...]:
+        """As an engine's."""
+        logits, labels = self.logits(batch), batch.labels.to(self.device)
+        if self.objective is None:
+            return float(summed_cross_entropy(logits, labels)), batch.num_counted
+        found = log_probabilities(logits, labels)
+        loss, measures = self.objective(found, labels, batch.beside(self.device))
+        return float(loss), batch.num_counted, *measures.double().sum(dim=0).tolist()
 
     def next_scores(self, ids: list[int]) -> torch.Tensor:
         """Scores of the token after `ids`, (vocabulary,) in fp32 on the CPU."""
@@ -85,14 +96,17 @@ def load(
     is_flash = shape.attention is AttentionKind.flash_attention_2
     if is_flash and place.type == "cuda" and is_flash_attn_2_available():
         model = skeleton(shape, dtype)
-    saved = Checkpoint(checkpoint, weights=weights)
-    saved.check(shape, {name: list(value.shape) for name, value in model.named_parameters()})
+    saved = whole_weights(
+        Checkpoint(checkpoint, weights=weights),
+        Whole.of(shape, model),
+        kept=base_file(checkpoint),
+    )
     source = _Watched(saved, lambda done: progress("loading", done, elements))
     try:
         materialise(model, source, place)
     except torch.OutOfMemoryError:
         raise _too_small(place) from None
-    return LoadedModel(model, place)
+    return LoadedModel(model, place, loss_of(plan.config.objective))
 
 
 class _Watched:

@@ -1,4 +1,4 @@
-"""The token-weighted language-modelling loss."""
+"""The loss of a language model: of its next tokens, or by another objective."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from trainctl.config.schema import CrossEntropyKind, KernelsConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.train.cross_entropy import chunked_cross_entropy, fuse_head, own_head
 from trainctl.train.families import family_of
+from trainctl.train.objective import ObjectiveLoss
 from trainctl.train.routers import Routers
 from trainctl.train.tensor_parallel import (
     Vocabulary,
@@ -33,7 +34,7 @@ def summed_cross_entropy(
     """
     if vocabulary is not None:
         found = vocabulary_parallel_cross_entropy(logits, labels, vocabulary, ignored=IGNORED_LABEL)
-        return found[0]
+        return found[0].sum()
     return F.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
@@ -59,10 +60,29 @@ def summed_losses(
     """
     if vocabulary is not None:
         found = vocabulary_parallel_cross_entropy(logits, labels, vocabulary, ignored=IGNORED_LABEL)
-        return torch.stack([found[0], z_loss * found[1]])
+        return torch.stack([found[0].sum(), z_loss * found[1].square().sum()])
     normalisers = logits.float().logsumexp(dim=-1).masked_fill(labels == IGNORED_LABEL, 0.0)
     cross_entropy = summed_cross_entropy(logits, labels)
     return torch.stack([cross_entropy, z_loss * normalisers.square().sum()])
+
+
+def log_probabilities(
+    logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary | None = None
+) -> torch.Tensor:
+    """Of the labels, in nats, (samples, length), fp32; 0 where there is none.
+
+    Args:
+        logits: As for `summed_cross_entropy`.
+        labels: Likewise.
+        vocabulary: Likewise.
+    """
+    if vocabulary is not None:
+        found = vocabulary_parallel_cross_entropy(logits, labels, vocabulary, ignored=IGNORED_LABEL)
+        return -found[0]
+    losses = F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    return -losses.view_as(labels)
 
 
 class WithLoss(nn.Module):
@@ -71,12 +91,17 @@ class WithLoss(nn.Module):
     Args:
         vocabulary: How it is split over tensor ranks, if it is.
         z_loss: Weight of the squared log-normalisers, when training.
+
+    Attributes:
+        last_measures: What the objective recorded of each sample of the last loss, (samples,
+            names), without a gradient; None where it records nothing.
     """
 
     def __init__(self, vocabulary: Vocabulary | None, z_loss: float = 0.0) -> None:
         super().__init__()
         self._vocabulary = vocabulary
         self._z_loss = z_loss
+        self.last_measures: torch.Tensor | None = None
 
     def losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The summed cross entropy; in training with a z loss that beside it, (2,)."""
@@ -98,6 +123,7 @@ class LanguageModel(WithLoss):
         kernels: How the loss is computed.
         z_loss: Weight of the squared log-normalisers, when training.
         routers: Those of its experts, if they add to the loss.
+        objective: What is learnt; None learns the next token.
 
     Attributes:
         last_z_loss: Their part of the last loss, without a gradient; None where there is none.
@@ -110,19 +136,36 @@ class LanguageModel(WithLoss):
         kernels: KernelsConfig,
         z_loss: float = 0.0,
         routers: Routers | None = None,
+        objective: ObjectiveLoss | None = None,
     ) -> None:
         super().__init__(vocabulary, z_loss)
         self.model = model
         self.last_z_loss: torch.Tensor | None = None
-        self._kernels, self._routers = kernels, routers
+        self._kernels, self._routers, self._objective = kernels, routers, objective
         if kernels.cross_entropy is CrossEntropyKind.liger_fused:
             fuse_head(getattr(model, family_of(model).head), IGNORED_LABEL, z_loss)
 
-    def forward(self, inputs: dict[str, Any], labels: torch.Tensor | None = None) -> torch.Tensor:
-        """The summed loss; without labels the logits, (samples, length, vocabulary)."""
+    def forward(
+        self,
+        inputs: dict[str, Any],
+        labels: torch.Tensor | None = None,
+        beside: dict[str, Any] | None = None,
+    ) -> torch.Tensor:
+        """The summed loss; without labels the logits, (samples, length, vocabulary).
+
+        Args:
+            inputs: `MicroBatch.model_inputs`.
+            labels: Of each position.
+            beside: `MicroBatch.beside`, of an objective that looks at more.
+        """
         self.last_z_loss = None
         if labels is None:
             return self.of_all_tokens(self.model(**inputs).logits)
+        if self._objective is not None:
+            logits = self.model(**inputs).logits
+            found = log_probabilities(logits, labels, self._vocabulary)
+            loss, self.last_measures = self._objective(found, labels, beside or {})
+            return loss
         if self._kernels.cross_entropy is CrossEntropyKind.plain:
             losses = self.losses(self.model(**inputs).logits, labels)
         else:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     export = tasks.add_parser("export", parents=[common])
     export.add_argument("out", type=Path)
     export.add_argument("--dtype", choices=TYPES)
+    export.add_argument("--adapter", action="store_true")
+    export.add_argument("--shard-bytes", type=int)
     return parser
 
 
@@ -128,14 +131,18 @@ def _weights(arguments: argparse.Namespace) -> str:
 def _evaluate(
     plan: RunPlan, run: RunPaths, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
+    from trainctl.options.objective import objective_of
     from trainctl.train.corpora import unigram_entropy
     from trainctl.train.data import held_out_data
     from trainctl.train.evaluation import evaluate_sources
     from trainctl.train.loaded import load
     from trainctl.train.prepare import corpora_of
+    from trainctl.train.reference import reference_of
 
     corpora = corpora_of(plan, run)
     datasets = held_out_data(plan, corpora)
+    if objective_of(plan.config.objective).needs_reference:
+        reference_of(run, datasets)
     samples = arguments.samples or plan.config.training.evaluation_samples
     if samples == 0 or not any(dataset.num_samples for dataset in datasets.values()):
         raise TrainctlError(
@@ -150,12 +157,14 @@ def _evaluate(
             model.score,
             datasets,
             num_samples=samples,
+            recorded=objective_of(plan.config.objective).recorded,
             micro_batch_size=plan.batch.micro_batch_size,
             progress=lambda done, total: progress("evaluating", done, total),
         )
     assert found is not None
     return {
         "loss": found.loss,
+        **({"objective": found.measures} if found.measures else {}),
         **({"sources": found.sources} if plan.config.data.sources else {}),
         "samples": found.samples,
         "unigram_entropy": unigram_entropy(corpora),
@@ -189,12 +198,17 @@ def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
 
 def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     from trainctl.plan.precision import formats
-    from trainctl.train.export import export
+    from trainctl.train.export import SHARD_BYTES, export
+    from trainctl.train.export_adapter import export_adapter
     from trainctl.train.model import TORCH_TYPES
 
     names = {kind.value: dtype for kind, dtype in TORCH_TYPES.items()}
     dtype = arguments.dtype or formats(plan.config.precision).weights.value
-    exported = export(
+    if arguments.adapter:
+        make = export_adapter
+    else:
+        make = partial(export, shard_bytes=arguments.shard_bytes or SHARD_BYTES)
+    exported = make(
         plan.config,
         arguments.checkpoint,
         arguments.out.resolve(),

@@ -66,6 +66,7 @@ class SampleRows:
         infilling: Infilling | None = None,
     ) -> None:
         self._tokens = corpus.tokens(split, in_order=False)
+        self._learnt = corpus.learnt(split)
         self._ends = corpus.ends(split)
         self._end_of_document = corpus.end_of_document
         self._length = length
@@ -100,6 +101,8 @@ class SampleRows:
         for row, start, epoch in zip(rows.tokens, starts.tolist(), epochs, strict=True):
             # Slices: indices of all tokens cost more than twice as much.
             self._copy(row, start, int(epoch))
+        for silent, start in zip(rows.silent, starts.tolist(), strict=True):
+            self._silence(silent, start)
         self._find_ends(rows, starts)
         return rows
 
@@ -118,13 +121,30 @@ class SampleRows:
             place = np.searchsorted(self._ends, self._ends.dtype.type(end))
             if int(self._ends[place]) == end:
                 self._copy(row[at : at + size], start, epoch)
+                self._silence(rows.silent[number, at : at + size], start, is_whole=True)
                 at += size
                 rows.ends[number, at - 1] = True
             else:  # a whole sample, and the document goes on
                 self._copy(row, start, epoch)
+                self._silence(rows.silent[number], start)
                 return
         row[at:] = self._end_of_document or 0
         rows.silent[number, at - 1 :] = True
+
+    def _silence(
+        self, silent: npt.NDArray[np.bool_], start: int, *, is_whole: bool = False
+    ) -> None:
+        """Mark the tokens before those that are not learnt.
+
+        Args:
+            silent: Of tokens that follow one another.
+            start: Place of the first in the text.
+            is_whole: Whether a document ends with the last: the next one is no label of it.
+        """
+        if self._learnt is not None:
+            found = self._learnt[start + 1 : start + len(silent) + 1]
+            silent[: len(found)] = ~found
+            silent[len(silent) - is_whole :] = True
 
     def _find_ends(self, rows: Rows, starts: npt.NDArray[np.int64]) -> None:
         """Mark the last tokens of documents; none where nothing tells."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainctl.config.schema import OnBadLoss
@@ -36,7 +36,7 @@ class Step:
     """An optimizer step that was counted.
 
     Attributes:
-        loss: Over the global batch, in nats: the cross entropy alone.
+        loss: Over the global batch, in nats: the cross entropy alone, or what the objective has.
         grad_norm: Norm of its gradient, before anything but centralisation changed it; None where a
             technique has none at this step.
         group_norms: The same of each parameter group; empty where only DeepSpeed knows norms.
@@ -49,6 +49,7 @@ class Step:
             before all were clipped; None if none was.
         z_loss: Beside the loss; None without one.
         experts: How busy they were; None without any.
+        measures: What the objective records beside the loss, by name.
         intervention: The policy by which no update was made; None if there was one.
     """
 
@@ -62,6 +63,7 @@ class Step:
     clipped_groups: dict[str, float] | None = None
     z_loss: float | None = None
     experts: Load | None = None
+    measures: dict[str, float] = field(default_factory=dict)
     intervention: OnBadLoss | None = None
 
     def extras(self) -> dict[str, Any]:
@@ -72,6 +74,7 @@ class Step:
             "clipped_groups": self.clipped_groups,
             "z_loss": self.z_loss,
             "experts": self.experts and self.experts.record(),
+            "objective": self.measures or None,
             "intervention": self.intervention and self.intervention.value,
         }
         return {name: value for name, value in found.items() if value is not None}
@@ -200,6 +203,7 @@ class Stepper:
             clipped_groups=clipped_groups or None,
             z_loss=engine.z_loss,
             experts=self._load,
+            measures=engine.measures,
             intervention=intervention,
         )
         progress.step += 1
@@ -266,7 +270,7 @@ class Stepper:
         """Ranks on whose own samples the loss is bad, and these samples' counters; often none."""
         session = self._session
         engine, mesh = session.engine, session.mesh
-        labels = sum(each.num_labels for each in batches) / mesh.sequence.size
+        labels = sum(each.num_counted for each in batches) / mesh.sequence.size
         mean = engine.summed_loss / max(1.0, labels)
         limit = math.inf if trouble.limit is None else trouble.limit
         is_bad = mesh.pipeline.is_last and (

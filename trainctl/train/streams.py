@@ -246,8 +246,13 @@ def send(
     """Write a corpus elsewhere, as `data=stream` reads it.
 
     Raises:
-        TrainctlError: As `write_elsewhere`.
+        TrainctlError: As `write_elsewhere`; or the corpus is of conversations.
     """
+    if corpus.is_marked:
+        raise TrainctlError(
+            "conversations cannot be read from elsewhere: their bins have documents of all shards",
+            hint="trainctl data prepare without --to, on a disk that all nodes have",
+        )
     sides = {}
     for name, split in (("train", corpus.train), ("held_out", corpus.held_out)):
         ends = corpus.ends(split)

@@ -7,10 +7,12 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 
 from trainctl.config.text.remote import say
 from trainctl.engines.phase_memory import PhaseMemory
 from trainctl.errors import TrainctlError
+from trainctl.options.objective import objective_of
 from trainctl.plan.average import METRIC
 from trainctl.plan.identity import description
 from trainctl.plan.mixture import StagedBatches, stages_of_plan
@@ -22,10 +24,12 @@ from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, pending_requests, withdraw_request
 from trainctl.train.ahead import BatchesAhead
+from trainctl.train.bins import bins_of
 from trainctl.train.corpora import bad_text, digests_of, unigram_entropy
 from trainctl.train.evaluation import HeldOutLoss, evaluate_sources, inference, sample_text
 from trainctl.train.model import TORCH_TYPES
 from trainctl.train.profiler import Profiler
+from trainctl.train.reference import give_reference
 from trainctl.train.saver import Saver
 from trainctl.train.session import Session
 from trainctl.train.step import Step, Stepper
@@ -88,6 +92,7 @@ class Trainer:
             "run": checkpoints.own_id(session.run) or "",
             "model": description(config.model, session.shapes),
             "multipliers": multipliers(config.model),
+            **session.beside,
         }
         self._batches = BatchesAhead(
             session.training,
@@ -110,7 +115,10 @@ class Trainer:
         plan, progress, training = session.plan, session.progress, session.plan.config.training
         if session.process.is_first:
             checkpoints.leave_weights_behind(session.run, progress.step, attempt=self._attempt)
+        reference = give_reference(session, partial(self._beat, Phase.start))
         self._record_start()
+        if reference is not None:
+            self._record("reference", step=progress.step, **reference)
         steady = progress.step + STEADY_AFTER_STEPS
         self._recorded_at = time.monotonic()
         stop = False
@@ -190,6 +198,7 @@ class Trainer:
                 "evaluation",
                 step=session.progress.step,
                 **self._metrics,
+                **({"objective": found.measures} if found.measures else {}),
                 **({"sources": found.sources} if session.plan.config.data.sources else {}),
                 unigram_entropy=unigram_entropy(session.corpora),
             )
@@ -205,6 +214,7 @@ class Trainer:
                 session.engine.score,
                 session.held_out,
                 num_samples=session.plan.config.training.evaluation_samples,
+                recorded=objective_of(session.plan.config.objective).recorded,
                 micro_batch_size=session.plan.batch.micro_batch_size,
                 data_rank=session.training.data_rank,
                 data_size=session.training.data_size,
@@ -346,6 +356,7 @@ class Trainer:
             stop_step=session.plan.stop_step,
             world_size=session.process.world_size,
             num_parameters=session.num_parameters,
+            num_trained=session.num_trained,
             wrapped_blocks=session.wrapped_blocks,
             **self._text(),
             resumed_from=resumed_from.name if resumed_from else None,
@@ -363,12 +374,18 @@ class Trainer:
             }
             for name, corpus in corpora.items()
         }
-        bad = bad_text(corpora)
+        bad, config = bad_text(corpora), self._session.plan.config
+        chats = {
+            name: dict(bins.counts)
+            for name, corpus in corpora.items()
+            if corpus.is_marked and (bins := bins_of(config, corpus, corpus.train))
+        }
         return {
             "train_tokens": sum(corpus.train.tokens for corpus in corpora.values()),
             "held_out_tokens": sum(corpus.held_out.tokens for corpus in corpora.values()),
             "unigram_entropy": unigram_entropy(corpora),
-            **({"sources": each} if self._session.plan.config.data.sources else {}),
+            **({"sources": each} if config.data.sources else {}),
+            **({"conversations": chats} if chats else {}),
             **({"bad_text": bad} if bad else {}),
         }
 

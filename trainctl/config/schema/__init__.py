@@ -47,6 +47,7 @@ from trainctl.config.schema.optimization import (
     GradientsConfig,
     GroupOverride,
     LrScaling,
+    ObjectiveConfig,
     OnBadLoss,
     OptimizerConfig,
     ScheduleConfig,
@@ -63,6 +64,7 @@ from trainctl.config.schema.run import (
     Dedup,
     LoggingConfig,
     OnBadText,
+    OnTooLong,
     Packing,
     TokenizerConfig,
     TokenizerFromPath,
@@ -97,10 +99,12 @@ __all__ = [
     "LoggingConfig",
     "LrScaling",
     "ModelConfig",
+    "ObjectiveConfig",
     "OffloadConfig",
     "OffloadDevice",
     "OnBadLoss",
     "OnBadText",
+    "OnTooLong",
     "OptimizerConfig",
     "Packing",
     "ParallelismConfig",
@@ -129,6 +133,7 @@ class RunConfig:
     adapter: AdapterConfig = section(AdapterConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
+    objective: ObjectiveConfig = section(ObjectiveConfig)
     gradients: GradientsConfig = section(GradientsConfig)
     engine: EngineConfig = section(EngineConfig)
     zero_stage: ZeroStageConfig = section(ZeroStageConfig)

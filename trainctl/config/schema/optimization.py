@@ -120,6 +120,15 @@ class ScheduleConfig:
     )
 
 
+@dataclass
+class ObjectiveConfig:
+    """What is learnt from a sample: its tokens, or which of two answers is preferred."""
+
+    units: ClassVar[str] = "objective"
+
+    kind: str = option("next_token", "The loss.", units="objective")
+
+
 class AdaptiveClipping(Enum):
     """Where the limit of the gradient norm comes from, instead of `optimizer.gradient_clipping`."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
+from trainctl.config.registry import load
 from trainctl.config.schema.option import option
 from trainctl.config.schema.sources import SourceConfig, StageConfig
 
@@ -23,6 +24,14 @@ class Packing(Enum):
 
     stream = "stream"
     best_fit = "best_fit"
+
+
+class OnTooLong(Enum):
+    """What becomes of a conversation that is longer than a sample."""
+
+    cut = "cut"
+    drop = "drop"
+    error = "error"
 
 
 class Dedup(Enum):
@@ -70,6 +79,18 @@ class DataConfig:
         Packing.stream,
         "How documents become samples: stream cuts them one after the other; best_fit cuts none "
         "that fits (arXiv:2404.10830), and pads.",
+        whole=True,
+    )
+    on_too_long: OnTooLong = option(
+        OnTooLong.cut,
+        "A conversation longer than training.sequence_length: cut keeps its beginning, drop leaves "
+        "it out, error ends the launch; how many is said.",
+        needs=(
+            lambda data: any(
+                load("data", each.kind).encoder for each in data.sources.values() or [data]
+            ),
+            "data=chat",
+        ),
         whole=True,
     )
     separator: str = option(
@@ -186,7 +207,9 @@ class TokenizerConfig:
 class TokenizerFromPath(TokenizerConfig):
     """Of what is read from a file."""
 
-    path: str | None = option(None, "File or directory; required.")
+    path: str | None = option(
+        None, "File or directory; required, but for tokenizer=hf with model=hf: that of model.path."
+    )
 
 
 @dataclass

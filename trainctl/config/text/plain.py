@@ -10,6 +10,7 @@ import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from trainctl.config.schema import DataConfig, DataFromRecords, OnBadText
 from trainctl.config.suggest import nearest
@@ -24,6 +25,8 @@ _KEYS_SHOWN = 6
 _LINES_READ = 20
 """Of each JSONL file, before the start."""
 _BOM = codecs.BOM_UTF8
+BAD = object()
+"""In place of a record that is left out; JSON has null."""
 
 
 class NoTextKey(TrainctlError):
@@ -112,6 +115,18 @@ def _whole(reader: Reader, file: File) -> Iterator[Document]:
 
 
 def _lines(reader: Reader, file: File, span: tuple[int, int] | None) -> Iterator[Document]:
+    for number, line in lines_of(file, span):
+        text = text_of_record(reader, line, f"{file}:{number}")
+        if text is not None:
+            yield Document(text, file, number)
+
+
+def lines_of(file: File, span: tuple[int, int] | None) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not empty, each with its number, from 1, in a file or one of its `ranges`.
+
+    Raises:
+        TrainctlError: The file is no text.
+    """
     _refuse_binary(file, head_of(file, HEAD_BYTES))
     start, end = span or (0, None)
     with opened(file) as stream:
@@ -123,11 +138,33 @@ def _lines(reader: Reader, file: File, span: tuple[int, int] | None) -> Iterator
                 return
             line = (raw if at else raw.removeprefix(_BOM)).strip()
             at += len(raw)
-            if not line:
-                continue
-            text = text_of_record(reader, line, f"{file}:{number}")
-            if text is not None:
-                yield Document(text, file, number)
+            if line:
+                yield number, line
+
+
+def record_of(reader: Reader, raw: bytes, where: str) -> Any:
+    """What a line of JSON says; `BAD` to leave it out.
+
+    Args:
+        reader: Its configuration has the policy.
+        raw: The line.
+        where: What it is, for the account and for errors.
+
+    Raises:
+        TrainctlError: By the policy.
+    """
+    line = reader.decoded(raw, where)
+    if line is None:
+        return BAD
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        reader.judge(where, f"not JSON: {error.msg} at column {error.colno}")
+    except RecursionError:
+        reader.judge(where, "not read: JSON nested too deeply")
+    except ValueError as error:  # an integer of thousands of digits
+        reader.judge(where, f"not read: {error}")
+    return BAD
 
 
 def text_of_record(reader: Reader, raw: bytes, where: str) -> str | None:
@@ -144,17 +181,9 @@ def text_of_record(reader: Reader, raw: bytes, where: str) -> str | None:
     config = reader.config
     assert isinstance(config, DataFromRecords)
     before = reader.bad.replaced
-    line = reader.decoded(raw, where)
-    if line is None:
+    record = record_of(reader, raw, where)
+    if record is BAD:
         return None
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        return reader.judge(where, f"not JSON: {error.msg} at column {error.colno}")
-    except RecursionError:
-        return reader.judge(where, "not read: JSON nested too deeply")
-    except ValueError as error:  # an integer of thousands of digits
-        return reader.judge(where, f"not read: {error}")
     text = record.get(config.text_key) if isinstance(record, dict) else None
     if isinstance(text, str):
         text = reader.clean(text, where)

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import compiler
 from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
@@ -20,6 +23,26 @@ def do_without_shared_memory_operator() -> None:
     """Let DeepSpeed take gloo on a CPU, and not compile an all-reduce of its own at each start."""
     # No setting says so: the table of operators that could be built decides (comm/torch.py).
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def leave_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon, which each of its optimizers looks at, without torch's compiler.
+
+    Two of its functions are handed to the compiler as they are defined, which imports all of it: a
+    second of each rank's start. trainctl calls neither: its Muon is its own.
+    """
+    compiled = compiler.compile
+    compiler.compile = _as_it_is
+    try:
+        with suppress(ImportError):  # a version that has none has nothing to leave
+            import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = compiled
+
+
+def _as_it_is() -> Callable[[Any], Any]:
+    """In place of `torch.compile`, a decorator that changes nothing."""
+    return lambda function: function
 
 
 def copy_from_swap_buffers() -> None:

@@ -17,8 +17,9 @@ from trainctl.engines.deepspeed.sequence_parallel import SequenceParallelAttenti
 from trainctl.engines.deepspeed.swap import remove_swap_folder
 from trainctl.engines.deepspeed.wrappers import adapter_of
 from trainctl.engines.deepspeed.wrappers.base import Wrapper
-from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
+from trainctl.engines.micro_batch import MicroBatch
 from trainctl.engines.protocol import Engine, Job
+from trainctl.engines.sums import Sums
 from trainctl.plan.batches import Batch
 from trainctl.plan.precision import formats
 
@@ -82,27 +83,19 @@ class DeepSpeedEngine(Engine):
         # It takes a step's end for a multiple of the accumulation steps, over the whole run.
         engine.micro_steps = 0
 
-    def run(
-        self, batches: Sequence[MicroBatch], num_labels: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
         """DeepSpeed averages gradients over the replicas: a sum is scaled by their number."""
         scale = self.mesh.replicas.size / num_labels
-        total = torch.zeros((), dtype=torch.float64, device=self._process.device)
-        z_total = torch.zeros_like(total)
+        sums = Sums(self._process.device)
         for index, batch in enumerate(batches):
             with self.times.part("forward"):
-                inputs, labels = self._inputs(batch)
-                loss = self.deepspeed(inputs, labels)
+                loss = self.deepspeed(*self._arguments(batch))
             with self.times.part("backward"):
                 self.deepspeed.backward(loss * scale, scale_wrt_gas=False)
-                total += loss.detach()
-                z_loss = self.deepspeed.module.last_z_loss
-                if z_loss is not None:
-                    total -= z_loss
-                    z_total += z_loss
+                sums.add(loss, self.deepspeed.module)
                 if index + 1 < len(batches):
                     self.deepspeed.step()  # not at the boundary: only counts the micro-step
-        return total, z_total
+        return sums
 
     def set_learning_rate(self, factor: float) -> None:
         for group in self.states.optimizer.param_groups:
@@ -135,25 +128,31 @@ class DeepSpeedEngine(Engine):
     def resume_at(self, step: int) -> None:
         """DeepSpeed's own count of steps decides nothing."""
 
-    def score(self, batch: MicroBatch) -> tuple[float, int]:
-        inputs, labels = self._inputs(batch)
-        loss = float(self.deepspeed(inputs, labels))
-        number = int((labels != IGNORED_LABEL).sum())
-        return (loss, number) if self.mesh.tensor.is_first else (0.0, 0)
+    def score(self, batch: MicroBatch) -> tuple[float, ...]:
+        loss = float(self.deepspeed(*self._arguments(batch)))
+        found = loss, batch.part(*self._part).num_counted, *self.measured().sum(dim=0).tolist()
+        return found if self.mesh.tensor.is_first else (0.0,) * len(found)
 
     def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
-        inputs, labels = self._inputs(batch)
+        inputs, labels, _ = self._arguments(batch)
         scores = self.deepspeed(inputs)
         position -= self.mesh.sequence.index * labels.shape[1]
         return scores[0, position] if 0 <= position < labels.shape[1] else None
 
-    def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
-        """The model's inputs and the labels of this rank's part of the batch, on its device."""
-        part = self.mesh.sequence.index, self.mesh.sequence.size
+    @property
+    def _part(self) -> tuple[int, int]:
+        """Of every sequence, this rank's: its index, and how many there are."""
+        return self.mesh.sequence.index, self.mesh.sequence.size
+
+    def _arguments(
+        self, batch: MicroBatch
+    ) -> tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor]]:
+        """What the model is called with: of this rank's part of the batch, on its device."""
+        device = self._process.device
         inputs = batch.model_inputs(
-            self._process.device, part=part, flash_attention=self._has_flash_attention
+            device, part=self._part, flash_attention=self._has_flash_attention
         )
-        return inputs, self._on_device(batch.part(*part).labels)
+        return inputs, self._on_device(batch.part(*self._part).labels), batch.beside(device)
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._process.device, non_blocking=True)

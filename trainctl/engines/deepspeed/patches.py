@@ -42,6 +42,15 @@ USES = (
         upstream="https://github.com/deepspeedai/DeepSpeed/issues/7625",
     ),
     Use(
+        target="deepspeed.runtime.compiler:compile",
+        how=How.replaced,
+        why="each optimizer imports DeepSpeed's Muon, which has torch's compiler imported by it: a "
+        "second of a rank's start, for two functions that trainctl never calls",
+        signature="()",
+        apply=f"{_CHANGES}:leave_muon_uncompiled",
+        fallback="ranks may start a second later",
+    ),
+    Use(
         target="deepspeed.runtime.zero.partition_parameters:_no_gather_coalesced",
         how=How.replaced,
         why="a parameter read from NVMe lies in a buffer that the next one is read into, and a "

@@ -19,6 +19,7 @@ from trainctl.engines.deepspeed.engine import DeepSpeedEngine
 from trainctl.engines.mesh import Axis, ProcessMesh
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.engines.protocol import Job
+from trainctl.engines.sums import Sums
 from trainctl.plan.batches import Batch
 
 
@@ -47,8 +48,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._pipeline = job.mesh.pipeline
         self._stage: Any = job.module
         self._scale = 1.0
-        self._loss = torch.zeros((), dtype=torch.float64, device=job.process.device)
-        self._z = torch.zeros_like(self._loss)
+        self._sums = Sums(job.process.device)
         super().__init__(job)
         # What it does for each instruction of a schedule: it takes no schedule from outside.
         instructions = self.deepspeed._INSTRUCTION_MAP
@@ -82,10 +82,10 @@ class PipelineEngine(DeepSpeedEngine):
     def _loss_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         losses = self._stage.losses(logits, labels)
         if losses.dim() == 0:
-            self._loss += losses.detach()
+            self._sums.loss += losses.detach()
             return losses * self._scale
-        self._loss += losses[0].detach()
-        self._z += losses[1].detach()
+        self._sums.loss += losses[0].detach()
+        self._sums.z_loss += losses[1].detach()
         return losses.sum() * self._scale
 
     def set_batch(self, batch: Batch) -> None:
@@ -93,15 +93,12 @@ class PipelineEngine(DeepSpeedEngine):
             self.deepspeed.reset_activation_shape()  # of the micro-batches of before
         super().set_batch(batch)
 
-    def run(
-        self, batches: Sequence[MicroBatch], num_labels: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
         # DeepSpeed divides the loss by the number of micro-batches.
         self._scale = self.mesh.replicas.size * len(batches) / num_labels
-        self._loss.zero_()
-        self._z.zero_()
+        self._sums = Sums(self._process.device)
         self.deepspeed.train_batch(iter([self._pair(batch) for batch in batches]))
-        return self._loss, self._z
+        return self._sums
 
     def update(self, *, norm: float | None, clip_at: float | None) -> None:
         assert norm is not None  # nothing that hides gradients goes with stages (TC069)
@@ -114,7 +111,7 @@ class PipelineEngine(DeepSpeedEngine):
         # The instruction that the schedule left out; the engine's own `step` refuses with stages.
         self.deepspeed._exec_optimizer_step()
 
-    def score(self, batch: MicroBatch) -> tuple[float, int]:
+    def score(self, batch: MicroBatch) -> tuple[float, ...]:
         logits = self._forward(batch)
         if logits is None:
             return 0.0, 0

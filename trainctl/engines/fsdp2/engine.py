@@ -11,8 +11,9 @@ from torch import nn
 from trainctl.engines.fsdp2.settings import Settings
 from trainctl.engines.fsdp2.shards import shard
 from trainctl.engines.fsdp2.states import Shards
-from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
+from trainctl.engines.micro_batch import MicroBatch
 from trainctl.engines.protocol import Engine, Job
+from trainctl.engines.sums import Sums
 from trainctl.plan.batches import Batch
 
 
@@ -45,29 +46,21 @@ class Fsdp2Engine(Engine):
     def set_batch(self, batch: Batch) -> None:
         self._batch = batch
 
-    def run(
-        self, batches: Sequence[MicroBatch], num_labels: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
         """torch averages gradients over the replicas: a sum is scaled by their number."""
         scale = self.mesh.replicas.size / num_labels
-        total = torch.zeros((), dtype=torch.float64, device=self._process.device)
-        z_total = torch.zeros_like(total)
+        sums = Sums(self._process.device)
         for index, batch in enumerate(batches):
             is_last = index + 1 == len(batches)
             reduces = is_last or self._settings.reduce_every_micro_batch
             self._root.set_requires_gradient_sync(reduces)
             with self.times.part("forward"):
-                inputs, labels = self._inputs(batch)
-                loss = self._module(inputs, labels)
+                loss = self._module(*self._arguments(batch))
             with self.times.part("backward"):
                 (loss * scale).backward()
-                total += loss.detach()
-                z_loss = self._module.last_z_loss
-                if z_loss is not None:
-                    total -= z_loss
-                    z_total += z_loss
+                sums.add(loss, self._module)
         self.states.take_gradients()
-        return total, z_total
+        return sums
 
     def set_learning_rate(self, factor: float) -> None:
         for group in self.states.optimizer.param_groups:
@@ -95,20 +88,22 @@ class Fsdp2Engine(Engine):
     def resume_at(self, step: int) -> None:
         """It counts no steps."""
 
-    def score(self, batch: MicroBatch) -> tuple[float, int]:
-        inputs, labels = self._inputs(batch)
-        return float(self._module(inputs, labels)), int((labels != IGNORED_LABEL).sum())
+    def score(self, batch: MicroBatch) -> tuple[float, ...]:
+        loss = float(self._module(*self._arguments(batch)))
+        return loss, batch.num_counted, *self.measured().sum(dim=0).tolist()
 
     def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
-        inputs, _ = self._inputs(batch)
+        inputs, *_ = self._arguments(batch)
         scores: torch.Tensor = self._module(inputs)
         return scores[0, position]
 
-    def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor]:
-        """The model's inputs and the labels, on this rank's device."""
+    def _arguments(
+        self, batch: MicroBatch
+    ) -> tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor]]:
+        """What the model is called with, on this rank's device."""
         device = self._process.device
         inputs = batch.model_inputs(device, flash_attention=self._has_flash_attention)
-        return inputs, batch.labels.to(device, non_blocking=True)
+        return inputs, batch.labels.to(device, non_blocking=True), batch.beside(device)
 
     def close(self) -> None:
         """Let go of what is gathered; no thread and no file is the engine's own."""

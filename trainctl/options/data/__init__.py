@@ -48,6 +48,10 @@ class DataSource(Spec):
             read again to know them.
         identity: Gives, of its section, what its documents depend on beside the files. It is a part
             of the key of the cache; None is the kind and all of its own keys.
+        has_pairs: Whether each of its documents is a pair of answers, one of them preferred.
+        encoder: `module:function` that makes the ids of its documents, where that is more than the
+            tokenizer's work, and says which of them are learnt: called as ``of(section,
+            tokenizer)``, it gives a `data.encoding.Encoder` of marked ids (`data.marks`).
         is_tokenized: Whether its files have ids, which are used where they are. Its `build` is then
             called as ``open(section, file)`` and gives a `data.tokenized.Tokenized`, and `problem`
             has what is known of the tokenizer, a `TokenizerFacts` or None, as its first argument.
@@ -64,6 +68,8 @@ class DataSource(Spec):
     is_plain: bool = False
     places: Callable[[File], list[int | None]] | None = None
     identity: Callable[[Any], str] | None = None
+    has_pairs: bool = False
+    encoder: str = ""
     is_tokenized: bool = False
     is_prepared: bool = False
 

@@ -37,6 +37,12 @@ def read(reader: Reader, file: File) -> Iterator[Document]:
                     yield Document(text, file, row)
 
 
+def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
+    """All columns of a file's rows, each row with its number, from 1."""
+    with _opened(file) as batches:
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+
+
 def problem(file: File, section: DataFromRecords) -> FileProblem | None:
     """What a file's schema says of it, and its end."""
     try:
@@ -85,7 +91,7 @@ def _named_by(state: File, folder: str, by_name: dict[str, File]) -> list[File]:
 
 
 @contextmanager
-def _opened(file: File, key: str) -> Iterator[Iterator[Any]]:
+def _opened(file: File, key: str | None = None) -> Iterator[Iterator[Any]]:
     package = pyarrow()
     if file.stat().st_size < len(_END_OF_STREAM):
         raise _cut_off(file)
@@ -96,7 +102,8 @@ def _opened(file: File, key: str) -> Iterator[Iterator[Any]]:
             if head == _FILE:
                 source.seek(0)
                 whole = package.ipc.open_file(source)
-                require_texts(whole.schema, file, key)
+                if key is not None:
+                    require_texts(whole.schema, file, key)
                 yield (whole.get_batch(number) for number in range(whole.num_record_batches))
                 return
             source.seek(-len(_END_OF_STREAM), 2)
@@ -104,7 +111,8 @@ def _opened(file: File, key: str) -> Iterator[Iterator[Any]]:
                 raise _cut_off(file)
             source.seek(0)
             stream = package.ipc.open_stream(source)
-            require_texts(stream.schema, file, key)
+            if key is not None:
+                require_texts(stream.schema, file, key)
             yield iter(stream)
 
 

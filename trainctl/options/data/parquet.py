@@ -35,6 +35,13 @@ def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Ite
                     yield Document(text, file, row)
 
 
+def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
+    """All columns of a file's rows, each row with its number, from 1."""
+    with _opened(file) as table:
+        rows = (row for batch in table.iter_batches(_ROWS) for row in batch.to_pylist())
+        yield from enumerate(rows, 1)
+
+
 def ranges(file: File, size: int) -> list[tuple[int, int]]:
     """Row groups, so many together that they have about that many bytes unpacked."""
     with _opened(file) as table:

@@ -15,6 +15,7 @@ from trainctl.config.schema import (
 from trainctl.config.schema.option import option
 from trainctl.options.activation_checkpointing import recomputed
 from trainctl.options.engine import EngineSpec, Limit
+from trainctl.options.objective import objective_of
 from trainctl.options.optimizer import Maker, spec_of
 
 
@@ -146,6 +147,12 @@ LIMITS = (
         holds=lambda config: config.kernels.cross_entropy is not CrossEntropyKind.liger_fused,
         why="has not been tried with Liger's kernels",
         nearest="kernels.cross_entropy=chunked",
+    ),
+    Limit(
+        key="objective.kind",
+        holds=lambda config: not objective_of(config.objective).build,
+        why="has been compared with the next token's loss alone",
+        nearest="objective=next_token",
     ),
     Limit(key="script", holds=lambda config: config.script is None, why=_OWN, nearest="no script"),
     Limit(

@@ -36,6 +36,7 @@ class TokenizerSource(Spec):
         facts: Gives, of its section, its ids, and what ends a document; without its library.
         file: Gives, of its section, the file that says so; None where none is needed.
         path_is: What `tokenizer.path` names, where it has that key.
+        is_directory: Whether that is a transformers directory: none is then the model's own.
         is_byte_level: Whether ids below 256 are the text's own bytes.
         published: Gives, of its section, what an export has of it, by the name that it has there.
         why_not_published: Why an export has nothing, and what its ids are.
@@ -44,6 +45,7 @@ class TokenizerSource(Spec):
     facts: Callable[[Any], TokenizerFacts]
     file: Callable[[Any], Path] | None = None
     path_is: str = ""
+    is_directory: bool = False
     is_byte_level: bool = False
     published: Callable[[Any], Mapping[str, Path]] | None = None
     why_not_published: str = ""

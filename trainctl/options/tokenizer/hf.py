@@ -21,5 +21,6 @@ SPEC = TokenizerSource(
     facts=lambda section: read_facts(file(section)),
     file=file,
     path_is="directory",
+    is_directory=True,
     published=lambda section: published_in(path_of(section)),
 )

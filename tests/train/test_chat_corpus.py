@@ -1,0 +1,250 @@
+"""`data=chat`: conversations of every shape and file, packed whole, and what is learnt of them."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from chat_files import MARKED, UNMARKED, asked, write_tokenizer
+from rank_processes import tiny_config
+
+from trainctl.config.files import missing_files
+from trainctl.config.registry import new_section
+from trainctl.config.schema import OnBadText, OnTooLong, Packing
+from trainctl.config.text.conversations import BadConversation, Learn, Shape, conversation_of
+from trainctl.engines.micro_batch import IGNORED_LABEL
+from trainctl.errors import TrainctlError
+from trainctl.train.bins import bins_of, drawn_tokens, in_words
+from trainctl.train.corpora import build_corpora, cached_corpora
+from trainctl.train.data import PackedDataset
+from trainctl.train.tokenizer import load_tokenizer
+
+LENGTH = 96
+SHAPES = {
+    Shape.messages: {"messages": asked(("a?", "b"), system="S")},
+    Shape.prompt: {
+        "prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "a?"}],
+        "completion": "b",
+    },
+    Shape.alpaca: {"instruction": "a?", "input": "", "output": "b", "system": "S"},
+    Shape.sharegpt: {
+        "conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}],
+        "system": "S",
+    },
+}
+BAD = {
+    "it has 'text': of no shape": {"text": "a"},
+    "the conversation is empty": {"messages": []},
+    "roles out of order: message 1 is one of the assistant, first": {
+        "messages": asked(("a", "b"))[1:]
+    },
+    "roles out of order: message 3 is one of the assistant, after one of the assistant": {
+        "messages": [*asked(("a", "b")), {"role": "assistant", "content": "c"}]
+    },
+    "roles out of order: message 3 is one of the system": {
+        "messages": [*asked(("a", "b")), {"role": "system", "content": "c"}]
+    },
+    "nothing to learn": {"messages": asked(("a", "b"))[:1]},
+    "a message of the assistant is empty": {"prompt": "a", "completion": ""},
+    "has parts that are no text": {
+        "messages": [{"role": "user", "content": [{"type": "image"}]}, *asked(("a", "b"))]
+    },
+    "a turn is from 'cat'": {"conversations": [{"from": "cat", "value": "a"}]},
+    "the role 'robot'": {"messages": [{"role": "robot", "content": "a"}]},
+    "not an object": 3,
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.value)
+def test_every_shape_is_the_same_conversation(shape):
+    expected = {"messages": asked(("a?", "b"), system="S")}
+    assert conversation_of(SHAPES[shape]) == expected
+    assert conversation_of(SHAPES[shape], shape) == expected
+
+
+def test_tools_and_parts_and_history():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    record = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            *asked(("a", "b"))[1:],
+        ],
+        "tools": json.dumps(tools),
+    }
+    assert conversation_of(record) == {"messages": asked(("a", "b")), "tools": tools}
+    alpaca = {"instruction": "c", "input": "d", "output": "e", "history": [["a", "b"]]}
+    assert conversation_of(alpaca)["messages"] == asked(("a", "b"), ("c\n\nd", "e"))
+    with pytest.raises(BadConversation, match=r"no 'messages', which data\.shape=messages has"):
+        conversation_of(alpaca, Shape.messages)
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_what_is_no_conversation_says_why(said):
+    with pytest.raises(BadConversation, match=said):
+        conversation_of(BAD[said])
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    return path
+
+
+def config_of(tmp_path, paths, *, template=MARKED, **keys):
+    folder = write_tokenizer(tmp_path / "tokenizer", template)
+    made = tiny_config(sequence_length=LENGTH, steps=2, micro_batch_size=2, global_batch_size=4)
+    made.tokenizer = new_section("tokenizer", "hf", path=str(folder))
+    made.data = new_section(
+        "data",
+        "chat",
+        paths=[str(path) for path in paths],
+        **{"held_out_fraction": 0.0, "packing": Packing.best_fit, "mask_documents": True, **keys},
+    )
+    return made
+
+
+def built(config):
+    tokenizer = load_tokenizer(config.tokenizer)
+    (corpus,) = build_corpora(config, tokenizer).values()
+    return corpus, tokenizer
+
+
+def learnt(config, corpus, tokenizer):
+    """What the samples have, and the texts that have a label in them, in order."""
+    data = PackedDataset(
+        corpus,
+        corpus.train,
+        sequence_length=config.training.sequence_length,
+        mask_documents=True,
+        bins=bins_of(config, corpus, corpus.train),
+    )
+    batch = data.micro_batch(np.arange(data.num_samples))
+    found = []
+    for labels in batch.labels.tolist():
+        ids = [label for label in labels if label != IGNORED_LABEL]
+        found.append(tokenizer._backend.decode(ids, skip_special_tokens=False))
+    return batch, "".join(found)
+
+
+QUESTIONS = [{"messages": asked((f"{n}+{n}?", str(2 * n)))} for n in range(12)]
+ANSWERS = sorted(f"{2 * n}" for n in range(12))
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marks", "prefixes"])
+def test_answers_alone_have_labels_and_none_is_lost(tmp_path, template):
+    config = config_of(tmp_path, [write(tmp_path / "chat.jsonl", QUESTIONS)], template=template)
+    assert missing_files(config) == []
+    corpus, tokenizer = built(config)
+    assert corpus.is_marked and corpus.dtype == "<u2"
+    batch, text = learnt(config, corpus, tokenizer)
+    assert sorted(text.split("<|im_end|>")[:-1]) == ANSWERS
+    first = batch.input_ids == tokenizer.id_of("<s>")
+    assert (batch.position_ids[first] == 0).all(), "each begins by itself"
+    assert first.sum() == len(QUESTIONS)
+    tokens = corpus.tokens(corpus.train)[: corpus.train.tokens]
+    assert int(tokens.max()) < tokenizer.vocab_size
+    learns = replace(config, data=replace(config.data, learn=Learn.all))
+    everything, whole = learnt(learns, *built(learns))
+    assert whole.count("<|im_start|>user") == len(QUESTIONS)
+    assert everything.input_ids.tolist() == batch.input_ids.tolist()
+
+
+def test_files_of_every_kind_give_the_same(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    datasets = pytest.importorskip("datasets")
+    jsonl = write(tmp_path / "chat.jsonl", QUESTIONS)
+    table = pyarrow.Table.from_pylist(QUESTIONS)
+    parquet.write_table(table, tmp_path / "chat.parquet")
+    datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
+    digests = set()
+    for path in (jsonl, tmp_path / "chat.parquet", tmp_path / "saved"):
+        config = config_of(tmp_path, [path])
+        assert missing_files(config) == []
+        corpus, _ = built(config)
+        digests.add(corpus.digest)
+    assert len(digests) == 1
+
+
+def test_a_change_of_template_or_rule_is_another_corpus(tmp_path):
+    path = write(tmp_path / "chat.jsonl", QUESTIONS)
+    config = config_of(tmp_path, [path])
+    corpus, tokenizer = built(config)
+    assert cached_corpora(config, tokenizer) == {"data": corpus}
+    other = tmp_path / "other.jinja"
+    other.write_text(MARKED.replace("<|im_start|>", "<|im_start|> "))
+    for keys in ({"learn": Learn.last}, {"chat_template": str(other)}, {"shape": Shape.messages}):
+        changed = replace(config, data=replace(config.data, **keys))
+        assert cached_corpora(changed, tokenizer) == {"data": None}
+    longer = replace(config, data=replace(config.data, on_too_long=OnTooLong.drop))
+    assert cached_corpora(longer, tokenizer) == {"data": corpus}, "bins alone are others"
+
+
+def test_what_is_too_long_is_cut_dropped_or_an_error(tmp_path):
+    long_answer, long_question = asked(("a", "b" * 200)), asked(("a" * 200, "b"))
+    records = [*QUESTIONS, {"messages": long_answer}, {"messages": long_question}]
+    config = config_of(tmp_path, [write(tmp_path / "chat.jsonl", records)])
+    corpus, tokenizer = built(config)
+    _, text = learnt(config, corpus, tokenizer)
+    assert 0 < text.count("b") < 200 and "bb" in text
+    assert "a" not in text.replace("<|im_end|>", "")
+    bins = bins_of(config, corpus, corpus.train)
+    assert in_words(bins.counts) == (
+        "14 conversations; 1 cut at the length of a sample; 1 left out, as nothing to learn is "
+        "left where they are cut"
+    )
+    said = []
+    drawn_tokens(config, corpus, said.append)
+    assert said[0] == in_words(bins.counts)
+    drops = replace(config, data=replace(config.data, on_too_long=OnTooLong.drop))
+    _, text = learnt(drops, corpus, tokenizer)
+    assert sorted(text.split("<|im_end|>")[:-1]) == ANSWERS
+    assert bins_of(drops, corpus, corpus.train).counts["dropped_too_long"] == 2
+    refuses = replace(config, data=replace(config.data, on_too_long=OnTooLong.error))
+    with pytest.raises(TrainctlError, match=r"a conversation has \d+ tokens, and training"):
+        bins_of(refuses, corpus, corpus.train)
+
+
+def test_what_is_bad_is_an_error_or_left_out_and_counted(tmp_path):
+    refused = {"messages": asked(("no", "b"))}
+    records = [*QUESTIONS, *BAD.values(), refused]
+    path = write(tmp_path / "chat.jsonl", records)
+    template = MARKED.replace(
+        "{% for message in messages %}",
+        "{% if messages[0].content == 'no' %}{{ raise_exception('never') }}{% endif %}"
+        "{% for message in messages %}",
+    )
+    config = config_of(tmp_path, [path], template=template)
+    (finding,) = missing_files(config)
+    assert finding.rule == "TC142" and f"{path}:13: it has 'text'" in finding.message
+    with pytest.raises(TrainctlError, match="it has 'text'"):
+        built(config)
+    skips = replace(config, data=replace(config.data, on_bad_text=OnBadText.skip))
+    assert missing_files(skips) == []
+    corpus, tokenizer = built(skips)
+    assert corpus.bad_text["skipped"] == len(BAD)
+    _, text = learnt(skips, corpus, tokenizer)
+    assert sorted(text.split("<|im_end|>")[:-1]) == ANSWERS
+    assert bins_of(skips, corpus, corpus.train).counts["dropped_unwritten"] == 1
+
+
+def test_a_tokenizer_without_a_template_is_refused_before_the_start(tmp_path):
+    path = write(tmp_path / "chat.jsonl", QUESTIONS)
+    (finding,) = missing_files(config_of(tmp_path, [path], template=None))
+    assert finding.rule == "TC367" and "has no chat template" in finding.message
+    of_bytes = config_of(tmp_path, [path])
+    of_bytes.tokenizer = new_section("tokenizer", "byte")
+    (finding,) = missing_files(of_bytes)
+    assert finding.rule == "TC367"
+
+
+def test_a_single_conversation_is_not_divided(tmp_path):
+    config = config_of(tmp_path, [write(tmp_path / "chat.jsonl", QUESTIONS[:1])])
+    built(config)
+    with pytest.raises(TrainctlError, match="a single conversation cannot be divided"):
+        built(replace(config, data=replace(config.data, held_out_fraction=0.1)))

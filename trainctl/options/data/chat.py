@@ -1,0 +1,103 @@
+"""Conversations, in any of the shapes that are published: a document is one of them.
+
+They are packed whole, no one sees another, and what is learnt is what the assistant says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trainctl.config.schema import DataFromPaths
+from trainctl.config.schema.option import option
+from trainctl.config.text import plain
+from trainctl.config.text.check import FileProblem
+from trainctl.config.text.columns import first_problem
+from trainctl.config.text.conversations import (
+    BadConversation,
+    Learn,
+    Shape,
+    as_text,
+    conversation_of,
+)
+from trainctl.config.text.documents import Document, Reader
+from trainctl.config.text.remote import File
+from trainctl.config.text.stream import unpacked_name
+from trainctl.options.data import DataSource, arrow, parquet
+
+
+@dataclass
+class ChatConfig(DataFromPaths):
+    """Its own keys."""
+
+    shape: Shape = option(
+        Shape.auto,
+        "How a record has its conversation: messages, prompt (and completion), alpaca or "
+        "sharegpt; auto goes by its keys.",
+    )
+    chat_template: str | None = option(
+        None, "File of the template, in Jinja; none is the tokenizer's own."
+    )
+    learn: Learn = option(
+        Learn.assistant,
+        "Which tokens are learnt: what the assistant says, its last answer alone, or all of a "
+        "conversation.",
+    )
+
+
+def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
+    """The conversations of a file, or of one of its `ranges`, in order, each as JSON."""
+    assert isinstance(reader.config, ChatConfig)
+    for number, record, where in _records(reader, file, span):
+        try:
+            conversation = conversation_of(record, reader.config.shape)
+        except BadConversation as bad:
+            reader.judge(where, str(bad))
+            continue
+        text = reader.clean(as_text(conversation), where)
+        if text is not None:
+            yield Document(text, file, number)
+
+
+def ranges(file: File, size: int) -> list[tuple[int, int]]:
+    """Those of JSONL; of other files none, which are read whole."""
+    return plain.ranges(file, size)
+
+
+def problem(file: File, section: ChatConfig) -> FileProblem | None:
+    """What its first conversations show."""
+    return first_problem(file, section, read)
+
+
+def _records(
+    reader: Reader, file: File, span: tuple[int, int] | None
+) -> Iterator[tuple[int, Any, str]]:
+    """Each record with its line or row, from 1, and both in words."""
+    name = unpacked_name(file)
+    if name.endswith(parquet.SPEC.endings):
+        for row, record in parquet.records(file):
+            yield row, record, f"{file}, row {row:,}"
+    elif name.endswith(arrow.SPEC.endings):
+        for row, record in arrow.records(file):
+            yield row, record, f"{file}, row {row:,}"
+    else:
+        for line, raw in plain.lines_of(file, span):
+            where = f"{file}:{line}"
+            record = plain.record_of(reader, raw, where)
+            if record is not plain.BAD:
+                yield line, record, where
+
+
+SPEC = DataSource(
+    name="chat",
+    keys=ChatConfig,
+    build="trainctl.options.data.chat:read",
+    endings=(".jsonl", *parquet.SPEC.endings, *arrow.SPEC.endings),
+    choose=arrow.choose,
+    ranges=ranges,
+    counts_lines=True,
+    problem=problem,
+    identity=lambda section: f"chat {section.shape.value}",
+    encoder="trainctl.train.chat_encoder:encoder_of",
+)

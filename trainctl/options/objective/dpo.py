@@ -1,0 +1,48 @@
+"""Direct preference optimization (arXiv:2305.18290)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from trainctl.config.schema import ObjectiveConfig
+from trainctl.config.schema.option import option
+from trainctl.options.objective import REWARDS, Objective
+
+
+class PreferenceLoss(Enum):
+    """What is made of the difference of two rewards."""
+
+    sigmoid = "sigmoid"
+    hinge = "hinge"
+    ipo = "ipo"
+
+
+@dataclass
+class DpoConfig(ObjectiveConfig):
+    """Its own keys."""
+
+    beta: float = option(
+        0.1, "How much leaving the reference costs: reward for each nat of difference.", above=0
+    )
+    loss: PreferenceLoss = option(
+        PreferenceLoss.sigmoid,
+        "Of the margin: sigmoid (arXiv:2305.18290), hinge (arXiv:2305.10425), or ipo "
+        "(arXiv:2310.12036, per token).",
+    )
+    label_smoothing: float = option(
+        0.0,
+        "Share of the pairs that are taken to be the wrong way round (cDPO).",
+        minimum=0,
+        maximum=0.5,
+        needs=(lambda s: s.loss is PreferenceLoss.sigmoid, "objective.loss=sigmoid"),
+    )
+
+
+SPEC = Objective(
+    name="dpo",
+    keys=DpoConfig,
+    build="trainctl.train.preferences:dpo",
+    needs_reference=True,
+    measures=REWARDS,
+)

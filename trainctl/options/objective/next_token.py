@@ -1,0 +1,7 @@
+"""Cross entropy of the next token: pre-training, and fine-tuning on answers."""
+
+from __future__ import annotations
+
+from trainctl.options.objective import TOKENS, Objective
+
+SPEC = Objective(name="next_token", counts=TOKENS)

@@ -1,0 +1,24 @@
+"""Simple preference optimization: without a reference, by length (arXiv:2405.14734)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainctl.config.schema import ObjectiveConfig
+from trainctl.config.schema.option import option
+from trainctl.options.objective import REWARDS, Objective
+
+
+@dataclass
+class SimpoConfig(ObjectiveConfig):
+    """Its own keys."""
+
+    beta: float = option(2.0, "Reward for each nat of an answer's mean log-probability.", above=0)
+    gamma_ratio: float = option(
+        0.5, "Margin that the rewards shall have, over beta: gamma / beta of the paper.", minimum=0
+    )
+
+
+SPEC = Objective(
+    name="simpo", keys=SimpoConfig, build="trainctl.train.preferences:simpo", measures=REWARDS
+)
