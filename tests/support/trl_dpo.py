@@ -22,7 +22,7 @@ def main(model: str, pairs: str, steps: int, rate: float) -> None:
 
     vocabulary = {chr(number): number for number in range(256)} | {"<end>": 256}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="\0"))
-    backend.pre_tokenizer = Split(Regex("(?s)."), "isolated")
+    backend.pre_tokenizer = Split(Regex("."), "isolated")
     end = "<end>"
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, pad_token=end)
     rows = [json.loads(line) for line in Path(pairs).read_text().splitlines()]
