@@ -12,7 +12,7 @@ from trainctl.config.yaml_files import read_document
 RECIPES = {info.name: info for info in recipes()}
 PROMISED = (
     "tiny 125m 1b-zero1 7b-zero2 7b-zero3 7b-zero3-offload 7b-zero3-nvme 13b-zero3 "
-    "70b-zero3-nodes 70b-3d 8b-long-context"
+    "70b-zero3-nodes 70b-3d 8b-long-context dpo-8b-lora"
 )
 DEVICES = {
     "tiny": 2,
@@ -26,6 +26,7 @@ DEVICES = {
     "70b-zero3-nodes": 64,
     "70b-3d": 64,
     "8b-long-context": 8,
+    "dpo-8b-lora": 1,
 }
 
 
