@@ -108,11 +108,3 @@ def test_sigterm_with_grace_saves_and_is_requeued(struck, undisturbed):
 
     # A second SIGTERM, and a grace that ends: tests/launch/test_supervise.py, with stand-ins.
     struck.complete(undisturbed, "training.time_limit_minutes=null")
-
-
-def test_a_crash_loop_ends_after_three_restarts_without_progress(struck):
-    one = ("hardware.devices_per_node=1", "launcher.max_restarts=100")
-    launcher = struck.launch(*CONFIG, *one, TRAINCTL_FAULT="phase:manifest:0:20")
-    struck.finish(launcher, 137, "gave up: 3 restarts brought no new checkpoint")
-    assert struck.saved == [10]
-    assert [event["step"] for event in struck.events("restart")] == [10, 10, 10]

@@ -15,14 +15,13 @@ pytestmark = pytest.mark.slow
 
 PHASES = (
     ("fragment", 1, True),
-    ("rename", 0, False),
+    ("manifest", 0, False),
     ("pointer", 0, True),
     ("rotation", 0, False),
 )
 """Where, on which rank, and whether behind the steps, a save is cut short.
 
-Each phase is cut short in both ways in `tests/train/test_saver.py`, and the phase of the manifest
-again and again in `test_process_faults.py`.
+Each phase, the rename among them, is cut short in both ways in `tests/train/test_saver.py`.
 """
 
 COMMITTED = ("pointer", "rotation")

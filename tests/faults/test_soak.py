@@ -1,6 +1,6 @@
 """Kills at seeded random times in one run, which ends as if nothing had happened.
 
-Six of them in CI; `TRAINCTL_SOAK_KILLS=30 python -m pytest tests/faults/test_soak.py` for more.
+Four of them in CI; `TRAINCTL_SOAK_KILLS=30 python -m pytest tests/faults/test_soak.py` for more.
 """
 
 import os
@@ -19,7 +19,7 @@ from trainctl.runs.manifest import read_manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-KILLS = int(os.environ.get("TRAINCTL_SOAK_KILLS", "6"))
+KILLS = int(os.environ.get("TRAINCTL_SOAK_KILLS", "4"))
 KILLS_IN_SAVES = KILLS // 3 + 1
 LEAST_IN_SAVES = KILLS // 6
 STEPS = 17 * KILLS

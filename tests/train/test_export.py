@@ -84,6 +84,7 @@ def test_the_export_of_every_zero_stage_computes_what_the_engine_did(tmp_path):
         assert len([name for name in exported.files if name.endswith(".safetensors")]) > 2
 
 
+@pytest.mark.slow
 def test_every_family_tied_and_untied_in_fp32_and_bf16(tmp_path):
     gpt2 = {"family": "gpt2", "num_key_value_heads": None}
     qwen3 = {"family": "qwen3", "head_dim": 32}

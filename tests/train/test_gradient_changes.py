@@ -1,6 +1,8 @@
 """What is done to gradients, against a few lines of torch on one process, at every ZeRO stage."""
 
 import functools
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,16 +75,16 @@ def train(folder, stage, options, **layout):
 
 
 @functools.cache
-def reference(folder, options):
+def reference(options):
     """Loss and gradient norm by step, and the limits of the norm, in plain torch."""
-    config = changing(0, dict(options))
-    made = plain_torch(config, folder / f"reference-{hash(options)}", steps=STEPS)
+    with tempfile.TemporaryDirectory() as folder:
+        made = plain_torch(changing(0, dict(options)), Path(folder), steps=STEPS)
     return made.curve, made.limits
 
 
 def assert_as_reference(folder, stage, options, **layout):
     run = train(folder, stage, options, **layout)
-    expected, limits = reference(folder, tuple(options.items()))
+    expected, limits = reference(tuple(options.items()))
     found = curve(run)
     for step, (loss, norm) in expected.items():
         assert found[step][0] == pytest.approx(loss, rel=1e-5), step
@@ -101,9 +103,9 @@ def test_all_of_them_at_once(tmp_path, stage):
 
 def test_each_changes_the_curve(tmp_path):
     """By more than the tolerance above, so that one which did nothing would be seen."""
-    plain, _ = reference(tmp_path, ())
+    plain, _ = reference(())
     for options in OPTIONS.values():
-        found, _ = reference(tmp_path, tuple(options.items()))
+        found, _ = reference(tuple(options.items()))
         changed = max(
             abs(found[step][at] / value - 1)
             for step, pair in plain.items()
@@ -116,11 +118,8 @@ def test_each_changes_the_curve(tmp_path):
 @pytest.mark.parametrize(
     ("stage", "option"),
     [
-        (3, "centralize"),
         (2, "clip_value"),
         (1, "noise"),
-        (0, "percentile"),
-        (0, "mean"),
         (3, "mean"),  # which is not among those together
     ],
 )
@@ -129,18 +128,15 @@ def test_each_alone(tmp_path, stage, option):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "axis"), [(0, "tensor"), (1, "pipeline"), (3, "tensor"), (2, "sequence")]
-)
+@pytest.mark.parametrize(("stage", "axis"), [(1, "pipeline"), (3, "tensor"), (2, "sequence")])
 def test_all_of_them_on_other_layouts(tmp_path, stage, axis):
     assert_as_reference(tmp_path, stage, TOGETHER, **{axis: 2})
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # DeepSpeed compiles CPUAdam when it is first used
-@pytest.mark.parametrize("stage", [1, 3])
-def test_all_of_them_in_host_memory(tmp_path, stage):
-    assert_as_reference(tmp_path, stage, TOGETHER, optimizer=OffloadDevice.cpu)
+def test_all_of_them_in_host_memory(tmp_path):
+    assert_as_reference(tmp_path, 3, TOGETHER, optimizer=OffloadDevice.cpu)
 
 
 def test_a_resumed_run_changes_them_as_the_whole_one(tmp_path):

@@ -7,24 +7,25 @@ from trainctl.config.schema import DataType
 from trainctl.runs.layout import RunPaths
 
 STEPS, HALF = 6, 3
+WORLD_SIZE = 4  # two nodes of two
 
 
-def plan(partition, world_size):
+def plan(partition):
     config = tiny_config(steps=STEPS)
     config.precision.compute = DataType.fp32
     config.zero_stage.stage = 3
     config.zero_stage.hpz_partition_size = partition
     config.optimizer.lr = 1e-3
-    return tiny_plan(config, world_size)
+    return tiny_plan(config, WORLD_SIZE)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_curve_is_that_of_one_partition(tmp_path, world_size):
+@pytest.mark.slow
+def test_the_curve_is_that_of_one_partition(tmp_path):
     """Its first forward pass would be of uninitialised memory if the weights came in late."""
     plain, node, parts = (RunPaths(tmp_path / name) for name in ("plain", "node", "parts"))
-    hpz = plan(2, world_size)
-    train_cases(world_size, [Case(plan(1, world_size), plain), Case(hpz, node)])
+    hpz = plan(2)
+    train_cases(WORLD_SIZE, [Case(plan(1), plain), Case(hpz, node)])
     for step, (loss, norm) in curve(plain).items():
         assert curve(node)[step] == (pytest.approx(loss, abs=1e-5), pytest.approx(norm, rel=1e-5))
-    train_cases(world_size, [Case(with_stop(hpz, HALF), parts), Case(hpz, parts, attempt=2)])
+    train_cases(WORLD_SIZE, [Case(with_stop(hpz, HALF), parts), Case(hpz, parts, attempt=2)])
     assert curve(parts) == curve(node)

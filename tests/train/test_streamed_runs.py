@@ -82,6 +82,7 @@ def test_what_has_no_room_or_another_tokenizer_is_refused(bucket, config, tmp_pa
     assert not run.corpus.exists()
 
 
+@pytest.mark.slow
 def test_batches_are_the_same_with_windows_and_masks(bucket, config, tmp_path, monkeypatch):
     """Order and shards of one small size, as they are both of 64 Mi tokens."""
     monkeypatch.setattr(mixture, "Order", partial(Order, shard_tokens=SHARD))
