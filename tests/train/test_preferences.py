@@ -7,16 +7,22 @@ import math
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from chat_files import asked, write_tokenizer
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, trained, with_stop
 
 from trainctl.config.registry import new_section
+from trainctl.config.text.conversations import as_text
+from trainctl.config.text.preferences import pair_of
+from trainctl.data.marks import are_learnt, with_mark, without_marks
 from trainctl.engines.micro_batch import IGNORED_LABEL
+from trainctl.errors import TrainctlError
 from trainctl.options.objective.dpo import PreferenceLoss
 from trainctl.plan.mixture import SOLE
 from trainctl.runs.layout import RunPaths
@@ -25,7 +31,9 @@ from trainctl.train.corpora import load_corpora
 from trainctl.train.data import TrainingData, held_out_data
 from trainctl.train.model import skeleton
 from trainctl.train.objective import ObjectiveLoss
+from trainctl.train.preference_encoder import encoder_of
 from trainctl.train.prepare import prepare
+from trainctl.train.tokenizer import ByteTokenizer, FileTokenizer
 
 LENGTH, PAIRS, END = 64, 48, 256
 TRL = Path(__file__).parents[1] / "support" / "trl_dpo.py"
@@ -93,6 +101,31 @@ def test_a_sample_is_one_pair_and_one_too_long_is_left_out(pairs, tmp_path):
     learnt = batch.labels[0][batch.labels[0] != IGNORED_LABEL].tolist()
     assert learnt == [*row["chosen"].encode(), END, *row["rejected"].encode(), END]
     assert (batch.labels[1] == IGNORED_LABEL).all()
+
+
+def test_messages_are_written_by_the_chat_template(tmp_path):
+    """An answer is what the template adds to the prompt, as TRL has it."""
+    from transformers import AutoTokenizer
+
+    folder = write_tokenizer(tmp_path, adds_bos=True)
+    tokenizer = FileTokenizer(folder / "tokenizer.json")
+    prompt = asked(("1+1?", "2"))[:1]
+    answers = {key: [{"role": "assistant", "content": key}] for key in ("chosen", "rejected")}
+    encoder = encoder_of(new_section("data", "preferences"), tokenizer)
+    (found,) = encoder.encode_all([as_text(pair_of({"prompt": prompt, **answers}))])
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    write = partial(theirs.apply_chat_template, return_dict=False)
+    asks = write(prompt, add_generation_prompt=True)
+    whole = [write([*prompt, *answer]) for answer in answers.values()]
+    is_wide = with_mark(tokenizer.vocab_size) > 1 << 16
+    stored = found.astype("<u4" if is_wide else "<u2")  # as a store has them
+    assert without_marks(stored).tolist() == [*whole[0], *whole[1]]
+    learnt = [place >= len(asks) for each in whole for place in range(len(each))]
+    assert are_learnt(stored).tolist() == learnt
+    with pytest.raises(TrainctlError, match="no chat template belongs to it"):
+        encoder_of(new_section("data", "preferences"), ByteTokenizer()).encode_all(
+            [as_text(pair_of({"prompt": prompt, **answers}))]
+        )
 
 
 def test_losses_are_those_of_their_papers():
