@@ -90,16 +90,16 @@ def _packed(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
     learnt = corpus.learnt(split)
     if learnt is None:
         return pack(pieces_of(ends, length), length)
+    is_paired = spec_of(config.data).has_pairs
+    what, others = ("pair", "") if is_paired else ("conversation", "cut, or ")
     longest = int(np.diff(ends.astype(np.int64), prepend=0).max(initial=0))
     if config.data.on_too_long is OnTooLong.error and longest > length:
         raise TrainctlError(
-            f"a document has {longest:,} tokens, and training.sequence_length is {length:,}",
-            hint="a longer sequence; or data.on_too_long=cut, which keeps the beginning of "
-            "conversations, or drop, which leaves out what is too long",
+            f"a {what} has {longest:,} tokens, and training.sequence_length is {length:,}",
+            hint=f"a longer sequence; or data.on_too_long={others}drop, which leaves such out",
         )
     cuts = config.data.on_too_long is OnTooLong.cut
     found = conversations_of(ends, length, learnt, cuts=cuts)
-    is_paired = spec_of(config.data).has_pairs
     bins = each_alone(found.pieces) if is_paired else pack(found.pieces, length)
     return replace(bins, counts=found.counts)
 
@@ -121,10 +121,12 @@ def drawn_tokens(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> in
     if bins is None:
         return corpus.train.tokens
     tokens = len(bins) * config.training.sequence_length
+    is_paired = spec_of(config.data).has_pairs
     if bins.counts:
-        tell(in_words(bins.counts))
+        told = in_words(bins.counts)
+        tell(told.replace("conversations", "pairs", 1) if is_paired else told)
     text = int(bins.lengths.sum(dtype=np.int64))
-    how = "a pair in each sample" if spec_of(config.data).has_pairs else "best-fit packing"
+    how = "a pair in each sample" if is_paired else "best-fit packing"
     tell(
         f"{how}: {len(bins):,} samples of {config.training.sequence_length:,} tokens, "
         f"{text / max(1, tokens):.2%} of them text, the rest padding"
