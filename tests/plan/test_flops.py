@@ -8,13 +8,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_cases import config_with
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from trainctl.config.schema import AttentionKind, ModelConfig
 from trainctl.options.model import families
-from trainctl.plan.flops import flops_per_token, multiplied_weights, utilisation
+from trainctl.plan.flops import (
+    attention_products,
+    flops_of_run,
+    flops_per_token,
+    multiplied_weights,
+    utilisation,
+)
 from trainctl.plan.shapes import count_parameters
+from trainctl.plan.trainable import trainable
 from trainctl.train.model import transformers_config
 
 LLAMA_2_7B = ModelConfig(
@@ -91,3 +99,22 @@ def test_recomputation_is_no_progress() -> None:
     assert utilisation(6e15, 10.0, devices=4, peak_tflops=300.0) == pytest.approx(0.5)
     assert utilisation(6e15, 12.5, devices=4, peak_tflops=300.0) == pytest.approx(0.4)
     assert utilisation(6e15, 10.0, devices=4, peak_tflops=None) is None
+
+
+def test_frozen_weights_save_their_gradients() -> None:
+    def of(**changes: object) -> int:
+        return flops_of_run(config_with(model__num_layers=4, **changes), 64)
+
+    config = config_with(model__num_layers=4)
+    whole = flops_per_token(config.model, 64)
+    matrices, products = multiplied_weights(config.model), attention_products(config.model, 64)
+    assert of() == whole
+    assert of(training__freeze=["embeddings"]) == whole  # they are looked up
+    head = config.model.vocab_size * config.model.hidden_size
+    assert of(training__freeze=["head"]) == whole - 2 * head
+    inside = matrices - head
+    half = of(training__freeze=["all_but_last_blocks:2"])
+    assert half == whole - 4 * (inside // 2) - 2 * products
+    lora = config_with(model__num_layers=4, adapter__kind="lora")
+    added = trainable(lora).trained_elements
+    assert flops_of_run(lora, 64) == whole - 2 * matrices + 6 * added

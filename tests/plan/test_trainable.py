@@ -10,7 +10,7 @@ from plan_cases import config_with
 from trainctl.config.anatomy import anatomy_of
 from trainctl.plan.groups import parameter_groups
 from trainctl.plan.shapes import all_tensors
-from trainctl.plan.trainable import adapted_layers, idle_stages, met_by, trainable
+from trainctl.plan.trainable import idle_stages, met_by, trainable
 
 LLAMA = {"model__num_layers": 4}
 KINDS = ("lora", "dora", "rslora")
@@ -74,7 +74,7 @@ def test_of_an_anatomy_the_layers_of_blocks_are_adapted() -> None:
         adapter__kind="lora",
     )
     weights = {parameter.name: parameter for parameter in anatomy.parameters}
-    for layer in adapted_layers(config):
+    for layer in trainable(config).adapted:
         parameter = weights[f"{layer.name}.weight"]
         assert parameter.block is not None and sorted(parameter.shape) == sorted(
             (layer.inputs, layer.outputs)

@@ -212,3 +212,38 @@ def test_a_sequence_that_does_not_fit_is_told_of_tiles() -> None:
     hardware = replace(H100, nodes=1, devices_per_node=8, host_memory_bytes=2000 * GIB)
     first, *_ = what_fits(config, hardware)
     assert first.overrides == ("kernels.mlp_tiles=16",)
+
+
+def test_an_adapter_is_suggested_last_where_there_are_weights_to_start_from() -> None:
+    config, card = (
+        llama_7b(stage=2),
+        replace(H100, devices_per_node=1, device_memory_bytes=24 * GIB),
+    )
+    assert not any("adapter" in text for s in what_fits(config, card) for text in s.overrides)
+    config.model.initial_weights = "weights"
+    *others, last = what_fits(config, card)
+    assert "adapter.kind=lora" in last.overrides
+    assert not any("adapter" in text for s in others for text in s.overrides)
+    key_values = dict(text.split("=") for text in last.overrides)
+    changed = with_values(
+        config,
+        {
+            key: ENUMS[key](value) if key in ENUMS else json.loads(value)
+            for key, value in key_values.items()
+            if key != "adapter.kind"
+        }
+        | {"adapter.kind": "lora"},
+    )
+    assert assess(changed, card).fits
+
+
+def test_frozen_weights_take_no_time_of_an_optimizer() -> None:
+    config = llama_7b(stage=2)
+    whole = timed(config, H100)
+    config.training.freeze = ["all_but_last_blocks:4"]
+    part = timed(config, H100)
+    assert whole is not None and part is not None
+    assert part.time.optimizer < 0.2 * whole.time.optimizer
+    assert part.time.reduce < 0.2 * whole.time.reduce
+    # A forward pass is a third of the work; four blocks of 32 go backward, and the head.
+    assert 0.35 < part.time.compute / whole.time.compute < 0.5

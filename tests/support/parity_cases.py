@@ -168,7 +168,7 @@ def judge(
     hardware = Hardware(
         name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=combination.world_size
     )
-    config = _config(combination, steps, nvme)
+    config = layout_config(combination, steps, nvme)
     config.data = data or config.data
     resolution = resolve(config, hardware)
     if resolution.plan is None:
@@ -182,7 +182,8 @@ def judge(
     return Verdict(None, unready or idle) if unready or idle else Verdict(resolution.plan)
 
 
-def _config(combination: Combination, steps: int, nvme: Path) -> RunConfig:
+def layout_config(combination: Combination, steps: int, nvme: Path) -> RunConfig:
+    """The tiny model's."""
     config = tiny_config(steps=steps)
     config.optimizer.gradient_clipping = CLIPPING
     config.optimizer.lr = 1e-3

@@ -10,9 +10,14 @@ from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataType, OffloadDevice, PrecisionConfig
+from trainctl.memory.activations import tokens_per_rank
+from trainctl.memory.components import Components
 from trainctl.memory.engine import read_engine
 from trainctl.memory.host import host_budget
+from trainctl.memory.loss import head_input
+from trainctl.memory.partial import of_run
 from trainctl.memory.phases import resident
+from trainctl.memory.rank import rank_memory
 from trainctl.memory.stages import stages
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
@@ -30,8 +35,13 @@ def plan(
     precision: PrecisionConfig,
     optimizer: str = "adamw",
     offload: str = "none",
+    **trains: Any,
 ) -> RunPlan:
     config = tiny_config(steps=2)
+    config.training.freeze = trains.get("freeze", [])
+    if "adapter" in trains:
+        targets = trains.get("targets", [])
+        config.adapter = new_section("adapter", trains["adapter"], rank=4, targets=targets)
     config.model.hidden_size, config.model.intermediate_size = 128, 352
     config.precision = precision
     config.optimizer = new_section("optimizer", optimizer, lr=config.optimizer.lr)
@@ -45,7 +55,7 @@ def plan(
 def predicted(of: RunPlan) -> int:
     """Bytes of one rank on the device, and offloaded from it."""
     engine = read_engine(of)
-    (stage,) = stages(of.config.model, expert=of.mesh.expert)
+    (stage,) = of_run(of.config, stages(of.config.model, expert=of.mesh.expert))
     host = host_budget(of, engine, stage, 0).components
     return resident(engine, stage, 0).total + sum(host.values()) // of.mesh.world_size
 
@@ -70,10 +80,24 @@ OFFLOADED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def counted(world_size: int, plans: dict[str, RunPlan], folder: Path) -> list[dict[str, int]]:
+def kept(of: RunPlan) -> int:
+    """Bytes of activations of the blocks, the last norm and the head, by the budget."""
+    engine = read_engine(of)
+    (stage,) = of_run(of.config, stages(of.config.model), keeps_inputs=engine.keeps_inputs)
+    rank = rank_memory(of, engine, stage, Components())
+    gradient = engine.weight_bytes * tokens_per_rank(of) * of.config.model.hidden_size
+    return rank.activations.forward_end + head_input(rank) - gradient
+
+
+def counted(
+    world_size: int,
+    plans: dict[str, RunPlan],
+    folder: Path,
+    probe: str = "census_probe:resident",
+) -> list[dict[str, int]]:
     """Bytes that each plan's engine keeps, by rank."""
     cases = [Case(of, RunPaths(folder / str(index))) for index, of in enumerate(plans.values())]
-    ranks = train_cases(world_size, cases, probe="census_probe:resident")
+    ranks = train_cases(world_size, cases, probe=probe)
     return [dict(zip(plans, rank, strict=True)) for rank in ranks]
 
 
@@ -91,6 +115,50 @@ def test_states_are_predicted_within_one_percent(world_size: int, tmp_path: Path
 
 def test_states_of_other_optimizers(tmp_path: Path) -> None:
     check(2, OPTIMIZERS, tmp_path)
+
+
+PARTIAL: dict[str, dict[str, Any]] = {
+    "LoRA": {"adapter": "lora"},
+    "DoRA": {"adapter": "dora"},
+    "embeddings and a block frozen": {"freeze": ["embeddings", r"layers\.0\."]},
+    "all but the last block frozen": {"freeze": ["all_but_last_blocks:1"]},
+}
+
+
+@pytest.mark.slow
+def test_states_where_not_all_trains(tmp_path: Path) -> None:
+    """Frozen weights in the type that computes, whole or a share of them, and nothing beside."""
+    cases = {
+        f"ZeRO {zero}, {name}, {precision.compute}": plan(2, zero, precision, **trains)
+        for name, trains in PARTIAL.items()
+        for zero in range(4)
+        for precision in ((BF16, FP32) if name == "LoRA" else (BF16,))
+    }
+    expected = {name: pytest.approx(predicted(of), rel=0.005) for name, of in cases.items()}
+    for rank in counted(2, cases, tmp_path):
+        assert rank == expected
+
+
+KEPT: dict[str, dict[str, Any]] = {
+    "LoRA on two layers": {"adapter": "lora", "targets": ["q_proj", "down_proj"]},
+    "DoRA": {"adapter": "dora"},
+    "all but the last block frozen": {"freeze": ["all_but_last_blocks:1"]},
+    "blocks frozen above embeddings that train": {"freeze": [r"layers\."]},
+}
+
+
+@pytest.mark.slow
+def test_what_a_forward_pass_keeps_where_not_all_trains(tmp_path: Path) -> None:
+    """ZeRO 3 comes last: DeepSpeed's linear layer, which keeps its input whatever learns, stays in
+    a process that has had it."""
+    plans = {
+        f"ZeRO {zero}, {name}": plan(2, zero, BF16, **trains)
+        for zero in (1, 3)
+        for name, trains in KEPT.items()
+    }
+    expected = {name: pytest.approx(kept(of), rel=0.01) for name, of in plans.items()}
+    for rank in counted(2, plans, tmp_path, probe="kept_probe:kept"):
+        assert rank == expected
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from trainctl.runs import checkpoints
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
-from trainctl.train.checkpoint import CheckpointWeights
+from trainctl.train.base import Whole, whole_weights
 from trainctl.train.replay import Replay
 from trainctl.train.restore import newest_intact, weights_of
 from trainctl.train.saver import Saver
@@ -97,7 +97,7 @@ def test_every_tensor_is_asked_for_or_nothing_is_loaded(run, process):
     with pytest.raises(TrainctlError, match="lacks another and 1 more tensors"):
         found.check(ModelConfig(), shapes | {"another": [1], "third": [1]})
     with pytest.raises(TrainctlError, match=r"model\.initial_weights: .* the model has no "):
-        CheckpointWeights(found, ModelConfig(), fewer)
+        whole_weights(found, Whole(ModelConfig(), None, fewer), is_start=True)
 
 
 def test_another_model_is_refused_and_a_longer_context_is_a_new_run(run, process):
@@ -107,9 +107,9 @@ def test_another_model_is_refused_and_a_longer_context_is_a_new_run(run, process
     for model in (longer, other):
         with pytest.raises(TrainctlError, match="step-00000003 is of another model"):
             found.check(model, shapes)
-    CheckpointWeights(found, longer, shapes)
+    whole_weights(found, Whole(longer, None, shapes), is_start=True)
     with pytest.raises(TrainctlError, match="num_attention_heads was 4, and is 2"):
-        CheckpointWeights(found, other, shapes)
+        whole_weights(found, Whole(other, None, shapes), is_start=True)
 
 
 def test_states_of_another_optimizer_are_not_taken_for_one_s_own(run, process):

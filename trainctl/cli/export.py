@@ -13,7 +13,10 @@ from trainctl.cli.console import print_json, put, say, short_count, size_text
 from trainctl.cli.intact import choose_checkpoint
 from trainctl.cli.meter import Meter
 from trainctl.cli.offline import run_offline
+from trainctl.config.quantities import in_unit
+from trainctl.config.store import load_config
 from trainctl.errors import TrainctlError
+from trainctl.options.adapter import low_rank
 from trainctl.runs.directory import open_run
 
 
@@ -37,13 +40,38 @@ def export(
         ),
     ] = None,
     weights: WhichWeights = Weights.raw,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="The adapter alone, as PEFT loads it.")
+    ] = False,
+    merge: Annotated[
+        bool,
+        typer.Option("--merge", help="The adapter in its base, as is done without either."),
+    ] = False,
+    shard_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Largest file of weights, such as 2GB; else 5GB.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint as a directory that transformers loads.
 
+    Of an adapter: merged into its base, or alone as PEFT's directory.
+
     Example: trainctl export runs/NAME exported --dtype bf16
     """
     paths = open_run(run)
+    shard_bytes = _shard_bytes(shard_size)
+    if adapter and (merge or shard_size):
+        raise TrainctlError(f"--adapter with {'--merge' if merge else '--shard-size'}: choose one")
+    if (adapter or merge) and low_rank(load_config(paths.config).adapter) is None:
+        raise TrainctlError(
+            f"{paths.root} has no adapter: its checkpoints hold the model's own weights",
+            hint="leave the option out",
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TrainctlError(
             f"{out} exists and is not an empty folder", hint="name another, or remove it"
@@ -53,6 +81,8 @@ def export(
         arguments: list[str | Path] = [paths.root, checkpoint, out, "--weights", weights.value]
         if dtype is not None:
             arguments += ["--dtype", dtype.value]
+        arguments += ["--adapter"] if adapter else []
+        arguments += ["--shard-bytes", str(shard_bytes)] if shard_bytes else []
         result = run_offline("export", arguments, meter)
     if as_json:
         where = {"run": str(paths.root), "checkpoint": checkpoint.name, "weights": weights.value}
@@ -66,3 +96,13 @@ def export(
         f"{short_count(result['parameters'])} parameters, "
         f"{size_text(result['bytes'])} of {result['dtype']}"
     )
+
+
+def _shard_bytes(text: str | None) -> int | None:
+    """The largest file in bytes; None where nothing is asked for."""
+    if text is None:
+        return None
+    size = in_unit(text, "bytes", is_count=True)
+    if size is None or size < 1:
+        raise TrainctlError(f"--shard-size {text} is no size", hint="--shard-size 2GB")
+    return int(size)

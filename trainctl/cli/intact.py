@@ -9,7 +9,7 @@ from trainctl.cli.console import say
 from trainctl.cli.meter import Meter
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.identity import check_model, check_optimizer
+from trainctl.plan.identity import check_model, check_optimizer, check_trained
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoints import checkpoint_folders, list_checkpoints, own_id
 from trainctl.runs.directory import newest_run, open_run
@@ -107,6 +107,7 @@ def check_goes_on(config: RunConfig, path: Path) -> None:
             style="warning",
         )
     check_model(config.model, path.name, manifest)
+    check_trained(config, path.name, manifest)
     check_optimizer(config, path.name, manifest)
 
 

@@ -13,6 +13,7 @@ from trainctl.options.tokenizer import tokenizer_facts
 from trainctl.plan.deepspeed import flatten
 from trainctl.plan.groups import parameter_groups
 from trainctl.plan.shapes import count_parameters
+from trainctl.plan.trainable import is_partial, trainable
 from trainctl.plan.types import RunPlan
 
 GROUPS_SHOWN = 8
@@ -61,6 +62,7 @@ def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
     ]
     if plan.settings:
         rows.append(("engine", plan.engine))
+    rows += [("trains", text) for text in _trained(config)]
     rows += [("weights", text) for text in _weights(config)]
     rows += [("tokenizer", text) for text in _tokenizer(config)]
     most = GROUPS_IN_BRIEF if brief else GROUPS_SHOWN
@@ -74,6 +76,18 @@ def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
         lines.append("  derived")
         lines += [f"    {item.key} = {item.value}: {item.reason}" for item in derived]
     return lines
+
+
+def _trained(config: RunConfig) -> Iterator[str]:
+    """What trains, where not everything does."""
+    if not config.trains_itself or not is_partial(config):
+        return
+    found = trainable(config)
+    trained, frozen = found.trained_elements, found.frozen_elements
+    yield (
+        f"{short_count(trained)} parameters ({trained:,}), "
+        f"{100 * trained / (trained + frozen):.2g} % of all; {short_count(frozen)} are frozen"
+    )
 
 
 def _weights(config: RunConfig) -> Iterator[str]:

@@ -162,6 +162,9 @@ def event_lines(event: Event) -> list[str]:
         case "start":
             origin = f"resumed from {event['resumed_from']}" if event["resumed_from"] else "start"
             size = f"{event['world_size']} processes, {event['num_parameters']:,} parameters"
+            trained = event.get("num_trained", event["num_parameters"])
+            if trained != event["num_parameters"]:
+                size += f" ({trained:,} of them train)"
             text = f"{event['train_tokens']:,} + {event['held_out_tokens']:,} held-out tokens"
             passed_over = [f"checkpoint passed over: {problem}" for problem in event["passed_over"]]
             begins = ["the average of the weights begins here: the checkpoint has none"]

@@ -11,6 +11,7 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.options.activation_checkpointing import recomputed, selective
+from trainctl.options.adapter import low_rank
 from trainctl.options.data import spec_of
 from trainctl.options.engine import engine_of, fsdp2
 from trainctl.options.optimizer import adamw_8bit
@@ -67,6 +68,7 @@ OWN_NORM = Need(
     "parallelism", lambda config: config.parallelism.pipeline > 1 or config.parallelism.expert > 1
 )
 SEQUENCE = Need("parallelism.sequence", lambda config: config.parallelism.sequence > 1)
+ADAPTED = Need("adapter.kind", lambda config: low_rank(config.adapter) is not None)
 TENSOR = Need("parallelism.tensor", lambda config: config.parallelism.tensor > 1)
 
 RECOMPUTED = Need(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainctl.engines.needs import EIGHT_BIT_MOMENTS, FSDP2, LIGER_LOSS, SELECTIVE, TENSOR
+from trainctl.engines.needs import ADAPTED, EIGHT_BIT_MOMENTS, FSDP2, LIGER_LOSS, SELECTIVE, TENSOR
 from trainctl.engines.patches import At, How, Table, Use
 
 _ELASTIC = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
@@ -38,6 +38,14 @@ USES = (
         "optimizer is told of them, not at the first forward pass",
         contains="fsdp_param.reset_sharded_param()",
         need=FSDP2,
+    ),
+    Use(
+        target="torch.nn.modules.linear:Linear.forward",
+        how=How.extended,
+        why="an adapter adds a product of two narrow matrices to what a linear layer gives",
+        body="9b9e79ddd8dd",
+        names=("__class__",),
+        need=ADAPTED,
     ),
     Use(
         target="torch.nn.modules.linear:Linear.forward",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainctl.engines.needs import CHAT, EXPERTS, MUP, RECOMPUTED, SPARSE, TENSOR
+from trainctl.engines.needs import ADAPTED, CHAT, EXPERTS, MUP, RECOMPUTED, SPARSE, TENSOR
 from trainctl.engines.patches import At, How, Table, Use
 
 _MODELS = "transformers.models"
@@ -30,6 +30,14 @@ USES = (
         "has to be told where documents begin",
         signature="(self, value)",
         at=At.model,
+    ),
+    Use(
+        target="transformers.pytorch_utils:Conv1D.forward",
+        how=How.extended,
+        why="an adapter adds a product of two narrow matrices to what a linear layer gives",
+        body="91d0f5dc9a87",
+        names=("__class__",),
+        need=ADAPTED,
     ),
     Use(
         target="transformers.pytorch_utils:Conv1D.forward",

@@ -135,11 +135,14 @@ def block_activations(
     qkvo = element * width * (2 * heads + 2 * key_heads)
     statistics = 0.0 if eager else FP32 * heads
     # Two norms, and what each hands to the products; autocast casts it once for each of them.
+    first, *others = (name for name in spec.block if isinstance(name, str))
     norms = sum(
-        _norm_bytes(spec.norm, hidden, residual, liger, learning.norm(name))
-        for name in spec.block
-        if isinstance(name, str)
+        _norm_bytes(spec.norm, hidden, residual, liger, learning.norm(name)) for name in others
     )
+    if not learning.begins:
+        norms += _norm_bytes(spec.norm, hidden, residual, liger, learning.norm(first))
+    elif learning.norm(first):
+        norms += hidden * residual  # what meets its weight, or the input
     readers = [learning.readers(region) for region in (spec.attention, up)]
     norms += hidden * element * sum(count if autocast else min(count, 1) for count in readers)
     inner = ffn * element * (spec.activation.kept_by_liger if liger else spec.activation.kept)
@@ -149,14 +152,24 @@ def block_activations(
         kept -= element * width * heads
     if not learning.reads(f"{up.module}.{up.row}"):
         inner -= element * ffn
-    lengths = {spec.attention: heads * width, up: ffn}
+    separate = (heads, own_keys, own_keys)
+    counts = separate if spec.attention.fused == 1 else (sum(separate),)
+    outputs = {
+        f"{spec.attention.module}.{name}": width * count
+        for name, count in zip(spec.attention.columns, counts, strict=True)
+    } | {f"{up.module}.{name}": ffn for name in up.columns}
     added = {
         region: sum(
-            element * rank
-            + ((hidden if enters else length) * (element + 1) if learning.dropout else 0)
-            for rank, enters in learning.adapters(region)
+            _adapter_bytes(
+                rank,
+                hidden if name in outputs else length,
+                outputs.get(name, hidden),
+                element,
+                learning,
+            )
+            for name, rank in learning.adapters(region)
         )
-        for region, length in lengths.items()
+        for region, length in ((spec.attention, heads * width), (up, ffn))
     }
     return BlockActivations(
         norms=round(norms),
@@ -311,6 +324,20 @@ def compute_bytes(plan: Sketch) -> int:
 
 def _boundary(block: BlockActivations, settings: Recomputing, tensor: int) -> int:
     return block.boundary // (tensor if settings.partition_across_tensor_ranks else 1)
+
+
+def _adapter_bytes(
+    rank: int, inputs: float, outputs: float, element: int, learning: Learning
+) -> float:
+    """Bytes per token that an adapter keeps besides its input: the low product; with dropout a copy
+    of the input and a mask; with magnitudes what they scale (`trainctl.train.adapters`)."""
+    size = float(element * rank)
+    if learning.dropout:
+        size += inputs * (element + 1)
+    if learning.magnitudes:
+        # With dropout the outputs of layer and adapter are scaled by different numbers.
+        size += outputs * element * (2 if learning.dropout else 1)
+    return size
 
 
 def _norm_bytes(norm: Norm, width: int, element: int, liger: bool, learns: bool) -> int:

@@ -20,6 +20,9 @@ class Learning:
         weights: Parameters of the block's own that do, by their names in it.
         ranks: Names of linear layers in the block that have an adapter, and its rank.
         dropout: Whether an adapter's input is dropped out, so that it is a copy of its own.
+        magnitudes: Whether the sum of a layer's and its adapter's outputs is scaled by what learns
+            (DoRA), and so kept.
+        begins: Whether nothing before it learns, so that its input has no gradient.
         keeps_inputs: Whether linear layers keep their inputs whatever learns, as DeepSpeed's does
             at ZeRO 3 (`LinearFunctionForZeroStage3`, zero/linear.py).
     """
@@ -27,6 +30,8 @@ class Learning:
     weights: frozenset[str]
     ranks: tuple[tuple[str, int], ...] = ()
     dropout: bool = False
+    magnitudes: bool = False
+    begins: bool = False
     keeps_inputs: bool = False
 
     def norm(self, name: str) -> bool:
@@ -42,16 +47,10 @@ class Learning:
         own = self.keeps_inputs or f"{layer}.weight" in self.weights
         return own or (layer in dict(self.ranks) and not self.dropout)
 
-    def adapters(self, region: Region) -> tuple[tuple[int, bool], ...]:
-        """Rank of each adapter in a region, and whether it reads what enters it (else what its last
-        layer does)."""
-        ranks = dict(self.ranks)
-        places = (*((name, True) for name in region.columns), (region.row, False))
-        return tuple(
-            (ranks[f"{region.module}.{name}"], enters)
-            for name, enters in places
-            if f"{region.module}.{name}" in ranks
-        )
+    def adapters(self, region: Region) -> tuple[tuple[str, int], ...]:
+        """Names of the layers of a region that have an adapter, and its rank."""
+        names = [f"{region.module}.{name}" for name in (*region.columns, region.row)]
+        return tuple((name, rank) for name, rank in self.ranks if name in names)
 
 
 def everything(spec: Family) -> Learning:

@@ -16,6 +16,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.memory.learning import Learning, everything
 from trainctl.memory.stages import Piece, Stage, share
 from trainctl.options.adapter import low_rank
+from trainctl.options.adapter import spec_of as adapter_of
 from trainctl.options.model import spec_of
 from trainctl.plan import shapes
 from trainctl.plan.shapes import TensorShape
@@ -35,18 +36,8 @@ def of_run(
     """
     if not is_partial(config):
         return stages
-    found, blocks, trained = _tensors(_ByText(config))
-    learning = _learning(config, found, blocks, keeps_inputs=keeps_inputs)
-    result = []
-    for stage in stages:
-        own = range(stage.first_block, stage.first_block + stage.blocks)
-        prefix = f"{shapes.block_prefix(config.model)}."
-        marked = (_marked(piece, own, prefix, trained) for piece in stage.pieces)
-        pieces = [piece for pieces in marked for piece in pieces]
-        pieces += _adapters(_added(found, blocks, own), own, prefix, tensor)
-        live = Counter(learning[block] for block in own if block in learning)
-        result.append(replace(stage, pieces=tuple(pieces), learning=tuple(live.items())))
-    return tuple(result)
+    key = _ByText(config)
+    return tuple(_stage(key, stage, tensor, keeps_inputs) for stage in stages)
 
 
 class _ByText:
@@ -64,6 +55,20 @@ class _ByText:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _ByText) and self._text == other._text
+
+
+@lru_cache(maxsize=512)
+def _stage(key: _ByText, stage: Stage, tensor: int, keeps_inputs: bool) -> Stage:
+    """A stage as a run trains it."""
+    found, blocks, trained = _tensors(key)
+    learning = _learning(key, keeps_inputs)
+    own = range(stage.first_block, stage.first_block + stage.blocks)
+    prefix = f"{shapes.block_prefix(key.config.model)}."
+    marked = (_marked(piece, own, prefix, trained) for piece in stage.pieces)
+    pieces = [piece for pieces in marked for piece in pieces]
+    pieces += _adapters(_added(found, blocks, own), own, prefix, tensor)
+    live = Counter(learning[block] for block in own if block in learning)
+    return replace(stage, pieces=tuple(pieces), learning=tuple(live.items()))
 
 
 @lru_cache(maxsize=8)
@@ -118,11 +123,14 @@ def _adapters(
             )
 
 
-def _learning(
-    config: RunConfig, found: Trainable, blocks: Mapping[str, int], *, keeps_inputs: bool
-) -> dict[int, Learning]:
+@lru_cache(maxsize=16)
+def _learning(key: _ByText, keeps_inputs: bool) -> dict[int, Learning]:
     """What learns in each block that gradients reach: from the first with something that trains, or
-    from the embedding if that does."""
+    from the embedding if that does.
+
+    Where layers are not called as in the closed form, all are taken to keep their inputs.
+    """
+    config, (found, blocks, _) = key.config, _tensors(key)
     adapter, prefix = low_rank(config.adapter), shapes.block_prefix(config.model)
     weights: dict[int, set[str]] = {block: set() for block in range(config.model.num_layers)}
     ranks: dict[int, list[tuple[str, int]]] = {block: [] for block in weights}
@@ -139,11 +147,16 @@ def _learning(
     has_embedding = any(item.embedding for item in found.trained)
     first = 0 if has_embedding else min(busy, default=config.model.num_layers)
     whole = everything(spec_of(config.model)).weights
+    spec = adapter_of(config.adapter)
+    adapted = {f"{name}.weight" for each in ranks.values() for name, _ in each}
+    keeps_inputs |= not adapted <= whole
     return {
         block: Learning(
             weights=frozenset(weights[block]) if block in frozen else whole,
             ranks=tuple(ranks[block]),
             dropout=adapter is not None and adapter.dropout > 0,
+            magnitudes=adapter is not None and spec.has_magnitude,
+            begins=block == first and not has_embedding,
             keeps_inputs=keeps_inputs,
         )
         for block in range(first, config.model.num_layers)

@@ -244,7 +244,7 @@ def _backward_start(rank: RankMemory) -> Components:
     trained = rank.trained
     in_flight = trained.largest_in_block if engine.stage > 1 or engine.accumulates else trained.head
     block = common.plus(
-        activations=rank.activations.block_backward + _casts(rank),
+        activations=rank.activations.block_backward + _casts(rank) + _merged(rank),
         gradients=_accumulated(rank).get("gradients", 0) + engine.weight_bytes * in_flight,
         communication_buffers=_reduction(rank) if engine.stage else 0,
         gathered_parameters=_gathered(rank, stage.block_parameters, turning=True),
@@ -277,6 +277,15 @@ def _casts(rank: RankMemory) -> int:
     inner = -(-model.intermediate_size // rank.plan.mesh.tensor)
     element = FP32 if is_emulated(precision) else narrow
     return element * (tokens * inner + max(stage.largest_in_block, tokens * model.hidden_size))
+
+
+def _merged(rank: RankMemory) -> int:
+    """Bytes of W + s B A and its two parts, of which DoRA takes the lengths of rows, while a block
+    is computed again (`WithMagnitude`, train/adapters.py)."""
+    has_magnitudes = any(each.magnitudes for each, _ in rank.stage.learning or ())
+    if not (has_magnitudes and rank.recomputes):
+        return 0
+    return 3 * rank.engine.weight_bytes * rank.stage.largest_in_block
 
 
 def _sent_on(rank: RankMemory) -> int:

@@ -12,19 +12,29 @@ floating point operations per token of training:
   bounds T. Where a model is read from its own code it is 6 H (Q + V) T for each attention of each
   block, with its own heads, window, and widths of keys (Q) and values (V).
 
+Where some weights are frozen, what is not computed is not counted. A frozen weight has no gradient
+of its own, which saves 2 of its 6 operations; and what lies before the first block in which
+something trains has no backward pass at all, which saves 4. (That block counts as if all of it had
+one.) An adapter's matrices count as weights.
+
 What is done again to save memory (recomputed activations) is not counted: it is no progress.
 """
 
 from __future__ import annotations
 
-from trainctl.config.schema import ModelConfig
+from collections.abc import Iterator
+
+from trainctl.config.anatomy import Role
+from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.plan.shapes import (
+    all_tensors,
     anatomy,
     attention_window,
     block_tensors,
     head_dim,
     head_tensor,
 )
+from trainctl.plan.trainable import block_numbers, head_name, is_partial, ties, trainable
 
 TERA = 1e12
 
@@ -46,6 +56,49 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
         sequence_length: Tokens that attend to each other.
     """
     return 6 * (multiplied_weights(model) + attention_products(model, sequence_length))
+
+
+def flops_of_run(config: RunConfig, sequence_length: int) -> int:
+    """Operations of a run's steps per token: without those that frozen weights save.
+
+    Args:
+        config: The run's.
+        sequence_length: Tokens that attend to each other.
+    """
+    model = config.model
+    if not is_partial(config) or model.factory is not None:
+        return flops_per_token(model, sequence_length)
+    found, blocks, last = trainable(config), block_numbers(model), model.num_layers
+    trained = {tensor.name for tensor in found.trained}
+    places = [-1 if t.embedding else blocks.get(t.name, last) for t in found.trained]
+    adapted = [blocks[f"{layer.name}.weight"] for layer in found.adapted]
+    first = min(adapted or places)
+    total = 6 * sum(tensor.numel for tensor in found.trained) if adapted else 0
+    for name, elements in _multiplied(model):
+        has_backward = blocks.get(name, last) >= first
+        total += round(elements * (2 + 2 * has_backward + 2 * (name in trained)))
+    share = (last - max(first, 0)) / last
+    return total + round((2 + 4 * share) * attention_products(model, sequence_length))
+
+
+def _multiplied(model: ModelConfig) -> Iterator[tuple[str, float]]:
+    """What `multiplied_weights` adds up, by canonical name; a tied head is the embedding."""
+    read = anatomy(model)
+    tied = dict(ties(model))
+    if read is None:
+        blocks = block_numbers(model)
+        for tensor in all_tensors(model):
+            if tensor.is_matrix and tensor.name in blocks:
+                yield tensor.name, tensor.numel
+        head = head_tensor(model)
+        yield tied.get(head.name, head.name), head.numel
+        return
+    for parameter in read.parameters:
+        is_matrix = len(parameter.shape) > 1 and not parameter.is_bias
+        if is_matrix and parameter.role is not Role.embedding:
+            yield parameter.name, parameter.numel * read.active_share(parameter)
+    if read.has_tied_head:
+        yield tied.get(head_name(model), ""), read.head
 
 
 def attention_products(model: ModelConfig, sequence_length: int) -> int:

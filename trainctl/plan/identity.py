@@ -14,12 +14,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainctl.config.codec import to_plain
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options import model as families
 from trainctl.options.optimizer import spec_of
 from trainctl.plan.mup import check_multipliers, multipliers
 from trainctl.plan.shapes import head_dim, key_value_heads
+from trainctl.plan.trainable import is_partial, trainable
 
 _SHAPE = (
     "vocab_size",
@@ -159,6 +161,38 @@ def check_optimizer(config: RunConfig, name: str, manifest: Mapping[str, Any]) -
     wanted = set(spec.states_of(optimizer, is_matrix=False))
     if had and had not in (wanted, matrices, wanted | matrices):
         raise another_optimizer(name, had, wanted | matrices)
+
+
+def check_trained(config: RunConfig, name: str, manifest: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of a run in which something else trained.
+
+    Args:
+        config: Of the run that is to go on from it.
+        name: Of the checkpoint.
+        manifest: Of the checkpoint.
+
+    Raises:
+        TrainctlError: Another adapter's, or with other weights frozen (exit code 5); says which.
+    """
+    if "base" not in manifest and not is_partial(config):
+        return
+    had, now = (
+        {key: value for key, value in adapter.items() if key != "dropout"}
+        for adapter in (manifest.get("adapter", {"kind": "none"}), to_plain(config.adapter))
+    )
+    changes = list(_changes(had, now, "adapter."))
+    if not changes:
+        saved = set(manifest["shapes"])
+        expected = {tensor.name for tensor in trainable(config).trained}
+        for what, names in (("freezes", saved - expected), ("frees", expected - saved)):
+            changes += [f"training.freeze now {what} {each}" for each in sorted(names)]
+    if changes:
+        raise TrainctlError(
+            f"{name} is of a run in which something else trained: {', '.join(changes[:3])}",
+            hint="a run keeps what trains in it: leave out what changes it, or start a new run "
+            "from the weights, with model.initial_weights",
+            exit_code=ExitCode.run_state,
+        )
 
 
 def another_optimizer(name: str, had: Collection[str], wanted: Collection[str]) -> TrainctlError:

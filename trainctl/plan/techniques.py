@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from trainctl.config.schema import (
     RunConfig,
 )
-from trainctl.options.adapter import low_rank
 
 
 def not_yet(config: RunConfig) -> tuple[str, ...]:
@@ -22,9 +21,5 @@ def _wanted(config: RunConfig) -> Iterator[tuple[str, object, str]]:
     """Key, value and name of each technique that the config uses and training lacks."""
     if not config.trains_itself:
         return
-    if low_rank(config.adapter) is not None:
-        yield "adapter", config.adapter.kind, "an adapter"
-    if config.training.freeze:
-        yield "training.freeze", config.training.freeze, "frozen weights"
     if config.model.trust_remote_code:
         yield "model.trust_remote_code", "true", "a model's own code"

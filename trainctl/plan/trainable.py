@@ -39,12 +39,14 @@ class LinearLayer:
         outputs: Width of what leaves it.
         split: How tensor ranks share its matrix: by "outputs" or by "inputs"; None if that is not
             known, or each has all of it.
+        inputs_first: Whether its matrix has a row for each input: transformers' Conv1D.
     """
 
     name: str
     inputs: int
     outputs: int
     split: str | None = None
+    inputs_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,7 @@ def trainable(config: RunConfig) -> Trainable:
     tensors = tuple(shapes.all_tensors(config.model))
     adapter = low_rank(config.adapter)
     if adapter is not None:
-        layers = adapted_layers(config)
+        layers = adapted_layers(config.model, adapter)
         added = tuple(t for layer in layers for t in added_tensors(layer, adapter))
         why = (
             f"adapter.kind={adapter.kind}: {len(layers)} linear layers have one, and only it trains"
@@ -240,12 +242,9 @@ def idle_stages(config: RunConfig, sizes: Sequence[int]) -> list[int]:
 # --- adapters ---------------------------------------------------------------------------------
 
 
-def adapted_layers(config: RunConfig) -> tuple[LinearLayer, ...]:
+def adapted_layers(model: ModelConfig, adapter: LowRank) -> tuple[LinearLayer, ...]:
     """Linear layers that `adapter.targets` names: without any, all of the blocks."""
-    adapter = low_rank(config.adapter)
-    if adapter is None:
-        return ()
-    layers = tuple(linear_layers(config.model))
+    layers = tuple(linear_layers(model))
     if not adapter.targets:
         return layers
     return tuple(layer for layer in layers if any(is_target(layer, t) for t in adapter.targets))
@@ -272,7 +271,9 @@ def linear_layers(model: ModelConfig) -> Iterator[LinearLayer]:
         module = name.removesuffix(".weight")
         outputs, inputs = reversed(shape) if inputs_first else shape
         split = next((how for end, how in splits.items() if module.endswith(f".{end}")), None)
-        yield LinearLayer(name=module, inputs=inputs, outputs=outputs, split=split)
+        yield LinearLayer(
+            name=module, inputs=inputs, outputs=outputs, split=split, inputs_first=inputs_first
+        )
 
 
 def _matrices(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -18,6 +18,7 @@ from trainctl.hardware import Hardware
 from trainctl.options.activation_checkpointing import by_what_they_keep, checkpointing_of
 from trainctl.options.launcher import launcher_for
 from trainctl.plan.nearest import divisors
+from trainctl.plan.trainable import is_partial
 from trainctl.plan.types import Batch
 from trainctl.planner.variants import Values
 
@@ -101,6 +102,27 @@ def that_save_memory(config: RunConfig, hardware: Hardware, batch: Batch) -> Ite
                     values={**devices.values, **change.values},
                     kinds=(*devices.kinds, *change.kinds),
                 )
+
+
+def with_an_adapter(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
+    """LoRA beside the weights that training starts from, with what saves memory on these devices.
+
+    It learns something else than all weights would, so it is none of `that_save_memory`. Without
+    weights to start from there is nothing for an adapter to adapt.
+    """
+    if config.model.initial_weights is None or is_partial(config) or not config.trains_itself:
+        return
+    adapter = _change("adapter", 1, {"adapter.kind": "lora"})
+    yield adapter
+    for change in _combinations(
+        _smaller_batches(config, batch, 0),
+        _more_recomputation(config),
+        _loss_in_chunks(config),
+        _higher_stages(config),
+    ):
+        yield KeyChange(
+            values={**adapter.values, **change.values}, kinds=(*adapter.kinds, *change.kinds)
+        )
 
 
 def that_use_memory(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:

@@ -16,11 +16,14 @@ from trainctl.config.schema import (
 )
 from trainctl.hardware import Hardware
 from trainctl.memory.constants import BYTES
+from trainctl.memory.partial import of_run
+from trainctl.memory.stages import stages
 from trainctl.options.activation_checkpointing import checkpointing_of
 from trainctl.options.model import spec_of
 from trainctl.options.precision import is_emulated, precision_of
 from trainctl.plan import shapes
 from trainctl.plan.flops import attention_products
+from trainctl.plan.trainable import is_partial
 from trainctl.planner import constants
 
 TERA = 1e12
@@ -70,6 +73,31 @@ def rates(hardware: Hardware, precision: PrecisionConfig) -> Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt:
+    """How much of a model trains.
+
+    Attributes:
+        weights: The share of its elements that the optimizer updates.
+        blocks: The share of its blocks that gradients reach.
+    """
+
+    weights: float = 1.0
+    blocks: float = 1.0
+
+
+def learnt(config: RunConfig) -> Learnt:
+    """How much of a run's model trains; an adapter's own products are left out of the time."""
+    if not is_partial(config):
+        return Learnt()
+    (stage,) = of_run(config, stages(config.model))
+    reached = sum(count for _, count in stage.learning or ())
+    return Learnt(
+        weights=stage.trained.parameters / max(stage.parameters, 1),
+        blocks=reached / max(stage.blocks, 1),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTime:
     """Seconds of a micro batch in one block: both passes, and what its recomputation adds."""
 
@@ -101,17 +129,19 @@ def block_time(
         constants.KERNELS_OF_A_FUSED_BLOCK if _is_fused(config) else constants.KERNELS_OF_A_BLOCK
     )
     forward = max(product_seconds + attention + traffic, starts)
+    train = learnt(config)
+    # Of each product a gradient of its input, and one of its weight where that learns.
+    back = constants.BACKWARD_TO_FORWARD * (1 + train.weights) / 2
     backward = max(
-        (constants.BACKWARD_TO_FORWARD + _share_in_tiles(config)) * product_seconds
+        (back + _share_in_tiles(config)) * product_seconds
         + attention_backward
         + constants.BACKWARD_TRAFFIC * traffic,
         2 * starts,
     )
+    keeps = checkpointing_of(config.activation_checkpointing).keeps_products
     return BlockTime(
-        both=forward + backward,
-        again=traffic
-        if checkpointing_of(config.activation_checkpointing).keeps_products
-        else forward,
+        both=forward + train.blocks * backward,
+        again=train.blocks * (traffic if keeps else forward),
     )
 
 

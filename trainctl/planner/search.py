@@ -16,7 +16,7 @@ from trainctl.errors import Finding
 from trainctl.hardware import Hardware
 from trainctl.memory.budget import MemoryBudget, device_budget
 from trainctl.memory.constants import GIB
-from trainctl.plan.flops import flops_per_token, utilisation
+from trainctl.plan.flops import flops_of_run, utilisation
 from trainctl.plan.types import RunPlan
 from trainctl.planner.assess import Assessment, assess
 from trainctl.planner.no_plan import why_no_plan
@@ -86,8 +86,7 @@ class FoundPlan:
         """Model FLOPs utilisation; None where the device's peak is not known."""
         config = self.plan.config
         return utilisation(
-            flops_per_token(config.model, self.plan.batch.sequence_length)
-            * self.plan.batch.tokens_per_step,
+            flops_of_run(config, self.plan.batch.sequence_length) * self.plan.batch.tokens_per_step,
             self.time.seconds,
             devices=self.plan.mesh.world_size,
             peak_tflops=self.plan.hardware.peak_tflops(config.precision.compute),

@@ -23,6 +23,7 @@ from trainctl.options.launcher import launcher_for
 from trainctl.plan import shapes
 from trainctl.plan.nearest import divisors
 from trainctl.plan.stages import blocks_of_stages
+from trainctl.plan.trainable import is_partial
 from trainctl.planner.variants import Timed, Values, timed, with_values
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -338,5 +339,6 @@ class Space:
         elements = count.blocks / (tensor * pipeline)
         ranks = self.hardware.world_size // (tensor * pipeline)
         weights = 0.0 if parameters else 2 * elements / (ranks if stage == 3 else 1)
-        states = 0.0 if optimizer else 4 * elements / (ranks if stage else 1)
+        without = optimizer or is_partial(self.config)
+        states = 0.0 if without else 4 * elements / (ranks if stage else 1)
         return weights + states

@@ -21,7 +21,14 @@ from trainctl.plan import shapes
 from trainctl.plan.precision import formats
 from trainctl.plan.types import Sketch
 from trainctl.planner import constants
-from trainctl.planner.compute import Rates, block_time, head_time, rates, stage_parameters
+from trainctl.planner.compute import (
+    Rates,
+    block_time,
+    head_time,
+    learnt,
+    rates,
+    stage_parameters,
+)
 from trainctl.planner.links import Links
 
 FP32 = 4
@@ -141,7 +148,7 @@ def _partitioned(
             fetched = links.from_host(size / links.zero.ranks)
             forward, backward = forward + fetched, backward + fetched
         gather = _sticks_out(forward, compute / 3) + _sticks_out(backward, compute * 2 / 3)
-    reduced = _reduced_bytes(plan, parameters)
+    reduced = _reduced_bytes(plan, parameters * learnt(config).weights)
     if zero.stage == 3:
         reduce = links.all_gather(reduced / (4 if zero.quantized_gradients else 1), links.zero)
     else:
@@ -160,6 +167,7 @@ def _each_step(
     config = plan.config
     zero, offload = config.zero_stage, config.offload
     ranks = links.zero.ranks
+    parameters *= learnt(config).weights
     own = parameters if zero.stage == 0 else parameters / ranks
     size = BYTES[formats(config.precision).weights] * parameters
     reduce = 0.0

@@ -15,7 +15,12 @@ from trainctl.hardware import Hardware
 from trainctl.memory.budget import MemoryBudget, device_budget
 from trainctl.plan.types import Sketch
 from trainctl.planner.assess import assess
-from trainctl.planner.changes import KeyChange, that_save_memory, that_use_memory
+from trainctl.planner.changes import (
+    KeyChange,
+    that_save_memory,
+    that_use_memory,
+    with_an_adapter,
+)
 from trainctl.planner.traces import traced_model
 from trainctl.planner.variants import Timed, overrides, timed, with_values
 
@@ -53,18 +58,26 @@ class Suggestion:
 def what_fits(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
     """Up to four changes with which `config` fits `hardware`, the least costly first.
 
-    All keep the global batch, so that the run learns the same. Empty when the configuration is not
-    legal, fits as it is, the device's memory is unknown, or nothing tried helps.
+    All keep the global batch, so that the run learns the same; but of a model that starts from
+    weights the last of them is an adapter, if it fits. Empty when the configuration is not legal,
+    fits as it is, the device's memory is unknown, or nothing tried helps.
     """
     before = assess(config, hardware)
     if before.plan is None or before.budget is None or before.fits:
         return []
     if hardware.device_memory_bytes is None:
         return []
-    changes = that_save_memory(config, hardware, before.plan.batch)
-    tries = _timed(changes, config, hardware)
-    tries.sort(key=lambda item: _cost(*item))
-    return _first_that_fit(tries[:MOST_TRIES], before.budget, timed(config, hardware))
+    batch, now = before.plan.batch, timed(config, hardware)
+    suggestions: list[Suggestion] = []
+    for changes, most in (
+        (with_an_adapter(config, batch), 1),
+        (that_save_memory(config, hardware, batch), MOST_SUGGESTIONS),
+    ):
+        tries = sorted(_timed(changes, config, hardware), key=lambda item: _cost(*item))
+        wanted = most - len(suggestions)
+        found = _first_that_fit(tries[:MOST_TRIES], before.budget, now, wanted=wanted)
+        suggestions = [*found, *suggestions]
+    return suggestions
 
 
 def what_slack_buys(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
@@ -133,6 +146,7 @@ def _first_that_fit(
     now: Timed | None,
     *,
     most: int = MOST_TRIES,
+    wanted: int = MOST_SUGGESTIONS,
     larger: bool = False,
 ) -> list[Suggestion]:
     """The first few that fit.
@@ -142,6 +156,7 @@ def _first_that_fit(
         before: Memory as it is.
         now: Speed as it is.
         most: Budgets to compute.
+        wanted: Suggestions.
         larger: Whether the changes take memory: what adds to one that is too large is as well, and
             what has less of one that fits gains less.
     """
@@ -151,7 +166,7 @@ def _first_that_fit(
     suggestions: list[Suggestion] = []
     count = 0
     for change, variant in tries:
-        if len(kept) == MOST_SUGGESTIONS or count == most:
+        if len(kept) == wanted or count == most:
             break
         if any(_says_no_more(change, other, larger) for other in kept):
             continue

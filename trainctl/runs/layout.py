@@ -146,6 +146,11 @@ class RunPaths:
         return self.root / "corpus.json"
 
     @property
+    def base(self) -> Path:
+        """What is known of the files that hold its frozen weights (`trainctl.train.base`)."""
+        return self.root / "base.json"
+
+    @property
     def users_corpus(self) -> Path:
         return self.root / "corpus"
 

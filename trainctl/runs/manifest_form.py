@@ -160,6 +160,23 @@ def _model(value: Any) -> bool:
     )
 
 
+def _base(value: Any) -> bool:
+    """What frozen weights are: of a seed, of the files of a directory, or of a checkpoint."""
+    if type(value) is not dict:
+        return False
+    if value.get("kind") == "seed":
+        return _count(value.get("seed"))
+    if not _text(value.get("path")) or value.get("kind") not in ("directory", "checkpoint"):
+        return False
+    if value["kind"] == "checkpoint":
+        return _text(value.get("sha256"))
+    return _named(_digested)(value.get("files"))
+
+
+def _digested(value: Any) -> bool:
+    return type(value) is list and len(value) == 2 and _count(value[0]) and _text(value[1])
+
+
 _PATIENCE = _either_none_or("best", "best_step", "evaluations_since")
 
 _FIELDS: dict[str, Check] = {
@@ -189,6 +206,8 @@ _OPTIONAL: dict[str, Check] = {
     "ema": _either_none_or("steps"),
     "learning_rate": _learning_rate,
     "buffers": _many(_buffer),
+    "base": _base,
+    "adapter": lambda value: type(value) is dict and all(map(_text, value)),
     "multipliers": lambda value: bool(value) and _either_none_or("output", "attention")(value),
 }
 

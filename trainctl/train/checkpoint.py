@@ -23,7 +23,6 @@ from trainctl.engines.shards import Shard, read_shard, read_whole
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.identity import (
     BESIDE_THE_OPTIMIZER,
-    OF_LONGER_CONTEXT,
     another_optimizer,
     check_model,
     check_shapes,
@@ -246,35 +245,3 @@ class Checkpoint:
             raise TrainctlError(
                 f"{self.path.name}: {file} has no {key}", exit_code=ExitCode.run_state
             ) from None
-
-
-class CheckpointWeights:
-    """The master weights of another run's checkpoint, to start from.
-
-    Args:
-        checkpoint: The checkpoint.
-        model: The model that is to have them; its context may be another.
-        shapes: Of its parameters, by canonical name.
-
-    Raises:
-        TrainctlError: They are another model's (exit code 2); says what differs.
-    """
-
-    def __init__(
-        self, checkpoint: Checkpoint, model: ModelConfig, shapes: Mapping[str, list[int]]
-    ) -> None:
-        self._checkpoint = checkpoint
-        name = str(checkpoint.path)
-        try:
-            check_model(model, name, checkpoint.manifest, may_differ=OF_LONGER_CONTEXT)
-            check_shapes(name, checkpoint.manifest, shapes)
-        except TrainctlError as error:
-            raise TrainctlError(f"model.initial_weights: {error.message}") from None
-
-    def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
-        """Elements [start, end) of a parameter."""
-        return self._checkpoint.read(name, shape, start, end)
-
-    def buffer(self, name: str) -> torch.Tensor | None:
-        """A persistent buffer, flat."""
-        return self._checkpoint.buffer(name)

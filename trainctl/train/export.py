@@ -27,6 +27,8 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.tokenizer import spec_of, tokenizer_facts
 from trainctl.runs.atomic import sync_directory, write_json
 from trainctl.runs.processes import is_alive
+from trainctl.train.adapters import Merged
+from trainctl.train.base import Whole, base_file, whole_weights
 from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.model import portable, skeleton
 from trainctl.train.mup import folded
@@ -35,6 +37,7 @@ from trainctl.train.state import MASTER
 from trainctl.train.tensor_file import write_stream
 from trainctl.train.tensors import persistent_buffers
 from trainctl.train.tokenizer import load_tokenizer
+from trainctl.train.weights import WeightSource
 
 SHARD_BYTES = 5 * 10**9
 """Largest file of weights, unless one parameter alone is larger."""
@@ -72,6 +75,8 @@ def export(
 ) -> Exported:
     """Write the checkpoint's weights to a new folder that `AutoModelForCausalLM` loads.
 
+    An adapter is merged into its base, which must be what it was.
+
     The folder is written under another name and renamed when it is complete.
 
     Args:
@@ -91,9 +96,9 @@ def export(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     units = list(published_units(model))
     total = sum(_bytes(unit, dtype) for unit in units)
-    source = Checkpoint(checkpoint, weights=weights)
-    source.check(config.model, {name: list(shape) for name, shape in shapes.items()})
-    with _new_folder(out, total) as folder:
+    saved = Checkpoint(checkpoint, weights=weights)
+    source = whole_weights(saved, Whole.of(config.model, model), kept=base_file(checkpoint))
+    with new_folder(out, total) as folder:
         shards = _split(units, dtype, shard_bytes)
         read = _reader(config.model, model, source)
         done = 0
@@ -105,7 +110,7 @@ def export(
                     yield piece.to(unit.dtype or dtype)
                     done += piece.numel() * (unit.dtype or dtype).itemsize
                     progress(done, total)
-                source.close()
+                saved.close()
 
         for file, listed in shards.items():
             layout = {
@@ -125,6 +130,8 @@ def export(
             write_json(folder / "model.safetensors.index.json", index)
         _write_config(model, config, dtype, folder)
         notes = _copy_tokenizer(config.tokenizer, folder)
+        if isinstance(source, Merged):
+            notes.append("the adapter is merged into its base; --adapter writes it alone")
     return Exported(
         files=sorted(path.name for path in out.iterdir()),
         size_bytes=total,
@@ -134,7 +141,7 @@ def export(
 
 
 @contextmanager
-def _new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
+def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
     """A folder to fill, which becomes `out` at the end, or goes again if something fails."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +205,7 @@ def _bytes(unit: Unit, dtype: torch.dtype) -> int:
     return unit.numel * (unit.dtype or dtype).itemsize
 
 
-def _reader(config: ModelConfig, model: PreTrainedModel, source: Checkpoint) -> Read:
+def _reader(config: ModelConfig, model: PreTrainedModel, source: WeightSource) -> Read:
     """The tensors of a checkpoint, as a model without multipliers has them."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     built = {buffer.name: buffer.tensor for buffer in persistent_buffers(model)}

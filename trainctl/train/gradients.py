@@ -51,7 +51,8 @@ class Gradients:
 
     def __init__(self, engine: Engine, process: Process, config: RunConfig) -> None:
         self._states, self._process = engine.states, process
-        keys = {piece.name: group_key(piece, config) for piece in engine.pieces.values()}
+        trained = (piece for each, piece in engine.pieces.items() if each.requires_grad)
+        keys = {piece.name: group_key(piece, config) for piece in trained}
         self._group_of = {name: key.name(config) for name, key in keys.items()}
         limits = {key.name(config): key.clip_at for key in keys.values() if key.clip_at}
         # A pipeline stage may have none of a group; all ranks add up the same list.

@@ -20,12 +20,14 @@ def group_key(piece: ParameterPiece, config: RunConfig) -> GroupKey:
 def parameter_groups(
     pieces: Pieces, config: RunConfig, *, lr_scale: float = 1.0
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups of what a rank has, by the plan's rule; empty ones are left out.
+    """The optimizer's groups of what trains on a rank, by the plan's rule; none is empty.
 
     Experts that other replicas do not have are groups of their own (`moe`) under the same name.
     """
     members: dict[bool, dict[GroupKey, list[nn.Parameter]]] = {False: {}, True: {}}
     for parameter, piece in pieces.items():
+        if not parameter.requires_grad:
+            continue
         members[piece.is_expert].setdefault(group_key(piece, config), []).append(parameter)
     return [
         {

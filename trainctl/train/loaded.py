@@ -16,6 +16,7 @@ from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
+from trainctl.train.base import Whole, base_file, whole_weights
 from trainctl.train.build import materialise
 from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.evaluation import inference
@@ -95,8 +96,11 @@ def load(
     is_flash = shape.attention is AttentionKind.flash_attention_2
     if is_flash and place.type == "cuda" and is_flash_attn_2_available():
         model = skeleton(shape, dtype)
-    saved = Checkpoint(checkpoint, weights=weights)
-    saved.check(shape, {name: list(value.shape) for name, value in model.named_parameters()})
+    saved = whole_weights(
+        Checkpoint(checkpoint, weights=weights),
+        Whole.of(shape, model),
+        kept=base_file(checkpoint),
+    )
     source = _Watched(saved, lambda done: progress("loading", done, elements))
     try:
         materialise(model, source, place)

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     export = tasks.add_parser("export", parents=[common])
     export.add_argument("out", type=Path)
     export.add_argument("--dtype", choices=TYPES)
+    export.add_argument("--adapter", action="store_true")
+    export.add_argument("--shard-bytes", type=int)
     return parser
 
 
@@ -196,12 +199,17 @@ def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
 
 def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     from trainctl.plan.precision import formats
-    from trainctl.train.export import export
+    from trainctl.train.export import SHARD_BYTES, export
+    from trainctl.train.export_adapter import export_adapter
     from trainctl.train.model import TORCH_TYPES
 
     names = {kind.value: dtype for kind, dtype in TORCH_TYPES.items()}
     dtype = arguments.dtype or formats(plan.config.precision).weights.value
-    exported = export(
+    if arguments.adapter:
+        make = export_adapter
+    else:
+        make = partial(export, shard_bytes=arguments.shard_bytes or SHARD_BYTES)
+    exported = make(
         plan.config,
         arguments.checkpoint,
         arguments.out.resolve(),

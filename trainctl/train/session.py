@@ -19,14 +19,25 @@ from trainctl.engines.process import Process
 from trainctl.engines.protocol import Engine, Job
 from trainctl.engines.shards import Pieces
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.adapter import low_rank
 from trainctl.options.precision import precision_of
+from trainctl.plan.identity import check_trained
 from trainctl.plan.mixture import SOLE
 from trainctl.plan.precision import formats
+from trainctl.plan.trainable import is_partial
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.train import build
+from trainctl.train.adapters import choose_trained, initial_adapter
 from trainctl.train.average import WeightAverage
-from trainctl.train.checkpoint import Checkpoint, CheckpointWeights, RunProgress
+from trainctl.train.base import (
+    Layered,
+    Whole,
+    facts_of,
+    initial_base,
+    recorded_base,
+)
+from trainctl.train.checkpoint import Checkpoint, RunProgress
 from trainctl.train.clipping import NormHistory
 from trainctl.train.corpora import Corpora, load_corpora, others_than
 from trainctl.train.data import PackedDataset, TrainingData, held_out_data
@@ -50,14 +61,14 @@ from trainctl.train.patience import Patience
 from trainctl.train.pipeline import PipelineStage, cut_to_stage, tied_weight
 from trainctl.train.recompute import wrap_blocks
 from trainctl.train.replay import Replay
-from trainctl.train.restore import newest_intact, weights_of
+from trainctl.train.restore import newest_intact
 from trainctl.train.routers import Routers
 from trainctl.train.stability import Guard
 from trainctl.train.state import OptimizerState
 from trainctl.train.tensor_parallel import shard_model, sum_partial_gradients, vocabulary_of
 from trainctl.train.tensors import Buffer, persistent_buffers, those_of
 from trainctl.train.tokenizer import Tokenizer, load_tokenizer
-from trainctl.train.weights import SafetensorsWeights, SeedWeights, WeightSource
+from trainctl.train.weights import WeightSource
 
 
 @dataclass(slots=True)
@@ -69,7 +80,9 @@ class Session:
         held_out: What of it is held out, by source.
         patience: How long the held-out loss has not improved.
         buffers: Persistent ones of what this rank has of the model.
-        shapes: That of every parameter, by canonical name.
+        shapes: That of every parameter that trains, by canonical name.
+        frozen: Elements of all others.
+        beside: What a manifest says of those, and of an adapter; empty where all train.
         wrapped_blocks: Decoder blocks whose activations are recomputed.
         gradients: Those of a step, before its update.
         average: That of the weights, if the run keeps one.
@@ -102,14 +115,21 @@ class Session:
     learning_rate: LearningRate
     routers: Routers
     shapes: dict[str, list[int]]
+    frozen: int
+    beside: dict[str, Any]
     wrapped_blocks: int
     replay: Replay
     resumed_from: Path | None
     passed_over: tuple[str, ...]
 
     @property
-    def num_parameters(self) -> int:
+    def num_trained(self) -> int:
+        """Parameters that train."""
         return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_trained + self.frozen
 
     @property
     def saved_buffers(self) -> list[Buffer]:
@@ -153,12 +173,10 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     mesh = join_mesh(plan.mesh, process.rank, process.timeout)
     model = skeleton(config.model, TORCH_TYPES[formats(config.precision).weights])
     require_all_to_train(model)
-    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     routers = Routers(model, config)
-    if checkpoint is not None:
-        checkpoint.check(config.model, shapes)
     tensor_group = mesh.tensor.group if mesh.tensor.size > 1 else None
-    source = checkpoint or _initial_weights(plan, process, model, shapes)
+    source, beside, shapes = _weights(plan, run, process, model, checkpoint)
+    frozen = sum(each.numel() for each in model.parameters() if not each.requires_grad)
     buffers = persistent_buffers(model)
     wrapped = wrap_blocks(model, config.activation_checkpointing, tensor_group)
     if precision_of(config.precision).build:
@@ -206,6 +224,8 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         learning_rate=LearningRate(plan),
         routers=routers,
         shapes=shapes,
+        frozen=frozen,
+        beside=beside,
         wrapped_blocks=wrapped,
         replay=Replay.of(run, plan, process, progress.step),
         resumed_from=checkpoint.path if checkpoint else None,
@@ -296,17 +316,39 @@ def _newest(run: RunPaths, process: Process, corpora: Corpora) -> Checkpoint | N
     return checkpoint
 
 
-def _initial_weights(
-    plan: RunPlan, process: Process, whole: PreTrainedModel, shapes: Mapping[str, list[int]]
-) -> WeightSource:
-    model = plan.config.model
-    if model.initial_weights is not None:
-        folder = Path(model.initial_weights).expanduser()
-        checkpoint = weights_of(folder, process)
-        if checkpoint is None:
-            return SafetensorsWeights(folder, whole)
-        return CheckpointWeights(checkpoint, model, shapes)
-    return SeedWeights.of(model, whole, plan.config.training.seed)
+def _weights(
+    plan: RunPlan,
+    run: RunPaths,
+    process: Process,
+    model: PreTrainedModel,
+    checkpoint: Checkpoint | None,
+) -> tuple[WeightSource, dict[str, Any], dict[str, list[int]]]:
+    """Where the values of a whole skeleton come from, which gets the run's adapter.
+
+    Returns:
+        The source; what manifests say of weights that do not train; the shapes of those that do.
+    """
+    config = plan.config
+    whole = Whole.of(config.model, model)
+    if checkpoint is not None and not is_partial(config):
+        checkpoint.check(config.model, whole.shapes)
+        return checkpoint, {}, dict(whole.shapes)
+    if checkpoint is None:
+        base = initial_base(whole, config, run, process)
+    else:
+        check_trained(config, checkpoint.path.name, checkpoint.manifest)
+        facts = checkpoint.manifest["base"]
+        base = recorded_base(facts, whole, kept=run.base, process=process)
+    choose_trained(model, config)
+    shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    source = base.source
+    if checkpoint is not None:
+        checkpoint.check(config.model, shapes)
+        source = Layered(checkpoint, shapes, source)
+    elif low_rank(config.adapter) is not None:
+        own = initial_adapter(config.training.seed, config, source, whole.shapes)
+        source = Layered(own, shapes, source)
+    return source, facts_of(config, base), shapes
 
 
 def seed_step(seed: int, step: int, replica: int) -> None:

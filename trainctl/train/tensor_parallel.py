@@ -25,18 +25,20 @@ from trainctl.engines.mesh import Axis
 from trainctl.engines.shards import ParameterPiece, Pieces, Shard
 from trainctl.errors import TrainctlError
 from trainctl.options.model import Region
+from trainctl.plan.trainable import LORA_A, LORA_B, MAGNITUDE
+from trainctl.train.adapters import Adapted, added_parameters
 from trainctl.train.collectives import (
     Copy,
     GatherSequence,
     GatherToRegion,
     GatherWidth,
     Reduce,
-    ReduceScatter,
     Scatter,
     gather,
     sum_over,
 )
 from trainctl.train.cuts import cut_of, has_parts
+from trainctl.train.row_layers import RowConv1D, RowLinear, row_class
 
 
 def shard_model(
@@ -72,7 +74,8 @@ def shard_model(
         shard, shape = Shard.split(
             whole.shape, dim=dim, index=axis.index, count=axis.size, fused=fused
         )
-        part = nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"))
+        empty = torch.empty(shape, dtype=whole.dtype, device="meta")
+        part = nn.Parameter(empty, requires_grad=whole.requires_grad)
         shards[whole] = part, replace(pieces[whole], shard=shard)
 
     def keep(whole: nn.Parameter | None, *, partial: bool) -> None:
@@ -102,6 +105,9 @@ def shard_model(
                 keep(getattr(module, f"{region.row}_bias", None), partial=True)
                 continue
             _shard_region(module, region, axis, cut, sequence_sharded=sequence_sharded_norms)
+            for name in (*region.columns, region.row):  # what ranks have whole of an adapter
+                for parameter in added_parameters(getattr(module, name)):
+                    keep(parameter, partial=True)
             row = getattr(module, region.row)
             keep(row.bias, partial=sequence_sharded_norms)
             for name in (*region.per_head, *region.across_heads):
@@ -163,7 +169,7 @@ def sum_partial_gradients(pieces: Pieces, axis: Axis) -> None:
         return gradient
 
     for parameter, piece in pieces.items():
-        if piece.has_partial_gradient:
+        if piece.has_partial_gradient and parameter.requires_grad:
             parameter.register_hook(summed)
 
 
@@ -191,27 +197,6 @@ def gather_vocabulary(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Ten
     """The logits of the whole vocabulary, on all tensor ranks; without a gradient."""
     padded = F.pad(logits.detach(), (0, vocabulary.share - vocabulary.count))
     return gather(padded, vocabulary.axis, dim=-1)[..., : vocabulary.size]
-
-
-class RowLinear(nn.Linear):
-    """A linear layer split by inputs: the ranks' products are summed, then the bias is added."""
-
-    axis: Axis
-    sequence_sharded: bool
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        output = _leave(F.linear(input, self.weight), self.axis, self.sequence_sharded)
-        return output if self.bias is None else output + self.bias
-
-
-class RowConv1D(Conv1D):
-    """The same for gpt2's layers, whose weight is (inputs, outputs)."""
-
-    axis: Axis
-    sequence_sharded: bool
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _leave(x @ self.weight, self.axis, self.sequence_sharded) + self.bias
 
 
 class ExpertsWithBias(nn.Module):
@@ -270,17 +255,20 @@ def _shard_region(
         else:
             cut(layer, "weight", dim=0, fused=region.fused)
             layer.out_features //= axis.size
-        if layer.bias is not None:
-            cut(layer, "bias", dim=0, fused=region.fused)
+        for parameter in ("bias", LORA_B, MAGNITUDE):
+            if getattr(layer, parameter, None) is not None:
+                cut(layer, parameter, dim=0, fused=region.fused)
     row = getattr(module, region.row)
+    if isinstance(row, Adapted):
+        cut(row, LORA_A, dim=1)
     # The same object below, so that the parameter is found where it was.
     if isinstance(row, Conv1D):
         cut(row, "weight", dim=0)
-        row.__class__ = RowConv1D
+        row.__class__ = row_class(row, RowConv1D)
         row.nx //= axis.size
     else:
         cut(row, "weight", dim=1)
-        row.__class__ = RowLinear
+        row.__class__ = row_class(row, RowLinear)
         row.in_features //= axis.size
     row.axis, row.sequence_sharded = axis, sequence_sharded
     for name in region.values:
@@ -367,12 +355,6 @@ def _scatter_input(axis: Axis) -> Any:
 
 def _copy_input(axis: Axis) -> Any:
     return lambda module, args: (Copy.apply(args[0], axis), *args[1:])
-
-
-def _leave(partial: torch.Tensor, axis: Axis, sequence_sharded: bool) -> torch.Tensor:
-    leave = ReduceScatter if sequence_sharded else Reduce
-    result: torch.Tensor = leave.apply(partial, axis)
-    return result
 
 
 class _CrossEntropy(torch.autograd.Function):

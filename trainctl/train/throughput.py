@@ -17,7 +17,7 @@ from trainctl.engines.phase_memory import PhaseMemory, peak_resident_bytes
 from trainctl.engines.process import Process
 from trainctl.memory.budget import MemoryBudget, budget
 from trainctl.plan.batches import Batch
-from trainctl.plan.flops import flops_per_token, utilisation
+from trainctl.plan.flops import flops_of_run, utilisation
 from trainctl.plan.types import RunPlan
 from trainctl.planner.traces import traced_already
 
@@ -30,7 +30,7 @@ class Throughput:
     """
 
     def __init__(self, plan: RunPlan) -> None:
-        self._model = plan.config.model
+        self._config = plan.config
         self._devices = plan.mesh.world_size
         compute = plan.config.precision.compute
         # With TF32 switched on from outside, the products are not of the format that was planned.
@@ -45,7 +45,7 @@ class Throughput:
             batch: Of it, of all ranks.
         """
         tokens = batch.tokens_per_step
-        flops = tokens * flops_per_token(self._model, batch.sequence_length)
+        flops = tokens * flops_of_run(self._config, batch.sequence_length)
         return {
             "tokens_per_second": tokens / seconds,
             "mfu": utilisation(flops, seconds, devices=self._devices, peak_tflops=self._peak),

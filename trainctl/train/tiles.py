@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainctl.errors import TrainctlError
 from trainctl.plan.shapes import FEED_FORWARD
+from trainctl.train.adapters import Adapted
 from trainctl.train.model import blocks
 
 
@@ -48,7 +49,7 @@ def tile_feed_forward(model: nn.Module, tiles: int) -> int:
 
 
 def _tiled(module: nn.Module, forward: Callable[..., Any], tiles: int) -> Callable[..., Any]:
-    drops = any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
+    drops = any(_drops(part) for part in module.modules())
 
     def in_tiles(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         """One tensor for each token in, and one out."""
@@ -63,6 +64,12 @@ def _tiled(module: nn.Module, forward: Callable[..., Any], tiles: int) -> Callab
         return torch.cat(results, dim=1).view(*hidden.shape[:-1], -1)
 
     return in_tiles
+
+
+def _drops(part: nn.Module) -> bool:
+    """Whether it zeroes some of its inputs: an adapter may, too."""
+    share = part.p if isinstance(part, nn.Dropout) else 0.0
+    return max(share, part.lora_dropout if isinstance(part, Adapted) else 0.0) > 0
 
 
 def _cut(tensor: torch.Tensor, tiles: int) -> tuple[torch.Tensor, ...]:

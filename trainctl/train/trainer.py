@@ -91,6 +91,7 @@ class Trainer:
             "run": checkpoints.own_id(session.run) or "",
             "model": description(config.model, session.shapes),
             "multipliers": multipliers(config.model),
+            **session.beside,
         }
         self._batches = BatchesAhead(
             session.training,
@@ -355,6 +356,7 @@ class Trainer:
             stop_step=session.plan.stop_step,
             world_size=session.process.world_size,
             num_parameters=session.num_parameters,
+            num_trained=session.num_trained,
             wrapped_blocks=session.wrapped_blocks,
             **self._text(),
             resumed_from=resumed_from.name if resumed_from else None,

@@ -153,7 +153,6 @@ _LIMITS = (
         _UNSHOWN,
         "precision=bf16",
     ),
-    _Limit("parallelism.tensor", lambda c: c.parallelism.tensor == 1, _UNSHOWN, "=1"),
     _Limit("gradients.centralize", lambda c: not c.gradients.centralize, _UNSHOWN, "=false"),
     _Limit("kernels.compile", lambda c: c.kernels.compile is CompileKind.none, _UNSHOWN, "=none"),
     _Limit("kernels.liger", lambda c: not c.kernels.liger, _UNSHOWN, "=false"),

@@ -1,0 +1,21 @@
+"""The recipes of fine-tuning fit their hardware by the budget, whatever the user's data are."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainctl.config.compose import compose
+from trainctl.hardware import resolve_hardware
+from trainctl.planner.assess import assess
+
+PEAKS = {"sft-8b-lora-1x24g": 18.5, "sft-8b-full-8x80g": 45.5, "sft-70b-lora-8x80g": 34.4}
+"""Of a device, GiB."""
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_a_recipe_of_fine_tuning_fits(name: str) -> None:
+    config = compose([f"recipe={name}", "data=stdlib", "tokenizer=byte"]).config
+    found = assess(config, resolve_hardware(config.hardware))
+    assert found.budget is not None, found.findings
+    assert found.fits
+    assert found.budget.device_peak_bytes / 2**30 == pytest.approx(PEAKS[name], abs=0.1)

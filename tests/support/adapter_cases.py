@@ -1,0 +1,136 @@
+"""Adapters and frozen weights on every layout that a plan allows, held against one process."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from parity_cases import Combination, Curve, layout_config
+from rank_processes import Case, curve, train_cases
+from transformers import AutoModelForCausalLM
+
+from trainctl.config.registry import new_section
+from trainctl.config.schema import Accelerator, RunConfig
+from trainctl.errors import Finding
+from trainctl.hardware import Hardware
+from trainctl.plan.resolve import resolve
+from trainctl.plan.types import RunPlan
+from trainctl.runs.layout import RunPaths
+from trainctl.train.model import transformers_config
+
+CLIPPING = 0.25
+"""Gradients of adapters are smaller than those of whole weights."""
+
+TRAINED: Mapping[str, Mapping[str, Any]] = {
+    "full": {},
+    "lora": {"kind": "lora", "targets": ["q_proj", "v_proj", "down_proj"]},
+    "lora-all": {"kind": "lora", "rank": 4, "alpha": 8.0},
+    "rslora": {"kind": "rslora", "targets": ["q_proj", "o_proj"]},
+    "dora": {"kind": "dora", "targets": ["q_proj", "down_proj"]},
+    "embeddings": {"freeze": ["embeddings"]},
+    "last-blocks": {"freeze": ["all_but_last_blocks:2"]},
+    "some": {"freeze": ["mlp", "norm", "embeddings"]},
+}
+"""What trains."""
+
+
+@dataclass(frozen=True, order=True)
+class Adapting:
+    """What trains, and where.
+
+    Attributes:
+        trained: One of `TRAINED`.
+        layout: One of `LAYOUTS`.
+        stage: Of ZeRO.
+        checkpointing: Recomputation, by name.
+        offload: Of the optimizer, by name.
+        precision: fp32 or bf16.
+        model: A family, untied if so named.
+    """
+
+    trained: str = "lora"
+    layout: str = "1"
+    stage: str = "0"
+    checkpointing: str = "none"
+    offload: str = "none"
+    precision: str = "fp32"
+    model: str = "llama-untied"
+
+    def __str__(self) -> str:
+        return " ".join(map(str, astuple(self)))
+
+    @property
+    def reference(self) -> Adapting:
+        """The same on one process, without ZeRO."""
+        return replace(self, layout="1", stage="0", checkpointing="none", offload="none")
+
+    @property
+    def combination(self) -> Combination:
+        """Of the layout alone."""
+        return Combination(
+            self.layout,
+            self.stage,
+            self.offload,
+            checkpointing=self.checkpointing,
+            precision=self.precision,
+            model=self.model,
+        )
+
+
+def config_of(case: Adapting, steps: int, **changes: Any) -> RunConfig:
+    """The tiny model's."""
+    config = layout_config(case.combination, steps, Path("/nvme"))
+    values = dict(TRAINED[case.trained])
+    config.training.freeze = values.pop("freeze", [])
+    if values:
+        if case.model.startswith("gpt2"):
+            values["targets"] = ["c_attn", "c_proj"]
+        config.adapter = new_section("adapter", values.pop("kind"), **values, **changes)
+        config.optimizer.lr = 5e-3
+    config.optimizer.gradient_clipping = CLIPPING
+    return config
+
+
+def judged(case: Adapting, steps: int = 30) -> tuple[RunPlan | None, tuple[Finding, ...]]:
+    """The plan of a case, and what is wrong with it."""
+    size = case.combination.world_size
+    hardware = Hardware(name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=size)
+    resolution = resolve(config_of(case, steps), hardware)
+    return resolution.plan, tuple(item for item in resolution.findings if item.is_error)
+
+
+def train(case: Adapting, folder: Path, *, steps: int) -> Curve:
+    """Train a case; loss and gradient norm by step."""
+    plan, refusal = judged(case, steps)
+    assert plan is not None, refusal
+    run = RunPaths(Path(tempfile.mkdtemp(dir=folder)))
+    train_cases(case.combination.world_size, [Case(plan, run)])
+    return curve(run)
+
+
+def everything() -> list[Adapting]:
+    """The whole product of `scripts/parity_adapters.py`; what plans refuse is among it."""
+    trained = ("full", "lora-all", "dora", "last-blocks", "some")
+    layouts = ("1", "DP2", "TP2", "PP2", "SP2")
+    cells = itertools.product(trained, layouts, "0123", ("none", "full"))
+    return [Adapting(*cell) for cell in cells] + [
+        Adapting(each, "DP2", stage, offload="cpu") for each in trained for stage in "123"
+    ]
+
+
+def base_directory(folder: Path) -> Path:
+    """A transformers directory of the tiny model with weights; made unless it is there."""
+    config = config_of(Adapting(), 1).model
+    model = AutoModelForCausalLM.from_config(transformers_config(config))
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(std=0.05, generator=generator)
+    model.save_pretrained(folder)
+    return folder

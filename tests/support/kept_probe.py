@@ -1,0 +1,40 @@
+"""Runs inside a rank: the bytes that autograd saves of a forward pass, up to the logits."""
+
+from typing import Any
+
+import torch
+
+from trainctl.train.session import assemble
+
+
+def kept(cases: list[Any], process: Any) -> list[int]:
+    """Bytes of the storages that each case's first forward pass saves on this rank, without its
+    weights; nothing may be recomputed. (A census does not see them all: what an operation saves of
+    its own output is no object of Python's.)"""
+    return [_of(case, process) for case in cases]
+
+
+def _of(case: Any, process: Any) -> int:
+    session = assemble(case.plan, case.run, process)
+    engine = session.engine
+    head = next(module for name, module in engine.module.named_modules() if "lm_head" in name)
+    found: dict[int, torch.UntypedStorage] = {}
+    is_over = False
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        weights = {each.untyped_storage().data_ptr() for each in engine.module.parameters()}
+        storage = tensor.untyped_storage()
+        if not is_over and storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage
+        return tensor
+
+    def stop(*_: Any) -> None:
+        nonlocal is_over
+        is_over = True
+
+    handle = head.register_forward_hook(stop)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine.accumulate(session.training.step(0, case.plan.batch)[:1])
+    handle.remove()
+    session.engine.close()
+    return sum(storage.nbytes() for storage in found.values())

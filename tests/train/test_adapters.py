@@ -1,0 +1,196 @@
+"""Adapters and frozen weights: against PEFT, over layouts, in checkpoints and exports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from adapter_cases import Adapting, base_directory, config_of, train
+from fork_server import RanksFailed
+from parity_cases import Difference
+from rank_processes import Case, curve, tiny_plan, train_cases, with_stop
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.trainable import adapted_layers
+from trainctl.runs import checkpoints
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import read_manifest
+from trainctl.train.adapters import Adapted, attach
+from trainctl.train.export import export
+from trainctl.train.export_adapter import export_adapter
+
+STEPS = 6
+IDS = torch.arange(64).view(2, 32) * 3 % 251
+
+
+def logits_of(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def newest(run: RunPaths) -> Path:
+    return checkpoints.list_checkpoints(run)[-1].path
+
+
+def started(folder: Path, trained: str, base: Path, processes: int = 1, **layout: object):
+    """A run of an adapter on a base directory, not yet trained."""
+    config = config_of(Adapting(trained=trained), STEPS)
+    config.model.initial_weights = str(base)
+    config.checkpoint.at_end = True
+    for key, value in layout.items():
+        section, _, name = key.partition("__")
+        setattr(getattr(config, section), name, value)
+    folder.mkdir(parents=True, exist_ok=True)
+    return RunPaths(folder), tiny_plan(config, processes)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return base_directory(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path, tmp_path_factory: pytest.TempPathFactory):
+    """LoRA and DoRA, trained on one process."""
+    runs = {}
+    for kind in ("lora", "dora"):
+        run, plan = started(tmp_path_factory.mktemp(kind), kind, base)
+        train_cases(1, [Case(plan, run)])
+        runs[kind] = run, plan
+    return runs
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_peft_loads_the_adapter_and_the_merged_model_equals_it(
+    tmp_path: Path, trained, base: Path, kind: str
+) -> None:
+    run, plan = trained[kind]
+    out, merged = tmp_path / "adapter", tmp_path / "merged"
+    written = export_adapter(plan.config, newest(run), out, dtype=torch.float32)
+    assert written.files == ["adapter_config.json", "adapter_model.safetensors"]
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
+    theirs = logits_of(loaded)
+    assert (theirs - logits_of(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 1e-2
+    made = export(plan.config, newest(run), merged, dtype=torch.float32, shard_bytes=200_000)
+    assert len([name for name in made.files if name.startswith("model-")]) > 1
+    ours = AutoModelForCausalLM.from_pretrained(merged)
+    assert (logits_of(ours) - theirs).abs().max() < 5e-6
+    for name, values in loaded.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], values, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "rslora"])
+def test_layers_compute_what_peft_s_do(base: Path, kind: str) -> None:
+    config = config_of(Adapting(trained=kind), STEPS)
+    section = config.adapter
+    theirs = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base),
+        peft.LoraConfig(
+            r=section.rank,
+            lora_alpha=section.alpha,
+            target_modules=section.targets,
+            use_dora=kind == "dora",
+            use_rslora=kind == "rslora",
+            init_lora_weights=False,
+        ),
+    )
+    ours = AutoModelForCausalLM.from_pretrained(base)
+    attach(ours, section, adapted_layers(config.model, section))
+    for name, module in ours.named_modules():
+        if isinstance(module, Adapted):
+            their = theirs.get_submodule(f"base_model.model.{name}")
+            module.lora_A = torch.nn.Parameter(their.lora_A.default.weight.detach().clone())
+            module.lora_B = torch.nn.Parameter(their.lora_B.default.weight.detach().clone())
+            if kind == "dora":
+                length = their.lora_magnitude_vector.default.weight.detach().clone()
+                module.lora_magnitude = torch.nn.Parameter(length)
+    for model in (ours, theirs):
+        model(IDS, labels=IDS).loss.backward()
+    torch.testing.assert_close(logits_of(ours), logits_of(theirs), rtol=0, atol=1e-6)
+    for name, module in ours.named_modules():
+        if isinstance(module, Adapted):
+            their = theirs.get_submodule(f"base_model.model.{name}").lora_B.default.weight.grad
+            torch.testing.assert_close(module.lora_B.grad, their, rtol=1e-4, atol=1e-6)
+
+
+def test_a_checkpoint_holds_the_adapter_and_names_its_base(trained, base: Path) -> None:
+    run, _ = trained["lora"]
+    manifest = read_manifest(newest(run))
+    assert manifest["shapes"] and all("lora_" in name for name in manifest["shapes"])
+    assert (
+        manifest["base"]["path"] == str(base) and "model.safetensors" in manifest["base"]["files"]
+    )
+    assert manifest["adapter"]["kind"] == "lora"
+
+
+@pytest.mark.slow
+def test_it_goes_on_bit_for_bit_and_elsewhere(tmp_path: Path, trained, base: Path) -> None:
+    whole, plan = trained["lora"]
+    half, plan = started(tmp_path / "half", "lora", base)
+    train_cases(1, [Case(with_stop(plan, 3), half)])
+    train_cases(1, [Case(plan, half, 2)])
+    assert curve(half) == curve(whole)
+    ours, theirs = (load_file(newest(run) / "rank-00000.safetensors") for run in (half, whole))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
+    for stage, tensor in ((3, 1), (1, 2)):
+        other, first = started(tmp_path / f"stage-{stage}", "lora", base)
+        _, second = started(
+            tmp_path, "lora", base, 2, zero_stage__stage=stage, parallelism__tensor=tensor
+        )
+        train_cases(1, [Case(with_stop(first, 3), other)])
+        train_cases(2, [Case(second, other, 2)])
+        difference = Difference.between(curve(whole), curve(other))
+        assert difference.loss < 1e-5 and difference.norm < 1e-5, (stage, tensor)
+
+
+LAYOUTS = (
+    Adapting("lora-all", "DP2", "3", "full"),
+    Adapting("dora", "TP2", "2"),
+    Adapting("some", "PP2", "0"),
+    Adapting("last-blocks", "DP2", "2"),
+    Adapting("lora", "SP2", "1", model="gpt2"),
+)
+"""The whole product is `scripts/parity_adapters.py`."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_a_layout_gives_the_curve_of_one_process(tmp_path: Path, case: Adapting) -> None:
+    reference = train(case.reference, tmp_path, steps=STEPS)
+    assert reference[STEPS][0] < reference[1][0] - 0.05
+    difference = Difference.between(reference, train(case, tmp_path, steps=STEPS))
+    assert difference.loss < 1e-5 and difference.norm < 1e-5
+
+
+@pytest.mark.slow
+def test_what_is_dropped_is_dropped_again_where_a_block_is_recomputed(tmp_path: Path) -> None:
+    runs = []
+    for name, tiles, mode in (("plain", 1, "none"), ("again", 1, "full"), ("tiles", 4, "none")):
+        config = config_of(Adapting("lora-all", checkpointing=mode), STEPS, dropout=0.2)
+        config.kernels.mlp_tiles = tiles
+        runs.append(RunPaths(tmp_path / name))
+        train_cases(1, [Case(tiny_plan(config, 1), runs[-1])])
+    plain, again, tiles = map(curve, runs)
+    assert Difference.between(plain, again).loss < 1e-6
+    assert plain != tiles and tiles[STEPS][0] < tiles[1][0] - 0.05  # drawn tile by tile
+
+
+def test_a_base_that_changed_is_refused(tmp_path: Path, base: Path) -> None:
+    other = base_directory(tmp_path / "base")
+    run, plan = started(tmp_path / "run", "lora", other)
+    train_cases(1, [Case(with_stop(plan, 2), run)])
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] += 1e-3
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    for task in (lambda: export(plan.config, newest(run), tmp_path / "out", dtype=torch.float32),):
+        with pytest.raises(TrainctlError, match=r"model\.safetensors has changed") as caught:
+            task()
+        assert caught.value.exit_code is ExitCode.run_state
+
+    with pytest.raises(RanksFailed, match=r"model\.safetensors has changed"):
+        train_cases(1, [Case(plan, run, 2)])

@@ -1,0 +1,149 @@
+"""An adapter as PEFT's directory: `adapter_config.json` and `adapter_model.safetensors`.
+
+`PeftModel.from_pretrained` loads it on the base that it was trained on. Names are those that PEFT
+gives its own modules: `base_model.model.`, the layer's, and `lora_A.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainctl.config.schema import RunConfig
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.adapter import LowRank, low_rank, spec_of
+from trainctl.plan.trainable import (
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    LinearLayer,
+    adapted_layers,
+    added_tensors,
+    linear_layers,
+)
+from trainctl.runs.atomic import write_json
+from trainctl.train.base import adapter_of
+from trainctl.train.checkpoint import Checkpoint
+from trainctl.train.export import Exported, new_folder
+from trainctl.train.state import MASTER
+from trainctl.train.tensor_file import write_stream
+
+PREFIX = "base_model.model."
+ENDS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+"""What PEFT's files call the tensors of a layer."""
+
+
+def export_adapter(
+    config: RunConfig,
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype,
+    weights: str = MASTER,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Exported:
+    """Write the adapter of a checkpoint to a new folder.
+
+    Args:
+        config: Of the run.
+        checkpoint: A committed checkpoint of it.
+        out: The folder; missing or empty.
+        dtype: Of the written weights.
+        weights: `MASTER`, or `AVERAGE` for their moving average.
+        progress: Called with the bytes of weights written and their number.
+
+    Raises:
+        TrainctlError: The checkpoint has no adapter (5), or the folder cannot be written.
+    """
+    source = Checkpoint(checkpoint, weights=weights)
+    adapter = low_rank(adapter_of(source.manifest))
+    if adapter is None:
+        raise TrainctlError(
+            f"{checkpoint.name} has no adapter",
+            hint="leave --adapter out",
+            exit_code=ExitCode.run_state,
+        )
+    layers = adapted_layers(config.model, adapter)
+    tensors = {tensor.name: tensor for layer in layers for tensor in added_tensors(layer, adapter)}
+    layout = {_published(name): (dtype, tensor.shape) for name, tensor in tensors.items()}
+    total = sum(tensor.numel for tensor in tensors.values()) * dtype.itemsize
+    base = source.manifest["base"]
+    with new_folder(out, total) as folder:
+
+        def values() -> Iterator[torch.Tensor]:
+            done = 0
+            for name, tensor in tensors.items():
+                shape = torch.Size(tensor.shape)
+                yield source.read(name, shape, 0, shape.numel()).to(dtype)
+                done += shape.numel() * dtype.itemsize
+                progress(done, total)
+
+        write_stream(folder / "adapter_model.safetensors", layout, values(), {"format": "pt"})
+        every = tuple(linear_layers(config.model))
+        write_json(folder / "adapter_config.json", peft_config(adapter, layers, every, base))
+    return Exported(
+        files=sorted(path.name for path in out.iterdir()),
+        size_bytes=total,
+        num_parameters=sum(tensor.numel for tensor in tensors.values()),
+        notes=list(_notes(base)),
+    )
+
+
+def _published(name: str) -> str:
+    layer, _, tensor = name.rpartition(".")
+    return f"{PREFIX}{layer}.{ENDS[tensor]}"
+
+
+def peft_config(
+    adapter: LowRank,
+    layers: Sequence[LinearLayer],
+    every: Collection[LinearLayer],
+    base: Mapping[str, Any],
+) -> dict[str, Any]:
+    """PEFT's configuration of an adapter.
+
+    Args:
+        adapter: The section.
+        layers: Those that have it.
+        every: All linear layers of the blocks.
+        base: What the manifest says of its base.
+    """
+    spec = spec_of(adapter)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base["path"] if base["kind"] == "directory" else None,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "target_modules": _targets(layers, every),
+        "use_rslora": spec.rank_power != 1,
+        "use_dora": spec.has_magnitude,
+        "fan_in_fan_out": any(layer.inputs_first for layer in layers),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _targets(layers: Sequence[LinearLayer], every: Collection[LinearLayer]) -> list[str]:
+    """Ends of names, where these are the layers' alone; their whole names otherwise.
+
+    PEFT takes every module whose name ends so, outside of the blocks too: there, whole names tell.
+    """
+    ends = sorted({layer.name.rpartition(".")[2] for layer in layers})
+    chosen = {layer.name for layer in layers}
+    meant = {layer.name for layer in every if layer.name.rpartition(".")[2] in ends}
+    return ends if meant == chosen else sorted(chosen)
+
+
+def _notes(base: Mapping[str, Any]) -> Iterator[str]:
+    """What whoever loads it has to have."""
+    if base["kind"] == "directory":
+        yield f"its base is {base['path']}"
+    elif base["kind"] == "checkpoint":
+        yield f"its base is {base['path']}, which `trainctl export` makes a directory of"
+    else:
+        yield f"its base is what seed {base['seed']} draws, which no directory has"
