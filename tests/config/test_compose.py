@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from whole_recipes import WHOLE
 
-from trainctl.config.catalog import recipes, shipped_root
+from trainctl.config.catalog import shipped_root
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import Composed, compose, recompose
 from trainctl.config.schema import OffloadDevice
 from trainctl.errors import ExitCode, Finding, TrainctlError
 
-RECIPES = [info.name for info in recipes()]
 Write = Callable[[str, str], Path]
 
 
@@ -177,7 +177,7 @@ def test_references_are_resolved_and_checked(monkeypatch: pytest.MonkeyPatch) ->
 # -------------------------------------------------------------------------- provenance
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", WHOLE)
 @pytest.mark.parametrize("overrides", [[], ["offload=cpu", "hardware=2xcpu", "training.seed=3"]])
 def test_each_layer_names_the_line_that_set_it_and_the_last_one_won(
     recipe: str, overrides: list[str]
@@ -215,7 +215,7 @@ def test_an_option_of_the_command_line_is_named_with_its_file() -> None:
     assert composed.source_of("deepspeed") == "deepspeed.a.b=1"
 
 
-@pytest.mark.parametrize("recipe", ["base", *RECIPES])
+@pytest.mark.parametrize("recipe", ["base", *WHOLE])
 def test_the_files_merge_as_hydra_merges_them(recipe: str) -> None:
     """Reference: Hydra's own `compose` of the same files."""
     from hydra import compose as hydra_compose

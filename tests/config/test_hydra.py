@@ -23,8 +23,9 @@ import hydra
 import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, flag_override
+from whole_recipes import WHOLE
 
-from trainctl.config.catalog import option_names, recipes, search_folders, shipped_root
+from trainctl.config.catalog import option_names, search_folders, shipped_root
 from trainctl.config.check import REFUSED
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.compose import compose
@@ -33,7 +34,7 @@ from trainctl.config.registry import chooser, unit_groups
 from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.errors import TrainctlError
 
-RECIPES = [None, *(info.name for info in recipes())]
+RECIPES = [None, *WHOLE]
 CASES, SETTINGS, REFERENCES = 2, 80, 30
 """Of each recipe; keys set in each case, and others that refer to those: two thousand in all."""
 NOT_DRAWN = ("recipe", "model.family", "model.path", "model.anatomy", "deepspeed")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from plan_cases import config_with, cpus, gpus
+from whole_recipes import WHOLE
 
-from trainctl.config.catalog import recipes
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import compose
 from trainctl.config.registry import names
@@ -95,16 +95,12 @@ def case_of(plan, *, mpu=True):
     return {"mesh": to_plain(plan.mesh), "json": plan.deepspeed, "mpu": mpu}
 
 
-def recipe_names():
-    return [recipe.name for recipe in recipes()]
-
-
 @pytest.fixture(scope="module")
 def loaded():
     """What DeepSpeed made of every case, optimizer and recipe, from one process."""
     plans = {name: plan_of(name) for name in CASES}
     plans |= {kind: optimizer_plan(kind) for kind in names("optimizer")}
-    for name in recipe_names():
+    for name in WHOLE:
         config = compose([f"recipe={name}"]).config
         plan = resolve(config, resolve_hardware(config.hardware)).plan
         if plan is not None:  # else the recipe's own test says why
@@ -153,7 +149,7 @@ def test_deepspeed_loads_it_with_the_true_global_batch(name, loaded):
     assert_accepted(plan_of(name), loaded[name])
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", WHOLE)
 def test_deepspeed_loads_every_recipe_at_its_world_size(name, loaded):
     plan = recipe_plan(name)
     assert_accepted(plan, loaded[f"recipe {name}"])

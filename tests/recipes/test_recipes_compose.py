@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from whole_recipes import WHOLE
 
 from trainctl.config.catalog import leading_comment, recipes
 from trainctl.config.compose import compose
@@ -13,7 +14,7 @@ RECIPES = {info.name: info for info in recipes()}
 PROMISED = (
     "tiny 125m 1b-zero1 7b-zero2 7b-zero3 7b-zero3-offload 7b-zero3-nvme 13b-zero3 "
     "70b-zero3-nodes 70b-3d 8b-long-context "
-    "sft-8b-lora-1x24g sft-8b-full-8x80g sft-70b-lora-8x80g"
+    "sft-tiny sft-8b-lora-1x24g sft-8b-full-8x80g sft-70b-lora-8x80g"
 )
 DEVICES = {
     "tiny": 2,
@@ -51,7 +52,7 @@ def test_the_promised_recipes_are_there() -> None:
     assert set(RECIPES) == set(PROMISED.split())
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", WHOLE)
 def test_a_recipe_composes_without_a_warning(name: str) -> None:
     composed = compose([f"recipe={name}"])
     assert composed.findings == ()
@@ -67,7 +68,7 @@ def test_the_first_comment_tells_hardware_and_sources(name: str) -> None:
     assert "arXiv:" in " ".join(comment)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", WHOLE)
 def test_a_recipe_declares_its_hardware(name: str) -> None:
     hardware = recipe_of(name).hardware
     assert hardware.name != "auto"
@@ -75,7 +76,7 @@ def test_a_recipe_declares_its_hardware(name: str) -> None:
     assert hardware.nodes * hardware.devices_per_node == DEVICES[name]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize(
     "overrides", [[], ["model=tiny-llama", "hardware=cpu", "parallelism=data"]]
 )
@@ -89,7 +90,7 @@ def test_the_batch_multiplies_out(name: str, overrides: list[str]) -> None:
     assert training.steps or training.tokens
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", WHOLE)
 def test_sequences_fit_the_model_and_warmup_fits_the_run(name: str) -> None:
     config = recipe_of(name)
     training = config.training
@@ -100,7 +101,7 @@ def test_sequences_fit_the_model_and_warmup_fits_the_run(name: str) -> None:
     assert (config.schedule.warmup_steps or 0) < steps
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", WHOLE)
 def test_a_recipe_sets_nothing_that_was_so_already(name: str) -> None:
     """Deltas only: no line of a recipe repeats what it starts from."""
     composed = compose([f"recipe={name}"])
@@ -110,7 +111,7 @@ def test_a_recipe_sets_nothing_that_was_so_already(name: str) -> None:
         assert len(values) == 1 or values[-1] != values[-2], key
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", WHOLE)
 def test_a_recipe_shrinks_to_a_laptop(name: str) -> None:
     config = recipe_of(
         name,

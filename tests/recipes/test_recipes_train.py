@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from rank_processes import Case, curve, train_cases
+from whole_recipes import WHOLE
 
-from trainctl.config.catalog import recipes
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.resolve import resolve
@@ -44,7 +44,7 @@ FITTED = {
 """What fits a recipe to the small model and to few processes; the others are trained on two."""
 
 
-NAMES = [info.name for info in recipes() if info.name != "7b-zero3-nvme"]
+NAMES = [name for name in WHOLE if name != "7b-zero3-nvme"]
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import string
+from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 MARKED = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -29,19 +31,33 @@ FORGETFUL = UNMARKED.replace(
 SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>", "<pad>")
 
 
-def write_tokenizer(folder: Path, template: str | None = MARKED, *, adds_bos: bool = False) -> Path:
+def write_tokenizer(
+    folder: Path,
+    template: str | None = MARKED,
+    *,
+    adds_bos: bool = False,
+    words: Sequence[str] = (),
+) -> Path:
     """Bytes and a few special tokens, as transformers saves a fast tokenizer.
 
     Args:
         folder: Made if it is not there.
         template: Of chats; None writes none.
         adds_bos: Whether the tokenizer puts `<s>` before each text by itself.
+        words: In place of bytes: all that there is, beside single digits and white space.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
+    if words:
+        vocabulary = ["<unk>", *words, *string.digits, " ", "\n"]
+        numbers = {word: number for number, word in enumerate(vocabulary)}
+        backend = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d|\s|[a-z]+|\W"), "isolated")
+        backend.decoder = decoders.Fuse()
+    else:
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     if adds_bos:
         from tokenizers.processors import TemplateProcessing

@@ -59,6 +59,32 @@ def put(text: str, *, style: str = "") -> None:
         _lose_reader(error)
 
 
+def put_marked(pieces: Iterable[tuple[str, bool]], *, style: str, marks: tuple[str, str]) -> None:
+    """One line of data on stdout, some of whose pieces are in colour, or else between two marks.
+
+    Args:
+        pieces: Each with whether it is one of those.
+        style: Their colour.
+        marks: What is before and behind one, where there is no colour.
+    """
+    is_plain = not _has_colour(sys.stdout)
+    before, behind = marks if is_plain else (f"\x1b[{STYLES[style]}m", "\x1b[0m")
+    line = "".join(
+        f"{before}{visible(text)}{behind}" if is_marked and text else visible(text)
+        for text, is_marked in pieces
+    )
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        _lose_reader(error)
+
+
+def _has_colour(stream: TextIO) -> bool:
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not is_plain
+
+
 def _lose_reader(error: OSError) -> None:
     if _output["is_needed"]:
         raise error
@@ -77,8 +103,7 @@ def say(text: str, *, style: str = "") -> None:
 
 def _write(stream: TextIO, text: str, style: str) -> None:
     text = visible(text)
-    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    if style and stream.isatty() and not is_plain:
+    if style and _has_colour(stream):
         text = f"\x1b[{STYLES[style]}m{text}\x1b[0m"
     stream.write(text + "\n")
     stream.flush()

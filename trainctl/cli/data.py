@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ import typer
 
 from trainctl.cli import data_find, data_plan, data_prepare, data_stats
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
-from trainctl.cli.console import print_json, printable, put
+from trainctl.cli.console import print_json, printable, put, put_marked
 from trainctl.cli.data_dropped import show_dropped
 from trainctl.cli.planning import compose_target
 from trainctl.errors import TrainctlError
@@ -20,7 +21,7 @@ from trainctl.runs.directory import open_run, read_plan
 from trainctl.runs.records import iter_events
 
 if TYPE_CHECKING:
-    from trainctl.train.contents import Passage, Sample
+    from trainctl.train.contents import ChatStretch, Passage, Sample
 
 app = typer.Typer(help="Look at what a run is trained on.", add_completion=False)
 
@@ -58,6 +59,9 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Print the text of samples of a run, and the files and documents that it was cut from.
+
+    Of conversations it is what the model sees, special tokens among it, with what is learnt in
+    colour, or else between [[ and ]].
 
     Or what was left out of a corpus that is prepared, and what stays in its place.
 
@@ -101,10 +105,25 @@ def _show(sample: Sample) -> None:
     )
     for passage in sample.passages:
         put(f"  {_source(passage)}")
-    for line in sample.text.split("\n"):
-        put(f"  | {printable(line)}")
+    if sample.stretches:
+        _show_learnt(sample.stretches)
+    else:
+        for line in sample.text.split("\n"):
+            put(f"  | {printable(line)}")
     if sample.is_cut:
         put("  | …")
+
+
+def _show_learnt(stretches: Sequence[ChatStretch]) -> None:
+    """The lines of a sample, and what is learnt of each."""
+    line: list[tuple[str, bool]] = [("  | ", False)]
+    for stretch in stretches:
+        for number, text in enumerate(stretch.text.split("\n")):
+            if number:
+                put_marked(line, style="good", marks=("[[", "]]"))
+                line = [("  | ", False)]
+            line.append((printable(text), stretch.is_learnt))
+    put_marked(line, style="good", marks=("[[", "]]"))
 
 
 def _source(passage: Passage) -> str:

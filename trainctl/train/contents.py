@@ -62,6 +62,19 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatStretch:
+    """Tokens of a sample that follow each other and are learnt, or are not.
+
+    Attributes:
+        text: Theirs, special tokens among it.
+        is_learnt: Whether they are labels.
+    """
+
+    text: str
+    is_learnt: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """What a sample held.
 
@@ -74,6 +87,7 @@ class Sample:
         passages: What it has of its documents, in order.
         text: What its tokens say, cut to the length that was asked for.
         is_cut: Whether there is more of it.
+        stretches: The same text by what is learnt of it, where that is not all: of conversations.
     """
 
     counter: int
@@ -84,6 +98,7 @@ class Sample:
     passages: tuple[Passage, ...]
     text: str
     is_cut: bool
+    stretches: tuple[ChatStretch, ...] = ()
 
 
 def parse_counters(text: str) -> list[int]:
@@ -178,9 +193,11 @@ def samples_of(
         reader = readers[name, length]
         pieces = reader.pieces(int(index))
         size = sum(end - start for start, end in pieces)
-        row = reader.read(np.array([index]), np.array([epoch])).tokens[0]
-        decoded = tokenizer.decode(row[:size].tolist())
+        rows = reader.read(np.array([index]), np.array([epoch]))
+        ids, is_marked = rows.tokens[0, :size], corpora[name].is_marked
+        decoded = tokenizer.decode(ids.tolist(), with_special=is_marked)
         cut = decoded[:most_characters] if most_characters else decoded
+        stretches = _stretches(ids, rows.silent[0], tokenizer, len(cut)) if is_marked else ()
         samples.append(
             Sample(
                 counter=counter,
@@ -193,9 +210,26 @@ def samples_of(
                 ),
                 text=cut,
                 is_cut=len(cut) < len(decoded),
+                stretches=tuple(stretches),
             )
         )
     return samples
+
+
+def _stretches(
+    ids: npt.NDArray[np.int64],
+    silent: npt.NDArray[np.bool_],
+    tokenizer: Tokenizer,
+    most_characters: int,
+) -> Iterator[ChatStretch]:
+    """A sample's tokens by what is learnt of them; the first of all is no label."""
+    is_learnt = np.concatenate([[False], ~silent[: len(ids) - 1]])
+    borders = np.flatnonzero(np.diff(is_learnt)) + 1
+    for first, end in pairwise([0, *borders.tolist(), len(ids)]):
+        text = tokenizer.decode(ids[first:end].tolist(), with_special=True)[:most_characters]
+        most_characters -= len(text)
+        if text:
+            yield ChatStretch(text, bool(is_learnt[first]))
 
 
 def training_text(

@@ -42,8 +42,13 @@ class Tokenizer(Protocol):
     def id_of(self, token: str) -> int | None:
         """Id of a token by its text in the vocabulary; None if there is none."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; what is not text becomes a replacement character."""
+    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
+        """Text of ids; what is not text becomes a replacement character.
+
+        Args:
+            ids: Shape (tokens,).
+            with_special: Special tokens by their names; else they are left out.
+        """
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -90,7 +95,7 @@ class ByteTokenizer:
     def id_of(self, token: str) -> int | None:
         return None
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
@@ -127,5 +132,5 @@ class FileTokenizer:
         found: int | None = self._backend.token_to_id(token)
         return found
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._backend.decode(list(ids)))
+    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=not with_special))

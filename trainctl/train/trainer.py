@@ -24,6 +24,7 @@ from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, pending_requests, withdraw_request
 from trainctl.train.ahead import BatchesAhead
+from trainctl.train.bins import bins_of
 from trainctl.train.corpora import bad_text, digests_of, unigram_entropy
 from trainctl.train.evaluation import HeldOutLoss, evaluate_sources, inference, sample_text
 from trainctl.train.model import TORCH_TYPES
@@ -373,12 +374,18 @@ class Trainer:
             }
             for name, corpus in corpora.items()
         }
-        bad = bad_text(corpora)
+        bad, config = bad_text(corpora), self._session.plan.config
+        chats = {
+            name: dict(bins.counts)
+            for name, corpus in corpora.items()
+            if corpus.is_marked and (bins := bins_of(config, corpus, corpus.train))
+        }
         return {
             "train_tokens": sum(corpus.train.tokens for corpus in corpora.values()),
             "held_out_tokens": sum(corpus.held_out.tokens for corpus in corpora.values()),
             "unigram_entropy": unigram_entropy(corpora),
-            **({"sources": each} if self._session.plan.config.data.sources else {}),
+            **({"sources": each} if config.data.sources else {}),
+            **({"conversations": chats} if chats else {}),
             **({"bad_text": bad} if bad else {}),
         }
 
