@@ -14,7 +14,7 @@ PEAKS = {"sft-8b-lora-1x24g": 18.5, "sft-8b-full-8x80g": 45.5, "sft-70b-lora-8x8
 
 @pytest.mark.parametrize("name", PEAKS)
 def test_a_recipe_of_fine_tuning_fits(name: str) -> None:
-    config = compose([f"recipe={name}", "data=stdlib", "tokenizer=byte"]).config
+    config = compose([f"recipe={name}"]).config
     found = assess(config, resolve_hardware(config.hardware))
     assert found.budget is not None, found.findings
     assert found.fits

@@ -150,13 +150,14 @@ KEPT: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 def test_what_a_forward_pass_keeps_where_not_all_trains(tmp_path: Path) -> None:
     """ZeRO 3 comes last: DeepSpeed's linear layer, which keeps its input whatever learns, stays in
-    a process that has had it."""
+    a process that has had it. What does not grow with the blocks (tokens, rotary embeddings) is
+    in no term: 17 KB here."""
     plans = {
         f"ZeRO {zero}, {name}": plan(2, zero, BF16, **trains)
         for zero in (1, 3)
         for name, trains in KEPT.items()
     }
-    expected = {name: pytest.approx(kept(of), rel=0.01) for name, of in plans.items()}
+    expected = {name: pytest.approx(kept(of), rel=0.01, abs=20_000) for name, of in plans.items()}
     for rank in counted(2, plans, tmp_path, probe="kept_probe:kept"):
         assert rank == expected
 
