@@ -28,12 +28,15 @@ def test_fine_tuning_learns_to_answer_what_is_held_out(base, tmp_path, how):
     file = write_chat(tmp_path / "chat.jsonl", learnt)
     said = trainctl(
         "launch", "recipe=sft-tiny", f"model.path={base}", f"data.paths=[{file}]",
+        "training.sample_tokens=4", "training.sample_prompts=[twice 7 for ann, next 2 for tom]",
         *how, "--run-dir", "run",
         cwd=tmp_path, TRAINCTL_CACHE_DIR=str(tmp_path / "cache"),
     )  # fmt: skip
     (start,) = events(tmp_path / "run", "start")
     count = start["conversations"]["data"]["conversations"]
     assert 150 < count < len(learnt) and f"{count} conversations" in said
+    answers = [(each["prompt"], each["text"]) for each in events(tmp_path / "run", "sample")]
+    assert answers == [("twice 7 for ann", "14"), ("next 2 for tom", "3")]
     merge = ["--merge"] if "adapter=lora" in how else []
     trainctl("export", "run", "out", *merge, cwd=tmp_path)
     assert share_right(tmp_path / "out", held_out) >= 0.95

@@ -55,6 +55,7 @@ TRAINERS_OWN = (
     "training.evaluate_every_steps",
     "training.evaluation_samples",
     "training.sample_prompt",
+    "training.sample_prompts",
     "training.sample_tokens",
     "training.seed",
     "training.stop_after_steps",

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.config.schema import OnBadText
-from trainctl.data.encoding import Encoder
+from trainctl.config.schema import DataConfig, OnBadText
+from trainctl.data.encoding import Encoder, marks_learnt
 from trainctl.data.marks import marked, with_mark
 from trainctl.options.data.chat import ChatConfig
+from trainctl.plan.mixture import sources_of
 from trainctl.train.chat import CannotRender, ChatTemplate
 from trainctl.train.tokenizer import Tokenizer
 
@@ -27,6 +28,20 @@ def encoder_of(section: ChatConfig, tokenizer: Tokenizer) -> Encoder:
         TrainctlError: There is no chat template.
     """
     return ChatEncoder(section, tokenizer)
+
+
+def prompt_ids(data: DataConfig, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Ids of a prompt: of a user's message and the chat template's prompt for an answer, where the
+    first source of a run has conversations; else of the text.
+
+    Raises:
+        TrainctlError: There is no chat template, or it refuses the prompt.
+    """
+    section = next(iter(sources_of(data).values()))
+    if not isinstance(section, ChatConfig) or not marks_learnt(section):
+        return tokenizer.encode(prompt).tolist() or [0]
+    template = ChatTemplate.of(tokenizer.file, section.chat_template)
+    return template.prompt([{"role": "user", "content": prompt}]).tolist()
 
 
 class ChatEncoder:

@@ -204,6 +204,32 @@ def sample_text(
         progress: Called with the tokens drawn and their number.
     """
     ids = tokenizer.encode(prompt).tolist() or [0]
+    drawn = sampled_ids(
+        next_scores,
+        tokenizer,
+        ids,
+        num_tokens=num_tokens,
+        window=window,
+        seed=seed,
+        temperature=temperature,
+        progress=progress,
+    )
+    return tokenizer.decode([*ids, *drawn])
+
+
+def sampled_ids(
+    next_scores: NextScores,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    *,
+    num_tokens: int,
+    window: int,
+    seed: int,
+    temperature: float,
+    progress: Callable[[int, int], None] = _unwatched,
+) -> list[int]:
+    """Ids with which the model goes on from those of a prompt; arguments as of `sample_text`."""
+    ids = list(prompt)
     generator = torch.Generator().manual_seed(seed)
     for drawn in range(num_tokens):
         progress(drawn, num_tokens)
@@ -216,4 +242,4 @@ def sample_text(
         if token == tokenizer.end_of_document:
             break
         ids.append(token)
-    return tokenizer.decode(ids)
+    return ids[len(prompt) :]

@@ -330,6 +330,12 @@ class TrainingConfig:
         0, "Length of a text sampled from the model at the end.", unit="tokens", minimum=0
     )
     sample_prompt: str = option("def ", "Start of that text.")
+    sample_prompts: list[str] = option(
+        [],
+        "In its place, texts that are each gone on with, taking the likeliest token each time; of "
+        "conversations they are a user's, and the chat template asks for the answers.",
+        example="[What is 2+2?, Say hello]",
+    )
 
 
 @dataclass

@@ -159,7 +159,7 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "training.epochs, with training.steps=null and training.tokens=null",
     ),
     (
-        ("training.sample_prompt",),
+        ("training.sample_prompt", "training.sample_prompts"),
         lambda c: c.training.sample_tokens > 0,
         "training.sample_tokens above 0",
     ),
