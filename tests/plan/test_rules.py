@@ -37,6 +37,12 @@ DEEPCOMPILE = {"kernels__compile": "deepcompile"}
 SAVES = {"checkpoint__every_steps": 10}
 LORA = {"adapter__kind": "lora"}
 TWO_STAGES = {"parallelism__pipeline": 2, "zero_stage__stage": 1}
+PAIRS = {
+    "objective__kind": "dpo",
+    "data__kind": "preferences",
+    "data__on_too_long": "drop",
+    "data__mask_documents": True,
+}
 SHARDED = {"engine__kind": "fsdp2", "zero_stage__stage": 3}
 
 
@@ -537,7 +543,6 @@ ERRORS = [
         for changes, text, hint in (
             ({"parallelism__tensor": 2}, "parallelism.tensor=2", "parallelism.tensor=1"),
             ({"parallelism__sequence": 2}, "parallelism.sequence=2", "parallelism.sequence=1"),
-            ({"parallelism__pipeline": 2}, "parallelism.pipeline=2", "parallelism.pipeline=1"),
             ({"optimizer__kind": "muon"}, "optimizer.kind=muon", "optimizer=adamw"),
             ({"precision__compute": "fp16"}, "precision.compute=fp16", "precision=bf16"),
             ({"precision__autocast": True}, "precision.autocast=true", "precision=bf16"),
@@ -588,6 +593,27 @@ ERRORS = [
         gpus(),
         "objective.kind=simpo learns from pairs of answers, and data.kind=stdlib has none",
         "data=preferences",
+    ),
+    (
+        "TC393",
+        {**PAIRS, "objective__kind": "next_token"},
+        gpus(),
+        "data.kind=preferences has pairs of answers, and objective.kind=next_token would learn",
+        "objective=dpo",
+    ),
+    (
+        "TC393",
+        {**PAIRS, "data__on_too_long": "cut"},
+        gpus(),
+        "what is left of a pair would be the chosen answer alone",
+        "data.on_too_long=drop",
+    ),
+    (
+        "TC393",
+        {**PAIRS, "data__mask_documents": False},
+        gpus(),
+        "the rejected answer would see the chosen one",
+        "data.mask_documents=true",
     ),
     ("TC393", {**mixed(), "objective__kind": "dpo"}, gpus(), "pairs of several sources", "paths"),
     (

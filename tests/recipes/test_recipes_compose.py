@@ -14,7 +14,7 @@ RECIPES = {info.name: info for info in recipes()}
 PROMISED = (
     "tiny 125m 1b-zero1 7b-zero2 7b-zero3 7b-zero3-offload 7b-zero3-nvme 13b-zero3 "
     "70b-zero3-nodes 70b-3d 8b-long-context "
-    "sft-tiny sft-8b-lora-1x24g sft-8b-full-8x80g sft-70b-lora-8x80g"
+    "sft-tiny sft-8b-lora-1x24g sft-8b-full-8x80g sft-70b-lora-8x80g dpo-8b-lora"
 )
 DEVICES = {
     "tiny": 2,
@@ -28,6 +28,7 @@ DEVICES = {
     "70b-zero3-nodes": 64,
     "70b-3d": 64,
     "8b-long-context": 8,
+    "dpo-8b-lora": 1,
     "sft-8b-lora-1x24g": 1,
     "sft-8b-full-8x80g": 8,
     "sft-70b-lora-8x80g": 8,

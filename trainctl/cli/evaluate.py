@@ -58,9 +58,13 @@ def evaluate(
         return
     loss = result["loss"]
     average = ", average of the weights" if weights is Weights.ema else ""
+    beside = [f"{name} {value:.4f}" for name, value in result.get("objective", {}).items()]
+    if "unigram_entropy" in result:
+        entropy = f"unigram entropy {result['unigram_entropy']:.4f}"
+        beside = [f"perplexity {math.exp(loss):,.2f}", entropy]
     put(
-        f"{checkpoint.name}{average}: held-out loss {loss:.4f} over {result['samples']:,} samples "
-        f"(perplexity {math.exp(loss):,.2f}; unigram entropy {result['unigram_entropy']:.4f})"
+        f"{checkpoint.name}{average}: held-out loss {loss:.4f} over {result['samples']:,} samples"
+        + (f" ({'; '.join(beside)})" if beside else "")
     )
     for name, of_source in result.get("sources", {}).items():
         put(f"  {name}: {of_source:.4f}")

@@ -171,6 +171,9 @@ def event_lines(event: Event) -> list[str]:
             average = begins if event.get("ema_begins") else []
             told = f"{origin}: {size}, {text}"
             return [*passed_over, told, *bad_text_lines(event), *average]
+        case "reference":
+            pairs = f"{event['train']:,} + {event['held_out']:,} held-out pairs"
+            return [f"reference log-probabilities of {pairs}: {clock(event['seconds'])}"]
         case "corpus":
             return [printable(event["message"])]
         case "evaluation":
@@ -183,6 +186,10 @@ def event_lines(event: Event) -> list[str]:
             entropy = event.get("unigram_entropy")
             if entropy is not None:
                 line += f" (tokens' unigram entropy {entropy:.4f})"
+            measures = event.get("objective", {}).items()
+            if measures:
+                each = (f"{name} {number(value):.4f}" for name, value in measures)
+                line += f" ({printable(', '.join(each))})"
             return [line]
         case "checkpoint":
             return [f"checkpoint at step {event['step']}: {event['path']}"]

@@ -45,9 +45,10 @@ def _without_template(config: RunConfig) -> Iterator[Finding]:
         f"data.sources.{name}": each for name, each in config.data.sources.items()
     }
     for key, section in (sources or {"data": config.data}).items():
-        own = load("data", section.kind).encoder and config.data.factory is None and is_named
-        if own:
-            named = getattr(section, "chat_template", None)
+        source, named = load("data", section.kind), getattr(section, "chat_template", None)
+        # Pairs may be texts, which are written as they are.
+        asks = source.encoder and (named is not None or not source.has_pairs)
+        if asks and config.data.factory is None and is_named:
             tokenizer = file(config.tokenizer) if file else None
             if tokenizer is None or tokenizer.is_file():  # which another finding says
                 try:

@@ -125,6 +125,12 @@ def conversations_of(
     return Conversations(Pieces(starts[stays], np.minimum(lengths[stays], length)), counts)
 
 
+def each_alone(pieces: Pieces) -> Bins:
+    """A bin of its own for every piece, in the order of the text."""
+    firsts = np.arange(len(pieces.starts) + 1, dtype=np.int64)
+    return Bins(pieces.starts, pieces.lengths, firsts)
+
+
 def pack(pieces: Pieces, length: int) -> Bins:
     """Best-fit decreasing: a function of the lengths alone, in the time of a sort.
 

@@ -24,10 +24,11 @@ import numpy.typing as npt
 
 from trainctl.config.schema import OnTooLong, Packing, RunConfig
 from trainctl.config.text.files import digest_of
-from trainctl.data.packing import Bins, conversations_of, pack, pieces_of
+from trainctl.data.packing import Bins, conversations_of, each_alone, pack, pieces_of
 from trainctl.data.part import writing
 from trainctl.data.tokenized import ends_by_id
 from trainctl.errors import TrainctlError
+from trainctl.options.data import spec_of
 from trainctl.runs.atomic import sync_directory, write_json
 from trainctl.train.corpus import Tell, cache_folder
 from trainctl.train.corpus_file import Corpus, Split
@@ -68,6 +69,7 @@ def bins_of(config: RunConfig, corpus: Corpus, split: Split, tell: Tell = _unhea
         "length": length,
         **({} if split.ends else {"ends": "by id"}),
         **({"on_too_long": config.data.on_too_long.value} if corpus.is_marked else {}),
+        **({"each": "alone"} if spec_of(config.data).has_pairs else {}),
     }
     folder = cache / f"packing-{digest_of(json.dumps(of, sort_keys=True))[:24]}"
     bins, _ = _read(folder)
@@ -88,16 +90,18 @@ def _packed(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
     learnt = corpus.learnt(split)
     if learnt is None:
         return pack(pieces_of(ends, length), length)
+    is_paired = spec_of(config.data).has_pairs
+    what, others = ("pair", "") if is_paired else ("conversation", "cut, or ")
     longest = int(np.diff(ends.astype(np.int64), prepend=0).max(initial=0))
     if config.data.on_too_long is OnTooLong.error and longest > length:
         raise TrainctlError(
-            f"a conversation has {longest:,} tokens, and training.sequence_length is {length:,}",
-            hint="a longer sequence; or data.on_too_long=cut, which keeps the beginning of such, "
-            "or drop, which leaves them out",
+            f"a {what} has {longest:,} tokens, and training.sequence_length is {length:,}",
+            hint=f"a longer sequence; or data.on_too_long={others}drop, which leaves such out",
         )
     cuts = config.data.on_too_long is OnTooLong.cut
     found = conversations_of(ends, length, learnt, cuts=cuts)
-    return replace(pack(found.pieces, length), counts=found.counts)
+    bins = each_alone(found.pieces) if is_paired else pack(found.pieces, length)
+    return replace(bins, counts=found.counts)
 
 
 def drawn_tokens(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> int:
@@ -117,11 +121,14 @@ def drawn_tokens(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> in
     if bins is None:
         return corpus.train.tokens
     tokens = len(bins) * config.training.sequence_length
+    is_paired = spec_of(config.data).has_pairs
     if bins.counts:
-        tell(in_words(bins.counts))
+        told = in_words(bins.counts)
+        tell(told.replace("conversations", "pairs", 1) if is_paired else told)
     text = int(bins.lengths.sum(dtype=np.int64))
+    how = "a pair in each sample" if is_paired else "best-fit packing"
     tell(
-        f"best-fit packing: {len(bins):,} samples of {config.training.sequence_length:,} tokens, "
+        f"{how}: {len(bins):,} samples of {config.training.sequence_length:,} tokens, "
         f"{text / max(1, tokens):.2%} of them text, the rest padding"
     )
     return tokens + 1

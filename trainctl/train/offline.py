@@ -141,7 +141,8 @@ def _evaluate(
 
     corpora = corpora_of(plan, run)
     datasets = held_out_data(plan, corpora)
-    if objective_of(plan.config.objective).needs_reference:
+    objective = objective_of(plan.config.objective)
+    if objective.needs_reference:
         reference_of(run, datasets)
     samples = arguments.samples or plan.config.training.evaluation_samples
     if samples == 0 or not any(dataset.num_samples for dataset in datasets.values()):
@@ -157,7 +158,7 @@ def _evaluate(
             model.score,
             datasets,
             num_samples=samples,
-            recorded=objective_of(plan.config.objective).recorded,
+            recorded=objective.recorded,
             micro_batch_size=plan.batch.micro_batch_size,
             progress=lambda done, total: progress("evaluating", done, total),
         )
@@ -167,7 +168,7 @@ def _evaluate(
         **({"objective": found.measures} if found.measures else {}),
         **({"sources": found.sources} if plan.config.data.sources else {}),
         "samples": found.samples,
-        "unigram_entropy": unigram_entropy(corpora),
+        **({"unigram_entropy": unigram_entropy(corpora)} if objective.is_entropy else {}),
         "device": model.device.type,
     }
 

@@ -194,13 +194,14 @@ class Trainer:
                 assert of_average is not None
                 self._metrics[METRIC] = of_average.loss
             session.patience.see(loss, session.progress.step)
+            is_entropy = objective_of(session.plan.config.objective).is_entropy
             self._record(
                 "evaluation",
                 step=session.progress.step,
                 **self._metrics,
                 **({"objective": found.measures} if found.measures else {}),
+                **({"unigram_entropy": unigram_entropy(session.corpora)} if is_entropy else {}),
                 **({"sources": found.sources} if session.plan.config.data.sources else {}),
-                unigram_entropy=unigram_entropy(session.corpora),
             )
             dropped = session.learning_rate.see(loss, session.progress.step)
             if dropped is not None:

@@ -49,7 +49,7 @@ class ChatConfig(DataFromPaths):
 def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
     """The conversations of a file, or of one of its `ranges`, in order, each as JSON."""
     assert isinstance(reader.config, ChatConfig)
-    for number, record, where in _records(reader, file, span):
+    for number, record, where in records(reader, file, span):
         try:
             conversation = conversation_of(record, reader.config.shape)
         except BadConversation as bad:
@@ -70,7 +70,7 @@ def problem(file: File, section: ChatConfig) -> FileProblem | None:
     return first_problem(file, section, read)
 
 
-def _records(
+def records(
     reader: Reader, file: File, span: tuple[int, int] | None
 ) -> Iterator[tuple[int, Any, str]]:
     """Each record with its line or row, from 1, and both in words."""

@@ -45,6 +45,11 @@ class Objective(Spec):
     measures: tuple[str, ...] = ()
 
     @property
+    def is_entropy(self) -> bool:
+        """Whether its loss is the cross entropy of tokens, whose exponent is a perplexity."""
+        return not self.build
+
+    @property
     def recorded(self) -> tuple[str, ...]:
         """Names of all that is recorded beside the loss."""
         return (*self.measures, *(ANSWERS if self.counts == PAIRS else ()))

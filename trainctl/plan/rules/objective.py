@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.config.schema import CompileKind, CrossEntropyKind, RunConfig
+from trainctl.config.schema import CompileKind, CrossEntropyKind, OnTooLong, RunConfig
 from trainctl.errors import Finding
 from trainctl.options.data import spec_of
 from trainctl.options.objective import PAIRS, objective_of
@@ -48,6 +48,20 @@ def objective_has_its_samples(draft: Draft) -> Iterator[Finding]:
             f"{KEY}={objective.name} learns from pairs of answers, and data.kind={source.name} has "
             "none",
             "data=preferences, or objective=next_token",
+        )
+    elif has_pairs and not config.data.mask_documents:
+        yield error(
+            "data.mask_documents",
+            f"data.mask_documents=false with data.kind={source.name}: the rejected answer would "
+            "see the chosen one",
+            "data.mask_documents=true",
+        )
+    elif has_pairs and config.data.on_too_long is OnTooLong.cut:
+        yield error(
+            "data.on_too_long",
+            f"data.on_too_long=cut with data.kind={source.name}: what is left of a pair would be "
+            "the chosen answer alone",
+            "data.on_too_long=drop or error",
         )
     elif has_pairs and not wants_pairs:
         yield error(

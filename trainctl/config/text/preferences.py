@@ -1,0 +1,85 @@
+"""Pairs of answers in records of the shapes that are published, and what is wrong with one.
+
+| a record has | |
+|---|---|
+| `prompt`, `chosen`, `rejected` as texts | the answers go on from the prompt |
+| the same as lists of messages | `prompt` ends with the user; each answer is what follows |
+| `chosen` and `rejected` as lists of messages | whole: what both begin with is the prompt |
+
+With messages there may be `tools`. One form is made of all: the prompt and the two answers, written
+as JSON, which is the text of its document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainctl.config.text.conversations import BadConversation, Shape, conversation_of
+
+ANSWERS = ("chosen", "rejected")
+
+
+def pair_of(record: object) -> dict[str, Any]:
+    """The pair of a record: `prompt`, `chosen`, `rejected`, and `tools` where there are any.
+
+    Either the three are texts, or lists of messages.
+
+    Args:
+        record: As its file has it.
+
+    Raises:
+        BadConversation: It is of no such shape, an answer is empty, both are the same, or a
+            conversation is none.
+    """
+    if not isinstance(record, Mapping):
+        raise BadConversation("not an object with a pair of answers in it")
+    missing = [key for key in ANSWERS if record.get(key) is None]
+    if missing:
+        has = ", ".join(map(repr, list(record)[:8])) or "nothing"
+        raise BadConversation(f"it has {has}, and no {missing[0]!r}")
+    are_texts = isinstance(record["chosen"], str) and isinstance(record["rejected"], str)
+    pair = _of_texts(record) if are_texts else _of_messages(record)
+    if pair["chosen"] == pair["rejected"]:
+        raise BadConversation("the chosen and the rejected answer are the same")
+    return pair
+
+
+def _of_texts(record: Mapping[str, Any]) -> dict[str, Any]:
+    prompt = record.get("prompt")
+    if not isinstance(prompt, str) or not prompt:
+        raise BadConversation("two texts need a `prompt` that is a text, and not an empty one")
+    for key in ANSWERS:
+        if not record[key]:
+            raise BadConversation(f"the {key} answer is empty")
+    return {key: record[key] for key in ("prompt", *ANSWERS)}
+
+
+def _of_messages(record: Mapping[str, Any]) -> dict[str, Any]:
+    prompt = record.get("prompt")
+    before = list(prompt) if isinstance(prompt, list) else []
+    whole, tools = {}, {}
+    for key in ANSWERS:
+        if not isinstance(record[key], list):
+            raise BadConversation(f"`{key}` is {type(record[key]).__name__}, not a list")
+        said = {"messages": [*before, *record[key]], "tools": record.get("tools")}
+        tools = conversation_of(said, Shape.messages)
+        whole[key] = tools.pop("messages")
+    shared = _shared(*whole.values()) if not before else len(before)
+    for key in ANSWERS:
+        if len(whole[key]) == shared or whole[key][shared]["role"] != "assistant":
+            raise BadConversation(f"no message of the assistant begins the {key} answer")
+    answers = {key: messages[shared:] for key, messages in whole.items()}
+    return {"prompt": whole["chosen"][:shared], **answers, **tools}
+
+
+def _shared(first: list[Any], second: list[Any]) -> int:
+    """How many messages both begin with; where one ends with it, the last answer is not of them."""
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        count += 1
+    while count and (count == min(len(first), len(second)) or first[count]["role"] != "assistant"):
+        count -= 1
+    return count

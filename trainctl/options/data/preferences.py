@@ -1,0 +1,61 @@
+"""Pairs of answers to a prompt, of which one is preferred: a document is one of them.
+
+A sample is one pair: both answers, each with the prompt before it, that do not see each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainctl.config.schema import DataFromPaths
+from trainctl.config.schema.option import option
+from trainctl.config.text.check import FileProblem
+from trainctl.config.text.columns import first_problem
+from trainctl.config.text.conversations import BadConversation, as_text
+from trainctl.config.text.documents import Document, Reader
+from trainctl.config.text.preferences import pair_of
+from trainctl.config.text.remote import File
+from trainctl.options.data import DataSource, chat
+
+
+@dataclass
+class PreferencesConfig(DataFromPaths):
+    """Its own keys."""
+
+    chat_template: str | None = option(
+        None, "File of the template, in Jinja, for messages; none is the tokenizer's own."
+    )
+
+
+def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
+    """The pairs of a file, or of one of its `ranges`, in order, each as JSON."""
+    for number, record, where in chat.records(reader, file, span):
+        try:
+            pair = pair_of(record)
+        except BadConversation as bad:
+            reader.judge(where, str(bad))
+            continue
+        text = reader.clean(as_text(pair), where)
+        if text is not None:
+            yield Document(text, file, number)
+
+
+def problem(file: File, section: PreferencesConfig) -> FileProblem | None:
+    """What its first pairs show."""
+    return first_problem(file, section, read)
+
+
+SPEC = DataSource(
+    name="preferences",
+    keys=PreferencesConfig,
+    build="trainctl.options.data.preferences:read",
+    endings=chat.SPEC.endings,
+    choose=chat.SPEC.choose,
+    ranges=chat.ranges,
+    counts_lines=True,
+    problem=problem,
+    identity=lambda section: "preferences",
+    encoder="trainctl.train.preference_encoder:encoder_of",
+    has_pairs=True,
+)
