@@ -16,7 +16,7 @@ from trainctl.config.schema import Accelerator, AttentionKind, DataType, ModelCo
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.memory.activations import block_activations
-from trainctl.memory.traced import TracedModel
+from trainctl.memory.traced import TracedModel, on_tensor_rank
 from trainctl.plan.resolve import resolve
 from trainctl.plan.shapes import count_parameters
 
@@ -124,6 +124,24 @@ def test_other_architectures_are_traced_as_autograd_finds_them(kind: str, tmp_pa
     total = sum(storage.nbytes() for storage in saved.values())
     assert output.logits.shape[1] == SEQUENCE
     assert traced.block.saved * 3 * SEQUENCE == pytest.approx(total, rel=0.02)
+
+
+def test_a_tensor_rank_keeps_what_its_share_of_the_weights_makes(tmp_path: Path) -> None:
+    """Half of it all, or all of latent attention, which transformers leaves whole on each rank."""
+    from trainctl.train.trace import trace
+
+    latent = {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 32}
+    latent |= {"qk_nope_head_dim": 24, "num_key_value_heads": 8, "first_k_dense_replace": 3}
+    for kind, changes in (("phi3", {"pad_token_id": 0}), ("deepseek_v3", latent)):
+        traced = trace(_config(_directory(tmp_path / kind, kind, **changes)), tmp_path)
+        whole, half = traced.block, on_tensor_rank(traced, 2)
+        assert on_tensor_rank(traced, 1) == whole
+        assert (half.norms, half.boundary) == (whole.norms, whole.boundary)
+        assert half.feed_forward == pytest.approx(whole.feed_forward / 2, abs=1)
+        share = 2 if kind == "phi3" else 1
+        assert half.attention == pytest.approx(whole.attention / share, abs=1)
+        assert whole.products / 2 < half.products < whole.products
+        assert half.feed_forward_gradient < whole.feed_forward_gradient
 
 
 def test_experts_are_traced_in_every_format(tmp_path: Path) -> None:

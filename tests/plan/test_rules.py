@@ -543,7 +543,6 @@ ERRORS = [
         for changes, text, hint in (
             ({"parallelism__tensor": 2}, "parallelism.tensor=2", "parallelism.tensor=1"),
             ({"parallelism__sequence": 2}, "parallelism.sequence=2", "parallelism.sequence=1"),
-            ({"parallelism__pipeline": 2}, "parallelism.pipeline=2", "parallelism.pipeline=1"),
             ({"optimizer__kind": "muon"}, "optimizer.kind=muon", "optimizer=adamw"),
             ({"precision__compute": "fp16"}, "precision.compute=fp16", "precision=bf16"),
             ({"precision__autocast": True}, "precision.autocast=true", "precision=bf16"),

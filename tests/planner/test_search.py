@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from typing import Any
 
 import pytest
@@ -163,6 +163,14 @@ def test_what_a_rule_refuses_says_nothing_of_larger_variants(
     fixed = frozenset({*settled, "activation_checkpointing.mode", "kernels"})
     result = search(config, hardware_of("h200-141g", 1, 8), fixed=fixed, top=1)
     assert [found.values["zero_stage.overlap_comm"] for found in result.found] == [True]
+
+
+def test_an_engine_without_deepspeeds_json_is_not_told_to_overlap() -> None:
+    config = config_of(LLAMA_7B | {"engine.kind": "fsdp2", "zero_stage.stage": 3})
+    space = Space(config, hardware_of("h100-80g", 1, 8), frozenset())
+    found = [each for offloads in space.offloads for each in islice(space.candidates(offloads), 5)]
+    assert found
+    assert not any("zero_stage.overlap_comm" in candidate.values for candidate in found)
 
 
 def test_arithmetic_leaves_out_no_layout_that_fits() -> None:

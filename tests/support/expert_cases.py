@@ -101,12 +101,13 @@ class Trial:
 
     Attributes:
         kind: One of `MIXTURES`.
-        processes: All of them data-parallel.
+        processes: All of them data-parallel but for pipeline stages.
         expert: Size of the expert axis.
         stage: Of ZeRO.
         to_experts: Those that all tokens go to, as many as a token has; empty leaves the router its
             choice.
         settings: Others of the configuration, as `tiny_config` takes them.
+        stages: Blocks of each pipeline stage, if there are stages.
     """
 
     kind: str
@@ -115,11 +116,12 @@ class Trial:
     stage: int = 0
     to_experts: tuple[int, ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
+    stages: tuple[int, ...] = ()
 
     @property
     def reference(self) -> Trial:
         """The same model on one process, with the same settings."""
-        return replace(self, processes=1, expert=1, stage=0)
+        return replace(self, processes=1, expert=1, stage=0, stages=())
 
     def plan(self, folder: Path, *, steps: int = STEPS) -> RunPlan:
         """In fp32, with AdamW and so much clipping that it is always active.
@@ -133,6 +135,8 @@ class Trial:
             sequence_length=48,
             zero_stage__stage=self.stage,
             parallelism__expert=self.expert,
+            parallelism__pipeline=max(1, len(self.stages)),
+            parallelism__stage_blocks=list(self.stages),
             optimizer__lr=1e-3,
             optimizer__gradient_clipping=0.5,
             checkpoint__at_end=False,

@@ -6,6 +6,7 @@ The first are what a guard has to survive; the second, undisturbed, are what it 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +105,7 @@ def _poison(session: Session, case: Poisoned) -> None:
 
     engine._inputs = note  # type: ignore[method-assign]
     if session.mesh.pipeline.size == 1:
-        engine.deepspeed.module.register_forward_hook(multiply)
+        getattr(engine, "deepspeed", engine).module.register_forward_hook(multiply)
         return
     # DeepSpeed's pipeline: the whole step's gradient, and never the loss, which is noted before.
     assert case.gradient_only
@@ -150,10 +151,19 @@ class _WithoutSamples:
 
 
 def _weights(session: Session) -> tuple[str, bool]:
-    parameters = list(session.engine.pieces)
     digest, is_finite = hashlib.sha256(), True
-    for parameter in parameters:
-        with deepspeed.zero.GatheredParameters([parameter]):
-            digest.update(parameter.detach().float().numpy().tobytes())
-            is_finite &= bool(parameter.isfinite().all())
+    for parameter in _whole(session.engine):
+        digest.update(parameter.detach().float().numpy().tobytes())
+        is_finite &= bool(parameter.isfinite().all())
     return digest.hexdigest(), is_finite
+
+
+def _whole(engine: Any) -> Iterator[torch.Tensor]:
+    """Each parameter, gathered while it is looked at."""
+    if not hasattr(engine, "deepspeed"):
+        engine.states.publish()
+        yield from (parameter.full_tensor() for parameter in engine.module.parameters())
+        return
+    for parameter in engine.pieces:
+        with deepspeed.zero.GatheredParameters([parameter]):
+            yield parameter

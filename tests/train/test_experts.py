@@ -32,6 +32,7 @@ PAIRS = (
     Trial("gpt_oss", 4, 2, 3, TWO),
     Trial("mixtral", 2, 2, 2),
     Trial("qwen3_moe", 2, 2, 0),
+    Trial("deepseek_v3", 4, 2, 1, stages=(1, 2)),  # its first block has no experts
 )
 """`scripts/parity_experts.py` has the whole product."""
 
@@ -56,8 +57,15 @@ def test_a_checkpoint_goes_on_with_another_expert_size(tmp_path: Path) -> None:
     trial = Trial("qwen3_moe", 2, 2, 3, settings=(("checkpoint__every_steps", half),))
     whole = RunPaths(tmp_path / "whole")
     train_cases(2, [Case(trial.plan(tmp_path), whole)])
-    for other in (trial, replace(trial, expert=1, stage=1), replace(trial, processes=4, expert=4)):
-        run = RunPaths(tmp_path / f"expert-{other.expert}")
+    for number, other in enumerate(
+        (
+            trial,
+            replace(trial, expert=1, stage=1),
+            replace(trial, processes=4, expert=4),
+            replace(trial, processes=4, stage=1, stages=(2, 1)),
+        )
+    ):
+        run = RunPaths(tmp_path / f"other-{number}")
         train_cases(2, [Case(with_stop(trial.plan(tmp_path), half), run)])
         train_cases(other.processes, [Case(other.plan(tmp_path), run, attempt=2)])
         found = curve(run)

@@ -136,6 +136,13 @@ def test_a_gradient_alone_may_be_bad(tmp_path):
     assert_recovers(tmp_path, made, OnBadLoss.skip_batch, gradient_only=True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "policy"), [(3, OnBadLoss.rewind), (2, OnBadLoss.skip_batch)])
+def test_so_it_is_under_the_other_engine(tmp_path, stage, policy):
+    made = partial(plan, stage, DataType.bf16, engine__kind="fsdp2")
+    assert_recovers(tmp_path, made, policy)
+
+
 HOST = {"offload__optimizer": OffloadDevice.cpu}
 CHANGES = {
     "tensor": {"parallelism__tensor": 2},

@@ -100,6 +100,8 @@ def _kept(key: str) -> Any:
             return None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             return None
+        if "found" not in content:  # whoever wrote it
+            return None
         _known[key] = content["found"]
     return _known[key]
 

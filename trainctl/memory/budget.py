@@ -35,7 +35,7 @@ from trainctl.memory.runtime import (
     workspace_bytes,
 )
 from trainctl.memory.stages import Stage, stages, stages_of
-from trainctl.memory.traced import TracedModel
+from trainctl.memory.traced import TracedModel, on_tensor_rank
 from trainctl.options.precision import precision_of
 from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import batches_at_once
@@ -272,14 +272,18 @@ def _device_budget(sketch: Sketch, engine: EngineMemory, held: tuple[Stage, ...]
 def _stages(plan: Sketch, engine: EngineMemory, traced: TracedModel | None) -> tuple[Stage, ...]:
     """The pipeline's stages as the run trains them: of a traced model by what it is made of."""
     model, tensor, expert = plan.config.model, plan.mesh.tensor, plan.mesh.expert
-    if traced is not None and tensor == 1:
+    if traced is not None and (tensor == 1 or not model.has_closed_form):
         held = stages_of(
-            traced.anatomy, expert=expert, stage_blocks=plan.stage_blocks, traced=traced.block
+            traced.anatomy,
+            tensor=tensor,
+            expert=expert,
+            stage_blocks=plan.stage_blocks,
+            traced=traced.block if tensor == 1 else on_tensor_rank(traced, tensor),
         )
     else:
         held = stages(model, tensor=tensor, expert=expert, stage_blocks=plan.stage_blocks)
     held = of_run(plan.config, held, tensor=tensor, keeps_inputs=engine.keeps_inputs)
-    if traced is None or tensor == 1:
+    if traced is None or tensor == 1 or not model.has_closed_form:
         return held
     closed = partial(
         block_activations,

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainctl.config.anatomy import Anatomy, anatomy_of
 from trainctl.memory.activations import BlockActivations
+
+FEED_FORWARD = ("mlp", "ffn", "feed_forward", "moe")
+ATTENTION = ("attn", "attention")
+"""Parts of the names that architectures give to the children of a block."""
+
+
+def part_of(name: str) -> str:
+    """Part of the closed form that a child of a block belongs to, by its name."""
+    if "norm" in name:  # post_attention_layernorm is one
+        return "norms"
+    if any(word in name for word in FEED_FORWARD):
+        return "feed_forward"
+    return "attention" if any(word in name for word in ATTENTION) else "norms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,3 +45,50 @@ class TracedModel:
         return cls(
             anatomy=anatomy_of(content["anatomy"]), block=BlockActivations(**content["block"])
         )
+
+
+def on_tensor_rank(traced: TracedModel, tensor: int) -> BlockActivations:
+    """A traced block without a closed form on one of several tensor ranks.
+
+    What a part keeps shrinks as its weights do, of which the ranks may have some whole: latent
+    attention, routers. What lies between the parts does not, nor what the two last products
+    of a block give, which has its full width.
+
+    Args:
+        traced: Whole.
+        tensor: Tensor-parallel size.
+    """
+    block = traced.block
+
+    def shared(part: str) -> int:
+        kept: int = getattr(block, part)
+        return round(kept * _share_of(traced.anatomy, part, tensor))
+
+    attention, feed_forward = shared("attention"), shared("feed_forward")
+    ends = min(block.products, 2 * block.boundary)
+    whole = block.attention + block.feed_forward
+    inside = (attention + feed_forward) / whole if whole else 1.0
+    return replace(
+        block,
+        attention=attention,
+        feed_forward=feed_forward,
+        products=ends + round((block.products - ends) * inside),
+        # As `trainctl.train.trace` makes them of the parts.
+        feed_forward_gradient=block.feed_forward_gradient
+        - block.feed_forward // 2
+        + feed_forward // 2,
+        attention_gradient=block.attention_gradient - block.attention + attention,
+    )
+
+
+def _share_of(anatomy: Anatomy, part: str, tensor: int) -> float:
+    """What a tensor rank has of the weights of a part, in all blocks."""
+    numel = shared = 0
+    for parameter in anatomy.parameters:
+        if parameter.block is None:
+            continue
+        inside = parameter.name.removeprefix(f"{anatomy.blocks[parameter.block].name}.")
+        if part_of(inside.split(".")[0]) == part:
+            numel += parameter.numel
+            shared += parameter.numel if parameter.shares else 0
+    return 1 - shared / numel * (1 - 1 / tensor) if numel else 1.0

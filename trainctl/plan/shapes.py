@@ -108,6 +108,22 @@ def anatomy(model: ModelConfig) -> Anatomy | None:
     return anatomy_of(model.anatomy)
 
 
+def tensor_units(model: ModelConfig) -> dict[str, int]:
+    """What tensor ranks have whole units of, and how many there are."""
+    read = None if model.is_unread else anatomy(model)
+    if read is None:
+        return {
+            "model.num_attention_heads": model.num_attention_heads,
+            "model.num_key_value_heads": key_value_heads(model),
+            "model.intermediate_size": model.intermediate_size,
+        }
+    vocabulary = (Role.embedding, Role.head)  # of which the last rank may have less
+    inside = [p for p in read.parameters if p.shares and p.role not in vocabulary]
+    # One of each kind of parameter is enough, and the first is the easiest to find.
+    first = {p.shares: p.name for p in reversed(inside)}
+    return {f"the units of {name}": shares for shares, name in first.items()}
+
+
 def embedding_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
     """What stands before the first block."""
     # Rows of the token embedding are shared by the tensor ranks, those of positions are not.

@@ -16,6 +16,7 @@ from trainctl.config.schema import (
 )
 from trainctl.hardware import Hardware
 from trainctl.options.activation_checkpointing import by_what_they_keep, checkpointing_of
+from trainctl.options.engine import engine_of
 from trainctl.options.launcher import launcher_for
 from trainctl.plan.nearest import divisors
 from trainctl.plan.trainable import is_partial
@@ -245,7 +246,8 @@ def _higher_stages(config: RunConfig) -> list[KeyChange]:
     changes = []
     for higher in range(stage + 1, 4):
         values: dict[str, object] = {"zero_stage.stage": higher}
-        if higher == 3 and config.parallelism.pipeline == 1 and not config.zero_stage.overlap_comm:
+        may_overlap = config.parallelism.pipeline == 1 and engine_of(config).takes_json
+        if higher == 3 and may_overlap and not config.zero_stage.overlap_comm:
             values["zero_stage.overlap_comm"] = True
         changes.append(_change("stage", higher - stage, values))
     return changes

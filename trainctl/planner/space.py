@@ -19,6 +19,7 @@ from trainctl.config.schema import (
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.options.activation_checkpointing import by_what_they_keep, recomputed
+from trainctl.options.engine import engine_of
 from trainctl.options.launcher import launcher_for
 from trainctl.plan import shapes
 from trainctl.plan.nearest import divisors
@@ -259,7 +260,7 @@ class Space:
     def _overlaps(self, axes: tuple[int, int, int], stage: int) -> list[tuple[int, Values]]:
         """Whether gradients are reduced beside the backward pass; stage 3 pays nothing for it."""
         key = "zero_stage.overlap_comm"
-        if self.is_fixed(key):
+        if self.is_fixed(key) or not engine_of(self.config).takes_json:
             return [(0, {})]
         on, off = (1, {key: True}), (0, {key: False})
         alone = self.hardware.world_size == axes[0] * axes[1]
@@ -318,10 +319,10 @@ class Space:
         """What the rules of layouts and stages would refuse at once; the rest is theirs."""
         model = self.config.model
         tensor, pipeline, sequence = axes
-        heads, key_heads = model.num_attention_heads, shapes.key_value_heads(model)
-        if any(n % tensor for n in (heads, key_heads, model.intermediate_size)):
+        if any(count % tensor for count in shapes.tensor_units(model).values()):
             return False
-        if heads // tensor % sequence or self.config.training.sequence_length % sequence:
+        heads, length = model.num_attention_heads // tensor, self.config.training.sequence_length
+        if heads % sequence or length % sequence:
             return False
         if pipeline > max(1, model.num_layers) or (pipeline > 1 and (stage > 1 or sequence > 1)):
             return False

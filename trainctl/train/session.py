@@ -239,6 +239,8 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
 def place(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:
     """Cut a whole skeleton to what this rank has of it; the pieces of what is left."""
     pieces = build.whole_pieces(model)
+    if mesh.expert.size > 1:  # before the stages, some of which may have none
+        pieces = cut_experts(model, pieces, mesh.expert)
     if mesh.pipeline.size > 1:
         cut_to_stage(model, plan.stages[mesh.pipeline.index], mesh.pipeline)
         here = set(model.parameters())
@@ -248,8 +250,6 @@ def place(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:
             for parameter, piece in pieces.items()
             if parameter in here
         }
-    if mesh.expert.size > 1:
-        pieces = cut_experts(model, pieces, mesh.expert)
     if mesh.tensor.size > 1:
         sharded = plan.config.parallelism.sequence_sharded_norms
         pieces = shard_model(model, pieces, mesh.tensor, sequence_sharded_norms=sharded)

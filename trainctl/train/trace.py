@@ -36,17 +36,13 @@ from trainctl.engines.patches import At
 from trainctl.errors import TrainctlError
 from trainctl.memory.activations import BlockActivations, block_activations
 from trainctl.memory.constants import BYTES
-from trainctl.memory.traced import TracedModel
+from trainctl.memory.traced import TracedModel, part_of
 from trainctl.options.precision import precision_of
 from trainctl.plan.precision import formats
 from trainctl.train.anatomy import attentions, one_of_each_kind, structure
 from trainctl.train.fake import in_words, way_out
 from trainctl.train.model import TORCH_TYPES, blocks, transformers_config, users_model
 from trainctl.train.recompute import KEPT_OPERATIONS
-
-FEED_FORWARD = ("mlp", "ffn", "feed_forward", "moe")
-ATTENTION = ("attn", "attention")
-"""Parts of the names that architectures give to the children of a block."""
 
 
 def trace(config: RunConfig, folder: Path) -> TracedModel:
@@ -156,7 +152,7 @@ class Recorder(TorchDispatchMode):
             yield block.register_forward_pre_hook(self._enter_block, with_kwargs=True)
             yield block.register_forward_hook(self._leave_block)
             for name, child in block.named_children():
-                part = _part_of(name)
+                part = part_of(name)
                 if part != "norms":
                     yield child.register_forward_pre_hook(self._entering(part), with_kwargs=True)
                     yield child.register_forward_hook(self._leave_child)
@@ -295,15 +291,6 @@ def _mean(recorder: Recorder, config: RunConfig) -> BlockActivations:
         feed_forward_gradient=closed.feed_forward_gradient,
         attention_gradient=closed.attention_gradient,
     )
-
-
-def _part_of(name: str) -> str:
-    """Part of the closed form that a child of a block belongs to, by its name."""
-    if "norm" in name:  # post_attention_layernorm is one
-        return "norms"
-    if any(word in name for word in FEED_FORWARD):
-        return "feed_forward"
-    return "attention" if any(word in name for word in ATTENTION) else "norms"
 
 
 def _storage(tensor: torch.Tensor) -> int:

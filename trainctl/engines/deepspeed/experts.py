@@ -59,5 +59,6 @@ def tell_of_experts(module: nn.Module, job: Job) -> None:
             parameter.ds_zero_placement_family = _FAMILY
             # Stage 3 averages parameters of several groups in one bucket, all under one name.
             parameter.ds_zero_partition_group_name = of_experts[0]["name"]
-    if job.plan.config.zero_stage.stage < 3:  # there it is refused, and not needed
+    # At stage 3 it is refused, and not needed; without experts here it is not believed.
+    if of_experts and job.plan.config.zero_stage.stage < 3:
         module.add_module("expert_marker", _Marker(mesh.expert.size))

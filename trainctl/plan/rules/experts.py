@@ -133,7 +133,6 @@ def _not_beside(config: RunConfig) -> Iterator[tuple[str, object, str, str]]:
             "a shard of a parameter is cut along one dimension, and experts are along theirs",
         ),
         ("sequence", "it has not been compared with one process"),
-        ("pipeline", "it has not been compared with one process"),
     ):
         if getattr(axes, name) > 1:
             yield f"parallelism.{name}", getattr(axes, name), why, f"parallelism.{name}=1"

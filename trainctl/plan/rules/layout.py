@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.config.anatomy import Role
-from trainctl.config.schema import Accelerator, AttentionKind, ModelConfig
+from trainctl.config.schema import Accelerator, AttentionKind
 from trainctl.errors import Finding
 from trainctl.options import architectures
 from trainctl.options.model import AXES, architecture
@@ -61,29 +60,13 @@ def tensor_group_stays_in_a_node(draft: Draft) -> Iterator[Finding]:
 def heads_split_over_tensor(draft: Draft) -> Iterator[Finding]:
     """Each tensor-parallel rank holds whole query and key-value heads, and feed-forward rows."""
     model, tensor = draft.config.model, draft.config.parallelism.tensor
-    for key, size in _shared_over_tensor(model).items():
+    for key, size in shapes.tensor_units(model).items():
         if size % tensor:
             yield error(
                 "parallelism.tensor",
                 f"parallelism.tensor={tensor} does not divide {key}={size}",
                 choices(nearest_divisors(size, tensor), "parallelism.tensor"),
             )
-
-
-def _shared_over_tensor(model: ModelConfig) -> dict[str, int]:
-    """What tensor ranks have whole units of, and how many there are."""
-    read = None if model.is_unread else shapes.anatomy(model)
-    if read is None:
-        return {
-            "model.num_attention_heads": model.num_attention_heads,
-            "model.num_key_value_heads": model.num_key_value_heads or model.num_attention_heads,
-            "model.intermediate_size": model.intermediate_size,
-        }
-    vocabulary = (Role.embedding, Role.head)  # of which the last rank may have less
-    inside = [p for p in read.parameters if p.shares and p.role not in vocabulary]
-    # One of each kind of parameter is enough, and the first is the easiest to find.
-    first = {p.shares: p.name for p in reversed(inside)}
-    return {f"the units of {name}": shares for shares, name in first.items()}
 
 
 def vocabulary_splits_over_tensor(draft: Draft) -> Iterator[Finding]:
