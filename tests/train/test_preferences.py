@@ -36,6 +36,7 @@ from trainctl.train.prepare import prepare
 from trainctl.train.tokenizer import ByteTokenizer, FileTokenizer
 
 LENGTH, PAIRS, END = 64, 48, 256
+ADAPTER = {"adapter__kind": "lora", "adapter__rank": 4}
 TRL = Path(__file__).parents[1] / "support" / "trl_dpo.py"
 
 
@@ -166,6 +167,8 @@ def test_every_layout_has_one_curve_and_a_run_goes_on_bit_for_bit(pairs, tmp_pat
         "zero 2": (2, {"zero_stage__stage": 2}),
         "zero 3": (2, {"zero_stage__stage": 3}),
         "tensor": (2, {"zero_stage__stage": 1, "parallelism__tensor": 2}),
+        "adapter alone": (1, {"zero_stage__stage": 0, **ADAPTER}),
+        "adapter, zero 3": (2, {"zero_stage__stage": 3, **ADAPTER}),
     }
     plans = {
         name: tiny_plan(preferring(pairs, **changes), processes)
@@ -182,15 +185,14 @@ def test_every_layout_has_one_curve_and_a_run_goes_on_bit_for_bit(pairs, tmp_pat
     last = records(runs["alone"], "step")[-1]
     assert last["loss"] < 0.6 and last["objective"]["accuracy"] > 0.5
     for name in layouts:
+        alone = runs["adapter alone" if name.startswith("adapter") else "alone"]
         for kind in ("step", "evaluation"):
-            for one, other in zip(
-                records(runs[name], kind), records(runs["alone"], kind), strict=True
-            ):
+            for one, other in zip(records(runs[name], kind), records(alone, kind), strict=True):
                 assert one["loss"] == pytest.approx(other["loss"], abs=1e-5), (name, kind)
                 for measure, value in other["objective"].items():
                     found = one["objective"][measure]
                     assert found == pytest.approx(value, rel=1e-5, abs=2e-5), (name, measure)
-        for step, (_, norm) in curve(runs["alone"]).items():
+        for step, (_, norm) in curve(alone).items():
             assert curve(runs[name])[step][1] == pytest.approx(norm, rel=1e-4), (name, step)
     resumed = RunPaths(tmp_path / "resumed")
     train_cases(2, [Case(with_stop(plans["zero 3"], 3), resumed)])
