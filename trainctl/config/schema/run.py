@@ -334,7 +334,7 @@ class TrainingConfig:
         [],
         "In its place, texts that are each gone on with, taking the likeliest token each time; of "
         "conversations they are a user's, and the chat template asks for the answers.",
-        example="[What is 2+2?, Say hello]",
+        example="[add 2 and 2, say hello]",
     )
 
 
