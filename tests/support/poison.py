@@ -88,7 +88,7 @@ def _poison(session: Session, case: Poisoned) -> None:
     counters, factors = zip(*case.poison, strict=True)
     indices = data.order.at(np.array(counters)).index
     of_sample = dict(zip(indices.tolist(), factors, strict=True))
-    factor, inputs = [1.0], engine._inputs
+    factor, inputs = [1.0], engine._arguments
 
     def note(batch: Any) -> Any:
         factor[0] = note_factor(of_sample, batch)
@@ -103,7 +103,7 @@ def _poison(session: Session, case: Poisoned) -> None:
             return None
         return loss * wrong
 
-    engine._inputs = note  # type: ignore[method-assign]
+    engine._arguments = note  # type: ignore[method-assign]
     if session.mesh.pipeline.size == 1:
         getattr(engine, "deepspeed", engine).module.register_forward_hook(multiply)
         return
