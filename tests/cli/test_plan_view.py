@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from whole_recipes import WHOLE, planned_overrides
 
 from trainctl.cli.budget_view import brief_lines
 from trainctl.cli.plan_view import plan_lines
@@ -12,15 +11,14 @@ from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.planner.assess import assess
 
-RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 SCREEN, COLUMNS = 24, 80
 AROUND = 4
 """Lines of a launch besides: the hint to --verbose, the run directory, its start, the live line."""
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", WHOLE)
 def test_a_launch_begins_on_one_screen(recipe: str) -> None:
-    config = compose([f"recipe={recipe}"]).config
+    config = compose(planned_overrides(recipe)).config
     assessment = assess(config, resolve_hardware(config.hardware))
     assert assessment.plan is not None and assessment.budget is not None
     lines = [*plan_lines(assessment.plan, brief=True), *brief_lines(assessment.budget.to_json())]
