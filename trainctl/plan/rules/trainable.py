@@ -49,7 +49,7 @@ def targets_meet_layers(draft: Draft) -> Iterator[Finding]:
         if not any(is_target(layer, target) for layer in layers):
             yield error(
                 TARGETS,
-                f"{TARGETS}: no linear layer of the blocks is called {target!r}",
+                f"no linear layer of the blocks is called {target!r}",
                 f"{did_you_mean(nearest(target, known))} they are {', '.join(known)}".strip(),
             )
 
@@ -63,13 +63,13 @@ def frozen_names_meet_parameters(draft: Draft) -> Iterator[Finding]:
         try:
             met = met_by(model, entry)
         except ValueError as problem:
-            yield error(FREEZE, f"{FREEZE}: {entry!r} {problem}", f"{FREEZE}=[embeddings]")
+            yield error(FREEZE, f"{entry!r} {problem}", f"{FREEZE}=[embeddings]")
             continue
         if not met:
             names = list(dict.fromkeys(_words(draft.config)))
             yield error(
                 FREEZE,
-                f"{FREEZE}: {entry!r} is found in no parameter's name",
+                f"{entry!r} is found in no parameter's name",
                 did_you_mean(nearest(entry, names))
                 or f"names are such as {next(iter(met_by(model, '.')))}",
             )
@@ -97,7 +97,7 @@ def something_trains(draft: Draft) -> Iterator[Finding]:
             "leave it out, or adapter=none",
         )
     elif not trainable(config).trained:
-        yield error(FREEZE, f"{FREEZE}: nothing is left to train", f"{FREEZE}=[embeddings]")
+        yield error(FREEZE, "nothing is left to train", f"{FREEZE}=[embeddings]")
 
 
 def tied_weights_freeze_together(draft: Draft) -> Iterator[Finding]:
@@ -108,7 +108,7 @@ def tied_weights_freeze_together(draft: Draft) -> Iterator[Finding]:
     for alias, name in frozen_ties(config):
         yield warning(
             FREEZE,
-            f"{FREEZE}: {name} and {alias} are one tensor (tied weights), which is frozen as both",
+            f"{name} and {alias} are one tensor (tied weights), which is frozen as both",
         )
 
 
