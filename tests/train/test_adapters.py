@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -20,8 +21,11 @@ from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest
 from trainctl.train.adapters import Adapted, attach
+from trainctl.train.base import Whole, recorded_base
 from trainctl.train.export import export
 from trainctl.train.export_adapter import export_adapter
+from trainctl.train.model import skeleton
+from trainctl.train.weights import SeedWeights
 
 STEPS = 6
 IDS = torch.arange(64).view(2, 32) * 3 % 251
@@ -194,3 +198,25 @@ def test_a_base_that_changed_is_refused(tmp_path: Path, base: Path) -> None:
 
     with pytest.raises(RanksFailed, match=r"model\.safetensors has changed"):
         train_cases(1, [Case(plan, run, 2)])
+
+
+def test_a_seed_by_which_other_weights_are_drawn_is_refused() -> None:
+    def whole(**changes: float) -> Whole:
+        shape = replace(config_of(Adapting(), STEPS).model, **changes)
+        return Whole.of(shape, skeleton(shape, torch.float32))
+
+    first = whole()
+    drawn = SeedWeights.of(first.config, first.skeleton, 7)
+    facts = {"kind": "seed", "seed": 7, "sha256": drawn.laws_digest}
+    assert recorded_base(facts, first).facts == facts
+    with pytest.raises(TrainctlError, match="draw other weights") as caught:
+        recorded_base(facts, whole(initializer_range=0.5))
+    assert caught.value.exit_code is ExitCode.run_state
+
+
+def test_a_checkpoint_below_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    shape = config_of(Adapting(), STEPS).model
+    facts = {"kind": "checkpoint", "path": str(tmp_path), "sha256": ""}
+    with pytest.raises(TrainctlError, match="manifest is not readable") as caught:
+        recorded_base(facts, Whole.of(shape, skeleton(shape, torch.float32)))
+    assert caught.value.exit_code is ExitCode.run_state

@@ -1,10 +1,11 @@
 """Weights that do not train: where they came from, and that they are what they were.
 
 A checkpoint of a run with frozen weights holds those that train, and says in its manifest what they
-stand on (`base`): a seed, of which the others are a function; a directory of safetensors, by the
-SHA-256 of each of its files; or another run's checkpoint, by that of its manifest. A file is read
-for its digest once a run, each rank its share; what that was is kept with the run, beside size and
-time of the file, and only a file of another size or time is read again.
+stand on (`base`): a seed, with a digest of how the others are drawn by it; a directory of
+safetensors, by the SHA-256 of each of its files; or another run's checkpoint, by that of its
+manifest. A file of a directory is read for its digest once a run, each rank its share; what that
+was is kept with the run, beside size and time of the file, and only a file of another size or time
+is read again.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def initial_base(whole: Whole, config: RunConfig, run: RunPaths, process: Proces
     """
     model, seed = whole.config, config.training.seed
     if model.initial_weights is None:
-        return Base(SeedWeights.of(model, whole.skeleton, seed), {"kind": "seed", "seed": seed})
+        drawn = SeedWeights.of(model, whole.skeleton, seed)
+        return Base(drawn, {"kind": "seed", "seed": seed, "sha256": drawn.laws_digest})
     folder = Path(model.initial_weights).expanduser()
     checkpoint = weights_of(folder, process)
     if checkpoint is not None:
@@ -136,13 +138,19 @@ def recorded_base(
         TrainctlError: It is gone, or is not what it was (exit code 5); names the first file.
     """
     if facts["kind"] == "seed":
-        source = SeedWeights.of(whole.config, whole.skeleton, facts["seed"])
-        return Base(source, dict(facts))
+        drawn = SeedWeights.of(whole.config, whole.skeleton, facts["seed"])
+        if facts.get("sha256", drawn.laws_digest) != drawn.laws_digest:
+            why = "the model's code, or model.initializer_range, has it draw other weights now"
+            raise _changed(f"seed {facts['seed']}", why)
+        return Base(drawn, dict(facts))
     path = Path(facts["path"])
     if not path.is_dir():
         raise _changed(path, "it is gone")
     if facts["kind"] == "checkpoint":
-        checkpoint = Checkpoint(path)
+        try:
+            checkpoint = Checkpoint(path)
+        except ValueError as problem:
+            raise _changed(path, str(problem)) from None
         if digest(checkpoint.manifest) != facts["sha256"]:
             raise _changed(path, "it is another checkpoint")
         return Base(whole_weights(checkpoint, whole, process=process, is_start=True), dict(facts))
@@ -265,9 +273,9 @@ def _known(kept: Path | None, folder: Path) -> dict[str, list[Any]]:
         return {}
 
 
-def _changed(path: Path, what: str) -> TrainctlError:
+def _changed(base: Path | str, what: str) -> TrainctlError:
     return TrainctlError(
-        f"{path}, whose weights the run trains on top of, is not what it was: {what}",
+        f"{base}, whose weights the run trains on top of, is not what it was: {what}",
         hint="put it back as it was; the checkpoints hold only what was trained beside it",
         exit_code=ExitCode.run_state,
     )
