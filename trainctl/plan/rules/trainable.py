@@ -16,6 +16,7 @@ from trainctl.options.adapter import low_rank
 from trainctl.options.optimizer import spec_of
 from trainctl.plan.derive import derive_stages
 from trainctl.plan.rules.draft import Draft, error, warning
+from trainctl.plan.shapes import anatomy
 from trainctl.plan.trainable import (
     frozen_ties,
     idle_stages,
@@ -129,6 +130,11 @@ class _Limit:
     nearest: str
 
 
+def _is_recurrent(config: RunConfig) -> bool:
+    read = None if config.model.is_unread else anatomy(config.model)
+    return read is not None and read.is_recurrent
+
+
 _UNSHOWN = "has not been shown to train as one process does beside frozen weights"
 
 _LIMITS = (
@@ -142,6 +148,12 @@ _LIMITS = (
     _Limit("model.mup", lambda c: not c.model.mup, _UNSHOWN, "model.mup=false"),
     _Limit("model.num_experts", lambda c: c.model.num_experts is None, _UNSHOWN, "another model"),
     _Limit(
+        "model.model_type",
+        lambda c: not _is_recurrent(c),
+        "carries a state from token to token, by code that reads weights past their layers",
+        "another model",
+    ),
+    _Limit(
         "optimizer.kind",
         lambda c: spec_of(c.optimizer).is_elementwise,
         _UNSHOWN,
@@ -153,6 +165,7 @@ _LIMITS = (
         _UNSHOWN,
         "precision=bf16",
     ),
+    _Limit("precision.autocast", lambda c: not c.precision.autocast, _UNSHOWN, "=false"),
     _Limit("gradients.centralize", lambda c: not c.gradients.centralize, _UNSHOWN, "=false"),
     _Limit("kernels.compile", lambda c: c.kernels.compile is CompileKind.none, _UNSHOWN, "=none"),
     _Limit("kernels.liger", lambda c: not c.kernels.liger, _UNSHOWN, "=false"),
