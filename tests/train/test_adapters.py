@@ -212,11 +212,3 @@ def test_a_seed_by_which_other_weights_are_drawn_is_refused() -> None:
     with pytest.raises(TrainctlError, match="draw other weights") as caught:
         recorded_base(facts, whole(initializer_range=0.5))
     assert caught.value.exit_code is ExitCode.run_state
-
-
-def test_a_checkpoint_below_that_is_damaged_is_refused(tmp_path: Path) -> None:
-    shape = config_of(Adapting(), STEPS).model
-    facts = {"kind": "checkpoint", "path": str(tmp_path), "sha256": ""}
-    with pytest.raises(TrainctlError, match="manifest is not readable") as caught:
-        recorded_base(facts, Whole.of(shape, skeleton(shape, torch.float32)))
-    assert caught.value.exit_code is ExitCode.run_state
