@@ -282,7 +282,7 @@ def _check(folder: Path, now: Mapping[str, list[Any]], had: Mapping[str, list[An
 
 def _keep(kept: Path, checkpoint: Checkpoint) -> None:
     """Note the digests of a checkpoint of which every byte has just been read."""
-    folder, files = checkpoint.path, {}
+    folder, files = checkpoint.path, dict[str, list[Any]]()
     with suppress(OSError):  # they are read once more otherwise
         for each in checkpoint.manifest["files"]:
             time = (folder / each["name"]).stat().st_mtime_ns
