@@ -98,6 +98,20 @@ ERRORS = [
         "optimizer=adamw",
     ),
     (
+        "TC379",
+        {**LORA, "precision__autocast": True},
+        gpus(),
+        "precision.autocast=true with adapter=lora",
+        "precision.autocast=false",
+    ),
+    (
+        "TC379",
+        {**LORA, **READ, "model__anatomy": ["model recurrent", *SMALL]},
+        gpus(1),
+        "model.model_type=theirs with adapter=lora: it carries a state",
+        "another model",
+    ),
+    (
         "TC380",
         {"training__freeze": ["all_but_last_blocks:1"], **TWO_STAGES},
         gpus(2),

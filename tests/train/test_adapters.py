@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -15,13 +16,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plan.precision import formats
 from trainctl.plan.trainable import adapted_layers
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest
-from trainctl.train.adapters import Adapted, attach
+from trainctl.train.adapters import Adapted, attach, choose_trained, initial_adapter
+from trainctl.train.base import Layered, Whole, recorded_base
+from trainctl.train.build import materialise
 from trainctl.train.export import export
 from trainctl.train.export_adapter import export_adapter
+from trainctl.train.model import TORCH_TYPES, skeleton
+from trainctl.train.weights import SeedWeights
 
 STEPS = 6
 IDS = torch.arange(64).view(2, 32) * 3 % 251
@@ -81,6 +87,21 @@ def test_peft_loads_the_adapter_and_the_merged_model_equals_it(
     assert (logits_of(ours) - theirs).abs().max() < 5e-6
     for name, values in loaded.merge_and_unload().state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], values, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_dora_starts_as_its_base_in_the_format_that_it_computes_in(precision: str) -> None:
+    config = config_of(Adapting("dora", precision=precision), STEPS)
+    dtype = TORCH_TYPES[formats(config.precision).weights]
+    plain, model = (skeleton(config.model, dtype) for _ in range(2))
+    shapes = Whole.of(config.model, plain).shapes
+    drawn = SeedWeights.of(config.model, plain, 7)
+    choose_trained(model, config)
+    added = [name for name, each in model.named_parameters() if each.requires_grad]
+    source = Layered(initial_adapter(7, config, drawn, shapes), added, drawn)
+    materialise(plain, drawn, torch.device("cpu"))
+    materialise(model, source, torch.device("cpu"))
+    assert torch.equal(logits_of(model), logits_of(plain))
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "rslora"])
@@ -194,3 +215,17 @@ def test_a_base_that_changed_is_refused(tmp_path: Path, base: Path) -> None:
 
     with pytest.raises(RanksFailed, match=r"model\.safetensors has changed"):
         train_cases(1, [Case(plan, run, 2)])
+
+
+def test_a_seed_by_which_other_weights_are_drawn_is_refused() -> None:
+    def whole(**changes: float) -> Whole:
+        shape = replace(config_of(Adapting(), STEPS).model, **changes)
+        return Whole.of(shape, skeleton(shape, torch.float32))
+
+    first = whole()
+    drawn = SeedWeights.of(first.config, first.skeleton, 7)
+    facts = {"kind": "seed", "seed": 7, "sha256": drawn.laws_digest}
+    assert recorded_base(facts, first).facts == facts
+    with pytest.raises(TrainctlError, match="draw other weights") as caught:
+        recorded_base(facts, whole(initializer_range=0.5))
+    assert caught.value.exit_code is ExitCode.run_state

@@ -13,8 +13,9 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import digest, read_manifest
 from trainctl.runs.records import EventWriter
-from trainctl.train.base import Whole, whole_weights
+from trainctl.train.base import Whole, initial_base, recorded_base, whole_weights
 from trainctl.train.replay import Replay
 from trainctl.train.restore import newest_intact, weights_of
 from trainctl.train.saver import Saver
@@ -98,6 +99,29 @@ def test_every_tensor_is_asked_for_or_nothing_is_loaded(run, process):
         found.check(ModelConfig(), shapes | {"another": [1], "third": [1]})
     with pytest.raises(TrainctlError, match=r"model\.initial_weights: .* the model has no "):
         whole_weights(found, Whole(ModelConfig(), None, fewer), is_start=True)
+
+
+def test_what_frozen_weights_lie_in_is_looked_at_whenever_they_are_read(run, process, tmp_path):
+    """The bytes, and once: what was read at the start is known by its size and time."""
+    folder, kept = file_of(run, 2).parent, tmp_path / "base.json"
+    of_manifest = digest(read_manifest(folder))
+    base = {"kind": "checkpoint", "path": str(folder), "sha256": of_manifest}
+    whole = Whole(ModelConfig(initial_weights=str(folder)), None, facts(3)["shapes"])
+    recorded_base(base, whole, kept=kept, process=process)
+    config = tiny_config()
+    config.training.freeze = ["norm"]
+    started = RunPaths(tmp_path / "started")
+    started.root.mkdir()
+    assert initial_base(whole, config, started, process).facts == base
+    assert started.base.read_text() == kept.read_text()
+    flip(file_of(run, 2))
+    with pytest.raises(TrainctlError, match=r"rank-00000\.safetensors has changed") as failure:
+        recorded_base(base, whole, process=process)
+    assert failure.value.exit_code is ExitCode.run_state
+    (folder / "manifest.json").unlink()
+    with pytest.raises(TrainctlError, match="manifest is not readable") as failure:
+        recorded_base(base, whole)
+    assert failure.value.exit_code is ExitCode.run_state
 
 
 def test_another_model_is_refused_and_a_longer_context_is_a_new_run(run, process):

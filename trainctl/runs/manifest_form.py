@@ -165,7 +165,7 @@ def _base(value: Any) -> bool:
     if type(value) is not dict:
         return False
     if value.get("kind") == "seed":
-        return _count(value.get("seed"))
+        return _count(value.get("seed")) and _text(value.get("sha256", ""))
     if not _text(value.get("path")) or value.get("kind") not in ("directory", "checkpoint"):
         return False
     if value["kind"] == "checkpoint":

@@ -21,8 +21,10 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.options.adapter import LowRank, low_rank, spec_of
+from trainctl.plan.precision import formats
 from trainctl.plan.trainable import LORA_A, LORA_B, MAGNITUDE, LinearLayer, is_partial, trainable
 from trainctl.train.initial import ZERO, Law, Laws, Stretch
+from trainctl.train.model import TORCH_TYPES
 from trainctl.train.weights import SeedWeights, WeightSource
 
 
@@ -185,7 +187,7 @@ def initial_adapter(
     """The values that an adapter starts with: PEFT's, as a function of seed and name.
 
     A is uniform within 1 / sqrt(inputs), Kaiming's with a = sqrt(5); B is zero, so that the model
-    is its base at step 0; a magnitude is the length of its row.
+    is its base at step 0; a magnitude is the length of its row, in the format that it computes in.
 
     Args:
         seed: Of the run.
@@ -202,7 +204,8 @@ def initial_adapter(
         laws[f"{layer.name}.{LORA_A}"] = [Stretch(0, rank * layer.inputs, uniform)]
         laws[f"{layer.name}.{LORA_B}"] = [Stretch(0, rank * layer.outputs, ZERO)]
         lengths[f"{layer.name}.{MAGNITUDE}"] = layer
-    return _Initial(SeedWeights(seed, std=0.0, laws=laws), base, lengths, shapes)
+    dtype = TORCH_TYPES[formats(config.precision).weights]
+    return _Initial(SeedWeights(seed, std=0.0, laws=laws), base, lengths, shapes, dtype)
 
 
 class _Initial:
@@ -214,8 +217,10 @@ class _Initial:
         base: WeightSource,
         lengths: Mapping[str, LinearLayer],
         shapes: Mapping[str, list[int]],
+        dtype: torch.dtype,
     ) -> None:
         self._drawn, self._base, self._lengths, self._shapes = drawn, base, lengths, shapes
+        self._dtype = dtype
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
         """Elements [start, end) of a parameter."""
@@ -223,7 +228,7 @@ class _Initial:
         if layer is None:
             return self._drawn.read(name, shape, start, end)
         weight = weight_of(self._base, layer, self._shapes, start, end)
-        return torch.linalg.norm(weight, dim=1)
+        return torch.linalg.norm(weight.to(self._dtype).float(), dim=1)
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """It has none."""

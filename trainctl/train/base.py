@@ -1,17 +1,19 @@
 """Weights that do not train: where they came from, and that they are what they were.
 
 A checkpoint of a run with frozen weights holds those that train, and says in its manifest what they
-stand on (`base`): a seed, of which the others are a function; a directory of safetensors, by the
-SHA-256 of each of its files; or another run's checkpoint, by that of its manifest. A file is read
-for its digest once a run, each rank its share; what that was is kept with the run, beside size and
-time of the file, and only a file of another size or time is read again.
+stand on (`base`): a seed, with a digest of how the others are drawn by it; a directory of
+safetensors, by the SHA-256 of each of its files; or another run's checkpoint, by that of its
+manifest, which has those of its files. A file is read for its digest once a run, each rank its
+share; what that was is kept with the run, beside size and time of the file, and only a file of
+another size or time is read again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,17 +105,20 @@ def initial_base(whole: Whole, config: RunConfig, run: RunPaths, process: Proces
     """
     model, seed = whole.config, config.training.seed
     if model.initial_weights is None:
-        return Base(SeedWeights.of(model, whole.skeleton, seed), {"kind": "seed", "seed": seed})
+        drawn = SeedWeights.of(model, whole.skeleton, seed)
+        return Base(drawn, {"kind": "seed", "seed": seed, "sha256": drawn.laws_digest})
     folder = Path(model.initial_weights).expanduser()
     checkpoint = weights_of(folder, process)
     if checkpoint is not None:
         facts: dict[str, Any] = {"kind": "checkpoint", "path": str(checkpoint.path.resolve())}
         facts["sha256"] = digest(checkpoint.manifest)
+        if is_partial(config) and process.is_first:
+            _keep(run.base, checkpoint)
         return Base(whole_weights(checkpoint, whole, process=process, is_start=True), facts)
     source = SafetensorsWeights(folder, whole.skeleton)
     facts = {"kind": "directory", "path": str(folder.resolve())}
     if is_partial(config):
-        facts["files"] = file_digests(folder, run.base, process)
+        facts["files"] = file_digests(folder, _files(folder), run.base, process)
     return Base(source, facts)
 
 
@@ -136,21 +141,27 @@ def recorded_base(
         TrainctlError: It is gone, or is not what it was (exit code 5); names the first file.
     """
     if facts["kind"] == "seed":
-        source = SeedWeights.of(whole.config, whole.skeleton, facts["seed"])
-        return Base(source, dict(facts))
+        drawn = SeedWeights.of(whole.config, whole.skeleton, facts["seed"])
+        if facts.get("sha256", drawn.laws_digest) != drawn.laws_digest:
+            why = "the model's code, or model.initializer_range, has it draw other weights now"
+            raise _changed(f"seed {facts['seed']}", why)
+        return Base(drawn, dict(facts))
     path = Path(facts["path"])
     if not path.is_dir():
         raise _changed(path, "it is gone")
     if facts["kind"] == "checkpoint":
-        checkpoint = Checkpoint(path)
+        try:
+            checkpoint = Checkpoint(path)
+        except ValueError as problem:
+            raise _changed(path, str(problem)) from None
         if digest(checkpoint.manifest) != facts["sha256"]:
             raise _changed(path, "it is another checkpoint")
+        files = {
+            each["name"]: [each["bytes"], each["sha256"]] for each in checkpoint.manifest["files"]
+        }
+        _check(path, file_digests(path, sorted(files), kept, process), files)
         return Base(whole_weights(checkpoint, whole, process=process, is_start=True), dict(facts))
-    now, had = file_digests(path, kept, process), facts["files"]
-    for name in sorted({*now, *had}):
-        if name not in now or name not in had or list(now[name]) != list(had[name]):
-            what = "is gone" if name not in now else "is new" if name not in had else "has changed"
-            raise _changed(path, f"{name} {what}")
+    _check(path, file_digests(path, _files(path), kept, process), facts["files"])
     return Base(SafetensorsWeights(path, whole.skeleton), dict(facts))
 
 
@@ -218,18 +229,20 @@ def facts_of(config: RunConfig, base: Base) -> dict[str, Any]:
     return {"base": base.facts, "adapter": to_plain(config.adapter)}
 
 
-def file_digests(folder: Path, kept: Path | None, process: Process | None) -> dict[str, list[Any]]:
-    """Length and SHA-256 of each file of a directory's weights.
+def file_digests(
+    folder: Path, files: Sequence[str], kept: Path | None, process: Process | None
+) -> dict[str, list[Any]]:
+    """Length and SHA-256 of files with weights.
 
     Args:
-        folder: The directory.
+        folder: Where they are.
+        files: Their names.
         kept: What is known of them, and is written anew.
         process: This rank, if all of them call it together: each reads its share.
 
     Raises:
         TrainctlError: One cannot be read (exit code 4); on all ranks.
     """
-    files = sorted({tensor.file for tensor in stored_tensors(folder).values()})
     rank, count = (process.rank, process.world_size) if process is not None else (0, 1)
     known = _known(kept, folder)
     mine: dict[str, list[Any]] = {}
@@ -254,6 +267,29 @@ def file_digests(folder: Path, kept: Path | None, process: Process | None) -> di
     return {name: [size, sha] for name, (size, _, sha) in sorted(everything.items())}
 
 
+def _files(folder: Path) -> list[str]:
+    """Of a directory's weights."""
+    return sorted({tensor.file for tensor in stored_tensors(folder).values()})
+
+
+def _check(folder: Path, now: Mapping[str, list[Any]], had: Mapping[str, list[Any]]) -> None:
+    """Refuse files that are not what they were."""
+    for name in sorted({*now, *had}):
+        if name not in now or name not in had or list(now[name]) != list(had[name]):
+            what = "is gone" if name not in now else "is new" if name not in had else "has changed"
+            raise _changed(folder, f"{name} {what}")
+
+
+def _keep(kept: Path, checkpoint: Checkpoint) -> None:
+    """Note the digests of a checkpoint of which every byte has just been read."""
+    folder, files = checkpoint.path, dict[str, list[Any]]()
+    with suppress(OSError):  # they are read once more otherwise
+        for each in checkpoint.manifest["files"]:
+            time = (folder / each["name"]).stat().st_mtime_ns
+            files[each["name"]] = [each["bytes"], time, each["sha256"]]
+        write_json(kept, {"folder": str(folder.resolve()), "files": files})
+
+
 def _known(kept: Path | None, folder: Path) -> dict[str, list[Any]]:
     """Size, time and digest of files that were read before."""
     try:
@@ -265,9 +301,9 @@ def _known(kept: Path | None, folder: Path) -> dict[str, list[Any]]:
         return {}
 
 
-def _changed(path: Path, what: str) -> TrainctlError:
+def _changed(base: Path | str, what: str) -> TrainctlError:
     return TrainctlError(
-        f"{path}, whose weights the run trains on top of, is not what it was: {what}",
+        f"{base}, whose weights the run trains on top of, is not what it was: {what}",
         hint="put it back as it was; the checkpoints hold only what was trained beside it",
         exit_code=ExitCode.run_state,
     )

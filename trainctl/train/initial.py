@@ -73,6 +73,11 @@ class Law:
     def is_random(self) -> bool:
         return self.operations[0][0].name() in RANDOM
 
+    @property
+    def named(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """The operations by their names."""
+        return [(operation.name(), args) for operation, args in self.operations]
+
     def draw(self, values: torch.Tensor, generator: torch.Generator, factor: float) -> None:
         """Fill a tensor by a generator.
 

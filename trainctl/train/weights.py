@@ -7,6 +7,7 @@ shard alone.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,16 @@ class SeedWeights:
             laws=initial_laws(model),
             factor=lambda name, shape: mup.initial_factor(config, mup.kind_of(name, shape)),
         )
+
+    @property
+    def laws_digest(self) -> str:
+        """SHA-256 of how each parameter starts: by other laws a seed draws other weights."""
+        laws = {
+            name: [[each.start, each.stop, each.law.named] for each in stretches]
+            for name, stretches in self._laws.items()
+        }
+        text = json.dumps([self._std, laws], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
         values = torch.empty(end - start)

@@ -74,7 +74,9 @@ class PipelineEngine(DeepSpeedEngine):
         tied = None
         if job.plan.config.model.tie_word_embeddings:
             group = group_of_ends(self._pipeline, job.process.timeout)
-            tied = None if group is None else (job.tied, group)
+            # A frozen one has no gradient, and DeepSpeed would ask for it in fp32 (pipe/engine.py).
+            is_trained = job.tied is not None and job.tied.requires_grad
+            tied = (job.tied, group) if group is not None and is_trained else None
         if job.tied is not None and self._pipeline.is_last:
             job.tied.ds_pipe_replicated = True  # the first stage counts it in the gradient's norm
         return _Stages(job.module, job.mesh, self._loss_of, tied)

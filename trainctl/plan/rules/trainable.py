@@ -16,6 +16,7 @@ from trainctl.options.adapter import low_rank
 from trainctl.options.optimizer import spec_of
 from trainctl.plan.derive import derive_stages
 from trainctl.plan.rules.draft import Draft, error, warning
+from trainctl.plan.shapes import anatomy
 from trainctl.plan.trainable import (
     frozen_ties,
     idle_stages,
@@ -49,7 +50,7 @@ def targets_meet_layers(draft: Draft) -> Iterator[Finding]:
         if not any(is_target(layer, target) for layer in layers):
             yield error(
                 TARGETS,
-                f"{TARGETS}: no linear layer of the blocks is called {target!r}",
+                f"no linear layer of the blocks is called {target!r}",
                 f"{did_you_mean(nearest(target, known))} they are {', '.join(known)}".strip(),
             )
 
@@ -63,13 +64,13 @@ def frozen_names_meet_parameters(draft: Draft) -> Iterator[Finding]:
         try:
             met = met_by(model, entry)
         except ValueError as problem:
-            yield error(FREEZE, f"{FREEZE}: {entry!r} {problem}", f"{FREEZE}=[embeddings]")
+            yield error(FREEZE, f"{entry!r} {problem}", f"{FREEZE}=[embeddings]")
             continue
         if not met:
             names = list(dict.fromkeys(_words(draft.config)))
             yield error(
                 FREEZE,
-                f"{FREEZE}: {entry!r} is found in no parameter's name",
+                f"{entry!r} is found in no parameter's name",
                 did_you_mean(nearest(entry, names))
                 or f"names are such as {next(iter(met_by(model, '.')))}",
             )
@@ -97,7 +98,7 @@ def something_trains(draft: Draft) -> Iterator[Finding]:
             "leave it out, or adapter=none",
         )
     elif not trainable(config).trained:
-        yield error(FREEZE, f"{FREEZE}: nothing is left to train", f"{FREEZE}=[embeddings]")
+        yield error(FREEZE, "nothing is left to train", f"{FREEZE}=[embeddings]")
 
 
 def tied_weights_freeze_together(draft: Draft) -> Iterator[Finding]:
@@ -108,7 +109,7 @@ def tied_weights_freeze_together(draft: Draft) -> Iterator[Finding]:
     for alias, name in frozen_ties(config):
         yield warning(
             FREEZE,
-            f"{FREEZE}: {name} and {alias} are one tensor (tied weights), which is frozen as both",
+            f"{name} and {alias} are one tensor (tied weights), which is frozen as both",
         )
 
 
@@ -129,6 +130,11 @@ class _Limit:
     nearest: str
 
 
+def _is_recurrent(config: RunConfig) -> bool:
+    read = None if config.model.is_unread else anatomy(config.model)
+    return read is not None and read.is_recurrent
+
+
 _UNSHOWN = "has not been shown to train as one process does beside frozen weights"
 
 _LIMITS = (
@@ -142,6 +148,12 @@ _LIMITS = (
     _Limit("model.mup", lambda c: not c.model.mup, _UNSHOWN, "model.mup=false"),
     _Limit("model.num_experts", lambda c: c.model.num_experts is None, _UNSHOWN, "another model"),
     _Limit(
+        "model.model_type",
+        lambda c: not _is_recurrent(c),
+        "carries a state from token to token, by code that reads weights past their layers",
+        "another model",
+    ),
+    _Limit(
         "optimizer.kind",
         lambda c: spec_of(c.optimizer).is_elementwise,
         _UNSHOWN,
@@ -153,6 +165,7 @@ _LIMITS = (
         _UNSHOWN,
         "precision=bf16",
     ),
+    _Limit("precision.autocast", lambda c: not c.precision.autocast, _UNSHOWN, "=false"),
     _Limit("gradients.centralize", lambda c: not c.gradients.centralize, _UNSHOWN, "=false"),
     _Limit("kernels.compile", lambda c: c.kernels.compile is CompileKind.none, _UNSHOWN, "=none"),
     _Limit("kernels.liger", lambda c: not c.kernels.liger, _UNSHOWN, "=false"),
