@@ -53,7 +53,7 @@ def give_reference(session: Session, tell: Callable[[str], None]) -> dict[str, A
     sides = _sides(session)
     counts = {side: dataset.num_samples for side, dataset in sides.items()}
     run, of = session.run, _identity(session.corpora, counts)
-    known = None
+    known: Reference | None = None
     if session.progress.step:  # at the first one its weights may be others than an earlier start's
         known = read_reference(run, of) if session.process.is_first else None
         known = session.process.from_first(known)
