@@ -15,6 +15,7 @@ from rank_processes import Case, curve, tiny_plan, train_cases, with_stop
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from trainctl.config.schema import DataType
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.precision import formats
 from trainctl.plan.trainable import adapted_layers
@@ -186,6 +187,19 @@ def test_a_layout_gives_the_curve_of_one_process(tmp_path: Path, case: Adapting)
     assert reference[STEPS][0] < reference[1][0] - 0.05
     difference = Difference.between(reference, train(case, tmp_path, steps=STEPS))
     assert difference.loss < 1e-5 and difference.norm < 1e-5
+
+
+@pytest.mark.slow
+def test_a_tied_weight_that_is_frozen_has_no_gradient_to_share_between_stages(
+    tmp_path: Path,
+) -> None:
+    """DeepSpeed asks for it where bf16 gradients are added up in fp32."""
+    config = config_of(Adapting("lora-all", "PP2", "1", precision="bf16", model="llama"), STEPS)
+    config.precision.gradient_accumulation = DataType.fp32
+    run = RunPaths(tmp_path)
+    train_cases(2, [Case(tiny_plan(config, 2), run)])
+    losses = [loss for loss, _ in curve(run).values()]
+    assert losses[-1] < losses[0] - 0.05
 
 
 @pytest.mark.slow
