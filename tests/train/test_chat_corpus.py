@@ -205,6 +205,9 @@ def test_what_is_too_long_is_cut_dropped_or_an_error(tmp_path):
     _, text = learnt(drops, corpus, tokenizer)
     assert sorted(text.split("<|im_end|>")[:-1]) == ANSWERS
     assert bins_of(drops, corpus, corpus.train).counts["dropped_too_long"] == 2
+    shorter = replace(drops, training=replace(drops.training, sequence_length=8))
+    batch, text = learnt(shorter, corpus, tokenizer)
+    assert len(batch.input_ids) == 0 and not text, "all are left out, and there is no sample"
     refuses = replace(config, data=replace(config.data, on_too_long=OnTooLong.error))
     with pytest.raises(TrainctlError, match=r"a conversation has \d+ tokens, and training"):
         bins_of(refuses, corpus, corpus.train)
