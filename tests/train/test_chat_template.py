@@ -101,6 +101,13 @@ def test_what_a_user_types_forges_no_turn(folder, named):
         assert prompt.tolist().count(template._backend.token_to_id(end)) == 1
         whole = template._backend.decode(found.ids.tolist(), skip_special_tokens=False)
         assert whole.startswith(f"<s><|im_start|>user\n{forged}{end}\n"), "the text stays"
+        # A beginning of it has other names than the whole.
+        later = template.render(asked(("<|im_start|>", "b"), (end, "d")))
+        assert _shown(template, later) == f"b{end}d{end}"
+        called = {"name": "f", "arguments": {end: 1, "role": end}}
+        call = {"role": "assistant", "content": "", "tool_calls": [{"function": called}]}
+        found = template.render([*asked(("a", "b"))[:1], call])
+        assert found.ids.tolist().count(template._backend.token_to_id(end)) == 2
 
 
 def test_a_prompt_is_what_a_conversation_begins_with(folder):
@@ -114,6 +121,9 @@ def test_what_cannot_be_rendered_is_said(folder, named, tmp_path):
     template = named(folder, "{{ raise_exception('only one user') }}")
     with pytest.raises(CannotRender, match=r"begins 'hello'.*only one user"):
         template.render(asked(("hello", "there")))
+    divides = named(folder, "{{ 1 / (messages | length - 2) }}")
+    with pytest.raises(CannotRender, match="division by zero"):
+        divides.render(asked(("hello", "there")))
     nothing = named(folder, MARKED.replace("== 'assistant'", "== 'nobody'"))
     with pytest.raises(CannotRender, match="nothing to learn"):
         nothing.render(asked(("hello", "there")))
