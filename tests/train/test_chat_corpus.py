@@ -1,7 +1,9 @@
 """`data=chat`: conversations of every shape and file, packed whole, and what is learnt of them."""
 
 import json
+import re
 from dataclasses import replace
+from datetime import date
 
 import numpy as np
 import pytest
@@ -11,7 +13,13 @@ from rank_processes import tiny_config
 from trainctl.config.files import missing_files
 from trainctl.config.registry import new_section
 from trainctl.config.schema import OnBadText, OnTooLong, Packing
-from trainctl.config.text.conversations import BadConversation, Learn, Shape, conversation_of
+from trainctl.config.text.conversations import (
+    BadConversation,
+    Learn,
+    Shape,
+    as_text,
+    conversation_of,
+)
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
 from trainctl.train.bins import bins_of, drawn_tokens, in_words
@@ -50,6 +58,8 @@ BAD = {
         "messages": [{"role": "user", "content": [{"type": "image"}]}, *asked(("a", "b"))]
     },
     "a turn is from 'cat'": {"conversations": [{"from": "cat", "value": "a"}]},
+    "a turn is from ['cat']": {"conversations": [{"from": ["cat"], "value": "a"}]},
+    "are not both texts": {"instruction": "a", "input": ["b"], "output": "c"},
     "the role 'robot'": {"messages": [{"role": "robot", "content": "a"}]},
     "not an object": 3,
 }
@@ -79,13 +89,15 @@ def test_tools_and_parts_and_history():
     assert conversation_of(record) == {"messages": asked(("a", "b")), "tools": tools}
     alpaca = {"instruction": "c", "input": "d", "output": "e", "history": [["a", "b"]]}
     assert conversation_of(alpaca)["messages"] == asked(("a", "b"), ("c\n\nd", "e"))
+    dated = {"messages": [{**asked(("a", "b"))[0], "at": date(2026, 1, 2)}]}
+    assert json.loads(as_text(dated))["messages"][0]["at"] == "2026-01-02"
     with pytest.raises(BadConversation, match=r"no 'messages', which data\.shape=messages has"):
         conversation_of(alpaca, Shape.messages)
 
 
 @pytest.mark.parametrize("said", BAD)
 def test_what_is_no_conversation_says_why(said):
-    with pytest.raises(BadConversation, match=said):
+    with pytest.raises(BadConversation, match=re.escape(said)):
         conversation_of(BAD[said])
 
 
