@@ -248,6 +248,15 @@ def test_what_is_bad_is_an_error_or_left_out_and_counted(tmp_path):
     assert bins_of(skips, corpus, corpus.train).counts["dropped_unwritten"] == 1
 
 
+def test_a_json_array_is_refused_with_the_way_out(tmp_path):
+    path = tmp_path / "alpaca.json"
+    for indent in (None, 2):
+        path.write_text(json.dumps([SHAPES[Shape.alpaca]], indent=indent))
+        (finding,) = missing_files(config_of(tmp_path, [path], on_bad_text=OnBadText.skip))
+        assert finding.message == f"{path} is a JSON array: what is read has a record a line"
+        assert finding.hint == f"jq -c '.[]' {path} > alpaca.jsonl"
+
+
 def test_a_tokenizer_without_a_template_is_refused_before_the_start(tmp_path):
     path = write(tmp_path / "chat.jsonl", QUESTIONS)
     (finding,) = missing_files(config_of(tmp_path, [path], template=None))
