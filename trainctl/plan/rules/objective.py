@@ -42,6 +42,22 @@ def objective_has_its_samples(draft: Draft) -> Iterator[Finding]:
             "shown to be the same on every layout",
             "name all files in data.paths",
         )
+    elif config.data.sources:
+        for name, section in config.data.sources.items():
+            if spec_of(section).has_pairs:
+                yield error(
+                    f"data.sources.{name}.kind",
+                    f"data.sources.{name}.kind={section.kind} has pairs of answers, and "
+                    f"{KEY}={objective.name} would learn the rejected ones too",
+                    f"data.sources.{name}.kind=chat, with the chosen answers",
+                )
+    elif wants_pairs and config.data.factory is not None:
+        yield error(
+            "data.factory",
+            f"data.factory={config.data.factory} with {KEY}={objective.name}: a function gives "
+            "texts, and no pairs of them",
+            "data.factory=null, with the files of pairs in data.paths",
+        )
     elif wants_pairs and not has_pairs:
         yield error(
             "data.kind",
