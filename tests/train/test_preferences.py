@@ -174,6 +174,20 @@ def test_losses_are_those_of_their_papers():
         assert measured[1].tolist() == [0.0] * measured.shape[1]
 
 
+@pytest.mark.parametrize("kind", ["dpo", "simpo", "orpo"])
+def test_an_answer_that_is_certain_has_a_gradient(kind):
+    logs = torch.zeros(3, 4, requires_grad=True)
+    labels = torch.tensor([[1, 1, 1, 1]] * 2 + [[IGNORED_LABEL] * 4])  # and one that is no pair
+    documents = torch.tensor([[0, 0, 1, 1]] * 3)
+    certain = logs + torch.tensor([[0.0, 0.0, -3.0, -3.0], [-3.0, -3.0, 0.0, 0.0], [0.0] * 4])
+    loss, _ = ObjectiveLoss(new_section("objective", kind))(
+        certain, labels, {"documents": documents}
+    )
+    loss.backward()
+    assert loss.isfinite() and logs.grad.isfinite().all()
+    assert (logs.grad[2] == 0).all() and (logs.grad[:2, 0] < 0).all()
+
+
 @pytest.mark.slow
 def test_every_layout_has_one_curve_and_a_run_goes_on_bit_for_bit(pairs, tmp_path):
     """The reference is computed on each layout, and read by whoever resumes on another."""
