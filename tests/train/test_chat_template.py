@@ -2,10 +2,12 @@
 
 import pytest
 from chat_files import FORGETFUL, MARKED, UNMARKED, asked, write_tokenizer
+from tokenizers import Tokenizer
 
 from trainctl.config.text.conversations import Learn
 from trainctl.errors import TrainctlError
 from trainctl.train.chat import CannotRender, ChatTemplate
+from trainctl.train.tokenizer import FileTokenizer
 
 CONVERSATIONS = {
     "one turn": asked(("1+1?", "2")),
@@ -108,6 +110,20 @@ def test_what_a_user_types_forges_no_turn(folder, named):
         call = {"role": "assistant", "content": "", "tool_calls": [{"function": called}]}
         found = template.render([*asked(("a", "b"))[:1], call])
         assert found.ids.tolist().count(template._backend.token_to_id(end)) == 2
+
+
+def test_a_tokenizer_that_was_saved_with_limits_gives_all_of_a_text(folder, tmp_path):
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(8)
+    backend.enable_padding(length=400)
+    other = write_tokenizer(tmp_path / "limited")
+    backend.save(str(other / "tokenizer.json"))
+    places = [each / "tokenizer.json" for each in (folder, other)]
+    rendered = [ChatTemplate.of(place).render(asked(("a" * 99, "b"))) for place in places]
+    assert rendered[0].ids.tolist() == rendered[1].ids.tolist()
+    free, limited = map(FileTokenizer, places)
+    assert limited.encode("a" * 99).tolist() == free.encode("a" * 99).tolist()
+    assert [each.tolist() for each in limited.encode_all(["a" * 99])] == [[*free.encode("a" * 99)]]
 
 
 def test_a_prompt_is_what_a_conversation_begins_with(folder):

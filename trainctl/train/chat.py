@@ -27,6 +27,7 @@ import numpy.typing as npt
 from trainctl.config.chat_template import special_tokens_of, template_of
 from trainctl.config.text.conversations import Learn, Message
 from trainctl.errors import TrainctlError
+from trainctl.train.tokenizer import take_limits
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -303,7 +304,9 @@ class ChatTemplate:
 def _loaded(file: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(file))
+    found = Tokenizer.from_file(str(file))
+    take_limits(found)
+    return found
 
 
 def _tokens(places: Ids, start: int, end: int) -> tuple[int, int]:
