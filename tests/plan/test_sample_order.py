@@ -42,6 +42,16 @@ def test_another_packing_is_said() -> None:
     assert "data.packing=best_fit makes other samples" in text and "held-out losses" in text
 
 
+def test_other_conversations_are_said() -> None:
+    chats = {"data__kind": "chat", "data__paths": ["a.jsonl"], "data__packing": "best_fit"}
+    cuts, drops, refuses = (
+        plan_with(**chats, data__on_too_long=rule) for rule in ("cut", "drop", "error")
+    )
+    assert "data.on_too_long=drop packs other conversations" in said(drops, cuts)
+    assert said(refuses, drops) == "", "what was left out would be an error"
+    assert said(plan_with(data__on_too_long="drop")) == "", "there are none"
+
+
 def replace_seed(plan: RunPlan) -> RunPlan:
     training = replace(plan.config.training, seed=plan.config.training.seed + 1)
     return replace(plan, config=replace(plan.config, training=training))
