@@ -9,6 +9,7 @@ from trainctl.errors import Finding
 from trainctl.options.data import spec_of
 from trainctl.options.objective import PAIRS, objective_of
 from trainctl.plan.experts import auxiliary_loss
+from trainctl.plan.mixture import sources_of
 from trainctl.plan.rules.draft import Draft, error
 
 KEY = "objective.kind"
@@ -43,7 +44,7 @@ def objective_has_its_samples(draft: Draft) -> Iterator[Finding]:
             "name all files in data.paths",
         )
     elif config.data.sources:
-        for name, section in config.data.sources.items():
+        for name, section in sources_of(config.data).items():
             if spec_of(section).has_pairs:
                 yield error(
                     f"data.sources.{name}.kind",
