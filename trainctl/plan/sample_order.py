@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from trainctl.config.schema import DataConfig, OnTooLong
 from trainctl.options.data import spec_of
+from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
 
 _MIXED = "of the text, some is seen again in this pass and some is left out"
@@ -51,7 +52,7 @@ def changes_of_order(before: RunPlan, now: RunPlan, samples: int, tokens: int) -
     elif before.config.data.packing is not now.config.data.packing:
         yield f"data.packing={now.config.data.packing.value} makes other samples: {_MIXED}"
         yield "held-out losses from here on are of other samples: they do not compare with earlier"
-    elif _leaves_others_out(before.config.data, now.config.data):
+    elif leaves_others_out(before.config.data, now.config.data):
         kept = now.config.data.on_too_long.value
         yield f"data.on_too_long={kept} packs other conversations: {_MIXED}"
         yield "held-out losses from here on are of other samples: they do not compare with earlier"
@@ -62,10 +63,11 @@ def changes_of_order(before: RunPlan, now: RunPlan, samples: int, tokens: int) -
         yield f"training.seed={seeds[1]} draws what follows in another order: {_MIXED}"
 
 
-def _leaves_others_out(before: DataConfig, now: DataConfig) -> bool:
+def leaves_others_out(before: DataConfig, now: DataConfig) -> bool:
     """Whether conversations that are too long were cut, and are left out, or the other way."""
     rules = {before.on_too_long, now.on_too_long}
-    return bool(spec_of(now).encoder) and rules == {OnTooLong.cut, OnTooLong.drop}
+    has_chats = any(spec_of(each).encoder for each in sources_of(now).values())
+    return has_chats and rules == {OnTooLong.cut, OnTooLong.drop}
 
 
 def _place(samples: int, in_a_pass: int) -> str:
