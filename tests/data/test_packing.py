@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainctl.data.packing import pack, pieces_of
+from trainctl.data.marks import LearntTokens
+from trainctl.data.packing import conversations_of, pack, pieces_of
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)
 
@@ -46,6 +47,16 @@ def test_every_token_is_in_one_bin_and_no_document_is_cut_that_fits(lengths, len
     # No other rule is at work than the one that has the name.
     rooms = [length - sum(bins.pieces(number)[1]) for number in range(len(bins))]
     assert sorted(rooms) == one_by_one(pieces.lengths.tolist(), length)
+
+
+def test_a_token_that_was_left_out_is_in_no_bin():
+    ends, learnt = np.array([4, 12, 22]), np.zeros(22, dtype=bool)
+    learnt[[3, 11, 13]] = True  # the second has nothing to learn in its beginning
+    found = conversations_of(ends, 6, LearntTokens(learnt.astype("<u2") << 15), cuts=True)
+    bins = pack(found.pieces, 6)
+    assert found.counts["cut"] == found.counts["dropped_nothing_left"] == 1
+    in_bins = [token for token in range(22) if bins.bin_of(token) is not None]
+    assert in_bins == [*range(4), *range(12, 18)]
 
 
 @given(LENGTHS, st.integers(1, 16))

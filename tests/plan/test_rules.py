@@ -631,6 +631,20 @@ ERRORS = [
     ),
     ("TC393", {**mixed(), "objective__kind": "dpo"}, gpus(), "pairs of several sources", "paths"),
     (
+        "TC393",
+        mixed(prose={"kind": "preferences"}),
+        gpus(),
+        "data.sources.prose.kind=preferences has pairs of answers",
+        "data.sources.prose.kind=chat",
+    ),
+    (
+        "TC393",
+        {**PAIRS, "data__factory": "texts:of"},
+        gpus(),
+        "data.factory=texts:of with objective.kind=",
+        "data.factory=null",
+    ),
+    (
         "TC405",
         {**SHARDED, "objective__kind": "dpo"},
         gpus(),

@@ -10,8 +10,10 @@ import pytest
 from plain_order import sample_indices
 from plan_cases import config_with, cpus
 
+from trainctl.config.registry import new_section, part_class
+from trainctl.config.schema import OnTooLong, SourceConfig
 from trainctl.plan.resolve import resolve
-from trainctl.plan.sample_order import changes_of_order, samples_in
+from trainctl.plan.sample_order import changes_of_order, leaves_others_out, samples_in
 from trainctl.plan.types import RunPlan
 
 TOKENS, DRAWN = 10_001, 90
@@ -40,6 +42,21 @@ def test_what_changes_nothing_says_nothing() -> None:
 def test_another_packing_is_said() -> None:
     text = said(plan_with(data__packing="best_fit"))
     assert "data.packing=best_fit makes other samples" in text and "held-out losses" in text
+
+
+def test_other_conversations_are_said() -> None:
+    chats = {"data__kind": "chat", "data__paths": ["a.jsonl"], "data__packing": "best_fit"}
+    cuts, drops, refuses = (
+        plan_with(**chats, data__on_too_long=rule) for rule in ("cut", "drop", "error")
+    )
+    assert "data.on_too_long=drop packs other conversations" in said(drops, cuts)
+    assert said(refuses, drops) == "", "what was left out would be an error"
+    assert said(plan_with(data__on_too_long="drop")) == "", "there are none"
+    mixed = {
+        kind: part_class(SourceConfig, kind)(kind=kind, weight=1.0) for kind in ("chat", "stdlib")
+    }
+    sources = new_section("data", "stdlib", sources=mixed)
+    assert leaves_others_out(sources, replace(sources, on_too_long=OnTooLong.drop))
 
 
 def replace_seed(plan: RunPlan) -> RunPlan:

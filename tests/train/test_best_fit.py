@@ -3,6 +3,7 @@
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import Packing, RunConfig
 from trainctl.data.mixture import Count, plan_data
 from trainctl.engines.micro_batch import IGNORED_LABEL
+from trainctl.engines.protocol import Engine
 from trainctl.errors import TrainctlError
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
@@ -106,6 +108,17 @@ def test_every_token_is_trained_on_once_and_padding_never(config, mask):
     documents = [end - start for start, end in pairwise([0, *ends])]
     if mask:
         assert labels == len(text) - len(documents)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_the_loss_is_a_mean_over_labels_and_not_over_padding(config, mask):
+    corpus = build_corpora(config, ByteTokenizer())["data"]
+    _, batch = every_sample(config, corpus, mask=mask)
+    process = SimpleNamespace(sum=lambda *values: list(values), world_size=1)
+    mesh = SimpleNamespace(data=SimpleNamespace(size=1))
+    engine = SimpleNamespace(_plan=tiny_plan(config, 1), _process=process, mesh=mesh)
+    counted = Engine._num_labels(engine, [batch])
+    assert counted == int((batch.labels != IGNORED_LABEL).sum()) < batch.labels.numel()
 
 
 def test_bins_are_kept_and_made_again_where_they_are_damaged(config):

@@ -1,7 +1,9 @@
 """`data=chat`: conversations of every shape and file, packed whole, and what is learnt of them."""
 
 import json
+import re
 from dataclasses import replace
+from datetime import date
 
 import numpy as np
 import pytest
@@ -11,7 +13,13 @@ from rank_processes import tiny_config
 from trainctl.config.files import missing_files
 from trainctl.config.registry import new_section
 from trainctl.config.schema import OnBadText, OnTooLong, Packing
-from trainctl.config.text.conversations import BadConversation, Learn, Shape, conversation_of
+from trainctl.config.text.conversations import (
+    BadConversation,
+    Learn,
+    Shape,
+    as_text,
+    conversation_of,
+)
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
 from trainctl.train.bins import bins_of, drawn_tokens, in_words
@@ -50,6 +58,8 @@ BAD = {
         "messages": [{"role": "user", "content": [{"type": "image"}]}, *asked(("a", "b"))]
     },
     "a turn is from 'cat'": {"conversations": [{"from": "cat", "value": "a"}]},
+    "a turn is from ['cat']": {"conversations": [{"from": ["cat"], "value": "a"}]},
+    "are not both texts": {"instruction": "a", "input": ["b"], "output": "c"},
     "the role 'robot'": {"messages": [{"role": "robot", "content": "a"}]},
     "not an object": 3,
 }
@@ -79,13 +89,15 @@ def test_tools_and_parts_and_history():
     assert conversation_of(record) == {"messages": asked(("a", "b")), "tools": tools}
     alpaca = {"instruction": "c", "input": "d", "output": "e", "history": [["a", "b"]]}
     assert conversation_of(alpaca)["messages"] == asked(("a", "b"), ("c\n\nd", "e"))
+    dated = {"messages": [{**asked(("a", "b"))[0], "at": date(2026, 1, 2)}]}
+    assert json.loads(as_text(dated))["messages"][0]["at"] == "2026-01-02"
     with pytest.raises(BadConversation, match=r"no 'messages', which data\.shape=messages has"):
         conversation_of(alpaca, Shape.messages)
 
 
 @pytest.mark.parametrize("said", BAD)
 def test_what_is_no_conversation_says_why(said):
-    with pytest.raises(BadConversation, match=said):
+    with pytest.raises(BadConversation, match=re.escape(said)):
         conversation_of(BAD[said])
 
 
@@ -205,6 +217,9 @@ def test_what_is_too_long_is_cut_dropped_or_an_error(tmp_path):
     _, text = learnt(drops, corpus, tokenizer)
     assert sorted(text.split("<|im_end|>")[:-1]) == ANSWERS
     assert bins_of(drops, corpus, corpus.train).counts["dropped_too_long"] == 2
+    shorter = replace(drops, training=replace(drops.training, sequence_length=8))
+    batch, text = learnt(shorter, corpus, tokenizer)
+    assert len(batch.input_ids) == 0 and not text, "all are left out, and there is no sample"
     refuses = replace(config, data=replace(config.data, on_too_long=OnTooLong.error))
     with pytest.raises(TrainctlError, match=r"a conversation has \d+ tokens, and training"):
         bins_of(refuses, corpus, corpus.train)
@@ -231,6 +246,15 @@ def test_what_is_bad_is_an_error_or_left_out_and_counted(tmp_path):
     _, text = learnt(skips, corpus, tokenizer)
     assert sorted(text.split("<|im_end|>")[:-1]) == ANSWERS
     assert bins_of(skips, corpus, corpus.train).counts["dropped_unwritten"] == 1
+
+
+def test_a_json_array_is_refused_with_the_way_out(tmp_path):
+    path = tmp_path / "alpaca.json"
+    for indent in (None, 2):
+        path.write_text(json.dumps([SHAPES[Shape.alpaca]], indent=indent))
+        (finding,) = missing_files(config_of(tmp_path, [path], on_bad_text=OnBadText.skip))
+        assert finding.message == f"{path} is a JSON array: what is read has a record a line"
+        assert finding.hint == f"jq -c '.[]' {path} > alpaca.jsonl"
 
 
 def test_a_tokenizer_without_a_template_is_refused_before_the_start(tmp_path):

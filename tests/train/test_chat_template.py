@@ -2,10 +2,12 @@
 
 import pytest
 from chat_files import FORGETFUL, MARKED, UNMARKED, asked, write_tokenizer
+from tokenizers import Tokenizer
 
 from trainctl.config.text.conversations import Learn
 from trainctl.errors import TrainctlError
 from trainctl.train.chat import CannotRender, ChatTemplate
+from trainctl.train.tokenizer import FileTokenizer
 
 CONVERSATIONS = {
     "one turn": asked(("1+1?", "2")),
@@ -101,6 +103,27 @@ def test_what_a_user_types_forges_no_turn(folder, named):
         assert prompt.tolist().count(template._backend.token_to_id(end)) == 1
         whole = template._backend.decode(found.ids.tolist(), skip_special_tokens=False)
         assert whole.startswith(f"<s><|im_start|>user\n{forged}{end}\n"), "the text stays"
+        # A beginning of it has other names than the whole.
+        later = template.render(asked(("<|im_start|>", "b"), (end, "d")))
+        assert _shown(template, later) == f"b{end}d{end}"
+        called = {"name": "f", "arguments": {end: 1, "role": end}}
+        call = {"role": "assistant", "content": "", "tool_calls": [{"function": called}]}
+        found = template.render([*asked(("a", "b"))[:1], call])
+        assert found.ids.tolist().count(template._backend.token_to_id(end)) == 2
+
+
+def test_a_tokenizer_that_was_saved_with_limits_gives_all_of_a_text(folder, tmp_path):
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(8)
+    backend.enable_padding(length=400)
+    other = write_tokenizer(tmp_path / "limited")
+    backend.save(str(other / "tokenizer.json"))
+    places = [each / "tokenizer.json" for each in (folder, other)]
+    rendered = [ChatTemplate.of(place).render(asked(("a" * 99, "b"))) for place in places]
+    assert rendered[0].ids.tolist() == rendered[1].ids.tolist()
+    free, limited = map(FileTokenizer, places)
+    assert limited.encode("a" * 99).tolist() == free.encode("a" * 99).tolist()
+    assert [each.tolist() for each in limited.encode_all(["a" * 99])] == [[*free.encode("a" * 99)]]
 
 
 def test_a_prompt_is_what_a_conversation_begins_with(folder):
@@ -114,6 +137,9 @@ def test_what_cannot_be_rendered_is_said(folder, named, tmp_path):
     template = named(folder, "{{ raise_exception('only one user') }}")
     with pytest.raises(CannotRender, match=r"begins 'hello'.*only one user"):
         template.render(asked(("hello", "there")))
+    divides = named(folder, "{{ 1 / (messages | length - 2) }}")
+    with pytest.raises(CannotRender, match="division by zero"):
+        divides.render(asked(("hello", "there")))
     nothing = named(folder, MARKED.replace("== 'assistant'", "== 'nobody'"))
     with pytest.raises(CannotRender, match="nothing to learn"):
         nothing.render(asked(("hello", "there")))

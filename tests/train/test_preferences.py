@@ -18,6 +18,7 @@ from chat_files import asked, write_tokenizer
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, trained, with_stop
 
 from trainctl.config.registry import new_section
+from trainctl.config.schema import OnBadText
 from trainctl.config.text.conversations import as_text
 from trainctl.config.text.preferences import pair_of
 from trainctl.data.marks import are_learnt, with_mark, without_marks
@@ -129,6 +130,21 @@ def test_messages_are_written_by_the_chat_template(tmp_path):
         )
 
 
+def test_a_pair_of_which_no_token_is_left_is_bad(monkeypatch):
+    tokenizer = ByteTokenizer()
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text: encode(text.strip()))
+    pair = [as_text(pair_of({"prompt": "a", "chosen": "\n", "rejected": "b"}))]
+    (found,) = encoder_of(new_section("data", "preferences"), tokenizer).encode_all(pair)
+    assert without_marks(found.astype("<u2")).tolist() == [97, END, 97, 98, END]
+    monkeypatch.setattr(tokenizer, "end_of_document", None)
+    with pytest.raises(TrainctlError, match="no token for the prompt 'a' or for one of its answer"):
+        encoder_of(new_section("data", "preferences"), tokenizer).encode_all(pair)
+    skips = new_section("data", "preferences", on_bad_text=OnBadText.skip)
+    (found,) = encoder_of(skips, tokenizer).encode_all(pair)
+    assert not len(found)
+
+
 def test_losses_are_those_of_their_papers():
     torch.manual_seed(0)
     labels = torch.full((2, 9), IGNORED_LABEL)
@@ -156,6 +172,20 @@ def test_losses_are_those_of_their_papers():
         assert float(loss) == pytest.approx(float(expected), rel=1e-5), (kind, values)
         assert measured[0, -2:].tolist() == pytest.approx([float(chosen), float(rejected)])
         assert measured[1].tolist() == [0.0] * measured.shape[1]
+
+
+@pytest.mark.parametrize("kind", ["dpo", "simpo", "orpo"])
+def test_an_answer_that_is_certain_has_a_gradient(kind):
+    logs = torch.zeros(3, 4, requires_grad=True)
+    labels = torch.tensor([[1, 1, 1, 1]] * 2 + [[IGNORED_LABEL] * 4])  # and one that is no pair
+    documents = torch.tensor([[0, 0, 1, 1]] * 3)
+    certain = logs + torch.tensor([[0.0, 0.0, -3.0, -3.0], [-3.0, -3.0, 0.0, 0.0], [0.0] * 4])
+    loss, _ = ObjectiveLoss(new_section("objective", kind))(
+        certain, labels, {"documents": documents}
+    )
+    loss.backward()
+    assert loss.isfinite() and logs.grad.isfinite().all()
+    assert (logs.grad[2] == 0).all() and (logs.grad[:2, 0] < 0).all()
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ from rank_processes import tiny_config, tiny_plan
 from stand_ins import NUMEL, PlainState, facts, only_rank
 
 from trainctl.config.codec import to_plain
-from trainctl.config.schema import CheckpointConfig, DataType, ModelConfig
+from trainctl.config.registry import new_section
+from trainctl.config.schema import CheckpointConfig, DataType, ModelConfig, OnTooLong
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
 from trainctl.runs.atomic import write_json
@@ -205,11 +206,25 @@ def test_another_loss_at_a_replayed_step_stops_and_says_both(tmp_path, process):
         ({"optimizer__lr": 0.5}, [11]),
         ({"checkpoint__compare_replay": False}, []),
         ({"training__seed": 8}, []),
+        ({"data__on_too_long": OnTooLong.drop}, []),
         ({"training__global_batch_size": 16}, []),
     ],
 )
 def test_only_what_must_be_equal_is_compared(tmp_path, process, changes, steps):
     assert sorted(replay(tmp_path, process, plan(**changes), before=plan()).expected) == steps
+
+
+def test_an_adapter_that_drops_is_compared_on_the_same_layout(tmp_path, process):
+    def made(dropout, processes):
+        config = tiny_config(steps=100)
+        config.adapter = new_section("adapter", "lora", dropout=dropout)
+        return tiny_plan(config, processes)
+
+    cases = {(0.0, 0.0, 1): [11, 12], (0.1, 0.1, 1): [], (0.1, 0.1, 2): [11, 12], (0.0, 0.1, 2): []}
+    for (was, now, processes), steps in cases.items():
+        folder = tmp_path / f"{was} {now} {processes}"
+        found = replay(folder, process, made(now, processes), before=made(was, 2))
+        assert sorted(found.expected) == steps
 
 
 def test_low_precision_on_either_side_widens_the_tolerance(tmp_path, process):

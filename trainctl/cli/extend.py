@@ -10,7 +10,7 @@ from trainctl.cli.source_counts import count_sources
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.extension import change_of_rate, miscounts_tokens, step_before_decay
 from trainctl.plan.mixture import sources_of, stages_of_plan
-from trainctl.plan.sample_order import changes_of_order
+from trainctl.plan.sample_order import changes_of_order, leaves_others_out
 from trainctl.plan.types import RunPlan
 from trainctl.runs.checkpoints import CheckpointInfo, list_checkpoints
 from trainctl.runs.directory import last_attempt, read_plan
@@ -104,6 +104,9 @@ def _keep_the_past(run: RunPaths, samples: int, before: RunPlan, made: RunPlan) 
     try:
         if samples and packings[0] is not packings[1]:
             changes = [f"data.packing is {packings[1].value}, and it was {packings[0].value}"]
+        elif samples and leaves_others_out(before.config.data, made.config.data):
+            was, now = (plan.config.data.on_too_long.value for plan in (before, made))
+            changes = [f"data.on_too_long is {now}, and it was {was}"]
         else:
             changes = list(
                 changes_of_past(order_of(before, tokens), order_of(made, tokens), samples)

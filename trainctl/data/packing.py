@@ -60,10 +60,15 @@ class Bins:
         place = slice(int(self.firsts[number]), int(self.firsts[number + 1]))
         return self.starts[place].tolist(), self.lengths[place].tolist()
 
-    def bin_of(self, token: int) -> int:
-        """The bin that has a token of the text: all pieces are looked through."""
-        (piece,) = np.flatnonzero((self.starts <= token) & (token < self.starts + self.lengths))
-        return int(np.searchsorted(self.firsts, piece, side="right")) - 1
+    def bin_of(self, token: int) -> int | None:
+        """The bin that has a token of the text: all pieces are looked through.
+
+        None has one of a conversation that was left out, or of what was cut off.
+        """
+        found = np.flatnonzero((self.starts <= token) & (token < self.starts + self.lengths))
+        if not len(found):
+            return None
+        return int(np.searchsorted(self.firsts, found[0], side="right")) - 1
 
 
 def pieces_of(ends: npt.NDArray[np.integer], length: int) -> Pieces:

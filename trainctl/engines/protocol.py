@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainctl.config.schema import Packing
 from trainctl.engines.fragments import Fragment, Place
 from trainctl.engines.mesh import ProcessMesh
 from trainctl.engines.micro_batch import MicroBatch
@@ -245,7 +246,8 @@ class Engine(ABC):
 
     def _num_labels(self, batches: Sequence[MicroBatch]) -> float:
         """What is counted in the global batch: labels, or pairs."""
-        if not batches[0].is_masked:  # every position has one: no rank needs to ask
+        is_cut = self._plan.config.data.packing is Packing.stream
+        if is_cut and not batches[0].is_masked:  # every position has one: no rank needs to ask
             return float(self._batch.tokens_per_step)
         (number,) = self._process.sum(sum(batch.num_counted for batch in batches))
         return number * self.mesh.data.size / self._process.world_size

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trainctl.config.schema import DataConfig, OnTooLong
+from trainctl.options.data import spec_of
+from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
 
 _MIXED = "of the text, some is seen again in this pass and some is left out"
@@ -49,11 +52,22 @@ def changes_of_order(before: RunPlan, now: RunPlan, samples: int, tokens: int) -
     elif before.config.data.packing is not now.config.data.packing:
         yield f"data.packing={now.config.data.packing.value} makes other samples: {_MIXED}"
         yield "held-out losses from here on are of other samples: they do not compare with earlier"
+    elif leaves_others_out(before.config.data, now.config.data):
+        kept = now.config.data.on_too_long.value
+        yield f"data.on_too_long={kept} packs other conversations: {_MIXED}"
+        yield "held-out losses from here on are of other samples: they do not compare with earlier"
     elif shuffled[0] != shuffled[1]:
         how = "at random" if shuffled[1] else "as the text has it"
         yield f"data.shuffle={str(shuffled[1]).lower()} takes what follows {how}: {_MIXED}"
     elif shuffled[1] and seeds[0] != seeds[1]:
         yield f"training.seed={seeds[1]} draws what follows in another order: {_MIXED}"
+
+
+def leaves_others_out(before: DataConfig, now: DataConfig) -> bool:
+    """Whether conversations that are too long were cut, and are left out, or the other way."""
+    rules = {before.on_too_long, now.on_too_long}
+    has_chats = any(spec_of(each).encoder for each in sources_of(now).values())
+    return has_chats and rules == {OnTooLong.cut, OnTooLong.drop}
 
 
 def _place(samples: int, in_a_pass: int) -> str:

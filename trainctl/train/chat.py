@@ -27,6 +27,7 @@ import numpy.typing as npt
 from trainctl.config.chat_template import special_tokens_of, template_of
 from trainctl.config.text.conversations import Learn, Message
 from trainctl.errors import TrainctlError
+from trainctl.train.tokenizer import take_limits
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -38,6 +39,15 @@ Spans = list[tuple[int, int]]
 FORMAT = 1
 """Of what is made of a conversation: another one is tokenized again."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OF_TEMPLATES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What an expression of a template may raise, beside what Jinja does."""
 _PRIVATE = range(0x100000, 0x10FFFE)
 """Characters that no text has a meaning for: they stand for the names of special tokens in it."""
 
@@ -152,7 +162,8 @@ class ChatTemplate:
             CannotRender: The template refuses the conversation, or does not show its answers; or
                 there is nothing to learn.
         """
-        text, spans = self._rendered(messages, tools, marks=self.has_marks)
+        typed = self._typed(messages, tools)
+        text, spans = self._rendered(messages, tools, typed, marks=self.has_marks)
         ids, places = self._encoded(text)
         if learn is Learn.all:
             return ChatTokens(ids, np.ones(len(ids), dtype=bool))
@@ -162,11 +173,11 @@ class ChatTemplate:
         learnt = np.zeros(len(ids), dtype=bool)
         if self.has_marks:
             if learn is Learn.last and answers:
-                _, earlier = self._rendered(messages[: answers[0]], tools, marks=True)
+                _, earlier = self._rendered(messages[: answers[0]], tools, typed, marks=True)
                 del spans[: len(earlier)]
             found = [_tokens(places, *span) for span in spans]
         else:
-            found = [self._answer(messages, tools, n, text.text, ids, places) for n in answers]
+            found = [self._answer(messages, tools, n, text, ids, places) for n in answers]
         for first, end in found:
             learnt[first:end] = True
         if not learnt.any():
@@ -181,7 +192,8 @@ class ChatTemplate:
         Raises:
             CannotRender: The template refuses them.
         """
-        text, _ = self._rendered(messages, tools, prompts=True)
+        typed = self._typed(messages, tools)
+        text, _ = self._rendered(messages, tools, typed, prompts=True)
         return self._encoded(text)[0]
 
     def _answer(
@@ -189,13 +201,14 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         number: int,
-        whole: str,
+        rendered: _Text,
         ids: Ids,
         places: Ids,
     ) -> tuple[int, int]:
         """First token of an answer and one past its last, by what comes before and with it."""
-        before, _ = self._rendered(messages[:number], tools, prompts=True)
-        through, _ = self._rendered(messages[: number + 1], tools)
+        whole, typed = rendered.text, rendered.typed
+        before, _ = self._rendered(messages[:number], tools, typed, prompts=True)
+        through, _ = self._rendered(messages[: number + 1], tools, typed)
         if not through.text.startswith(before.text) or not whole.startswith(through.text):
             raise self._no_prefix(messages, number)
         prompt, _ = self._encoded(before)
@@ -218,10 +231,23 @@ class ChatTemplate:
             "{% generation %} around what the assistant says, in data.chat_template",
         )
 
+    def _typed(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> dict[str, str]:
+        """The names of special tokens that a conversation has in its texts, by what stands there.
+
+        Found once for all of it: its beginnings are then written as the whole is.
+        """
+        said = "\0".join(_texts_in([*messages, *(tools or ())]))
+        names = sorted(set(self._names.findall(said)))
+        free = (chr(point) for point in _PRIVATE if chr(point) not in said)
+        return dict(zip(free, names, strict=False))
+
     def _rendered(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
+        typed: Mapping[str, str],
         *,
         prompts: bool = False,
         marks: bool = False,
@@ -230,23 +256,25 @@ class ChatTemplate:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        said = json.dumps([messages, tools], ensure_ascii=False)
-        typed: dict[str, str] = {}
-        if self._names.search(said):
-            names = sorted(set(self._names.findall(said)))
-            free = (chr(point) for point in _PRIVATE if chr(point) not in said)
-            typed = dict(zip(free, names, strict=False))
         standing = {name: character for character, name in typed.items()}
+
+        def plain(value: Any) -> Any:
+            return _without_names(value, standing, self._names)
+
+        chat = [
+            {key: each if key == "role" else plain(each) for key, each in message.items()}
+            for message in messages
+        ]
         try:
             texts, spans = render_jinja_template(
-                [[_without_names(each, standing, self._names) for each in messages]],
-                tools=[_without_names(each, standing, self._names) for each in tools or ()] or None,
+                [chat],
+                tools=[plain(each) for each in tools or ()] or None,
                 chat_template=self._source,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompts,
                 **self._special_tokens,
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TemplateError, *_OF_TEMPLATES) as error:
             raise CannotRender(
                 f"the chat template cannot write {_in_words(messages)}: {error}",
                 hint="correct the conversation, or data.on_bad_text=skip, which leaves such out; "
@@ -259,7 +287,7 @@ class ChatTemplate:
         if not text.typed:
             found = self._backend.encode(text.text, add_special_tokens=False)
             return _array(found.ids), _array(found.offsets).reshape(-1, 2)
-        ids, places, at = [], [], 0
+        ids, places, at = [_array([])], [_array([]).reshape(-1, 2)], 0
         for piece in re.split(f"([{''.join(text.typed)}])", text.text):
             if piece in text.typed:
                 part = self._plain.encode(text.typed[piece], add_special_tokens=False).ids
@@ -276,7 +304,9 @@ class ChatTemplate:
 def _loaded(file: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(file))
+    found = Tokenizer.from_file(str(file))
+    take_limits(found)
+    return found
 
 
 def _tokens(places: Ids, start: int, end: int) -> tuple[int, int]:
@@ -286,15 +316,26 @@ def _tokens(places: Ids, start: int, end: int) -> tuple[int, int]:
     )
 
 
+def _texts_in(value: Any) -> Iterator[str]:
+    """Every text of a value of JSON, keys among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts_in([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts_in(each)
+
+
 def _without_names(value: Any, standing: Mapping[str, str], names: re.Pattern[str]) -> Any:
-    """The same with a character in place of each name of a special token, but in roles."""
+    """The same with a character in place of each name of a special token, in keys too."""
     if not standing:
         return value
     if isinstance(value, str):
         return names.sub(lambda match: standing[match[0]], value)
     if isinstance(value, Mapping):
         return {
-            key: each if key == "role" else _without_names(each, standing, names)
+            _without_names(key, standing, names): _without_names(each, standing, names)
             for key, each in value.items()
         }
     if isinstance(value, list | tuple):

@@ -163,7 +163,10 @@ class _History:
         corpus = self._corpora[source]
         bins = bins_of(self._plan.config, corpus, corpus.train)
         if bins is not None:  # the order has one bin after the other
-            token = bins.bin_of(token) * self._plan.batch.sequence_length
+            place = bins.bin_of(token)
+            if place is None:
+                return
+            token = place * self._plan.batch.sequence_length
         for seen in self._order.when(source, token, max(self._ends)):
             number = bisect_right(self._firsts, seen.counter) - 1
             if number >= 0 and seen.counter < self._ends[number]:  # not left out after a spike

@@ -77,12 +77,17 @@ class PreferenceEncoder:
     def _encoded(self, pair: Mapping[str, Any]) -> npt.NDArray[np.int64]:
         write = self._of_texts if isinstance(pair["prompt"], str) else self._of_messages
         try:
-            prompts, answers = zip(*(write(pair, key) for key in ANSWERS), strict=True)
+            ids = [each for key in ANSWERS for each in write(pair, key)]
+            if not all(map(len, ids)):
+                raise CannotRender(
+                    f"the tokenizer has no token for the prompt {pair['prompt']!r:.60} or for one "
+                    "of its answers",
+                    hint="correct the pair, or data.on_bad_text=skip, which leaves such out",
+                )
         except CannotRender:
             if self._section.on_bad_text is not OnBadText.skip:
                 raise
             return np.empty(0, dtype=np.int64)
-        ids = [each for both in zip(prompts, answers, strict=True) for each in both]
         learnt = np.repeat([False, True, False, True], [len(each) for each in ids])
         return marked(np.concatenate(ids), learnt, self._tokenizer.vocab_size)
 
@@ -90,8 +95,9 @@ class PreferenceEncoder:
         self, pair: Mapping[str, Any], key: str
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         answer, end = self._tokenizer.encode(pair[key]), self._tokenizer.end_of_document
-        ended = answer if end is None or answer[-1:] == [end] else np.append(answer, end)
-        return self._tokenizer.encode(pair["prompt"]), ended
+        if end is not None and answer[-1:].tolist() != [end]:
+            answer = np.append(answer, end)
+        return self._tokenizer.encode(pair["prompt"]), answer
 
     def _of_messages(
         self, pair: Mapping[str, Any], key: str

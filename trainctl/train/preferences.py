@@ -62,5 +62,5 @@ def rewards(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Ten
 
 
 def _log_of_rest(log_probability: torch.Tensor) -> torch.Tensor:
-    """log(1 - p), exact where p is near 0 or 1."""
-    return torch.log(-torch.expm1(log_probability))
+    """log(1 - p), exact where p is near 0 or 1; of 1, which would be without a gradient, finite."""
+    return torch.log(-torch.expm1(log_probability.clamp(max=-1e-12)))

@@ -13,6 +13,7 @@ from typing import Any
 from trainctl.config.schema import DataType
 from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.adapter import low_rank
 from trainctl.options.precision import precision_of
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import read_plan
@@ -119,6 +120,7 @@ def _loss_at_once(plan: RunPlan) -> Any:
     return (
         (config.training.seed, config.data.shuffle, config.data.mask_documents),
         (config.data.packing, config.data.fim_rate, config.data.fim_spm_rate),
+        (config.data.on_too_long, config.objective, config.adapter),
         (config.data.sources, config.data.stages),
         (plan.batch.global_batch_size, plan.batch.sequence_length),
         [(phase.first_step, phase.batch.global_batch_size) for phase in plan.ramp],
@@ -136,9 +138,10 @@ def _loss_after_an_update(plan: RunPlan) -> Any:
 
 
 def _draws_otherwise(before: RunPlan, now: RunPlan) -> bool:
-    """Whether dropout may differ: ranks draw their own, and only a foreign model has any."""
-    foreign = now.config.model.is_directory
-    return foreign and (before.mesh, before.batch) != (now.mesh, now.batch)
+    """Whether dropout may differ: ranks draw their own, of a foreign model or an adapter."""
+    adapter = low_rank(now.config.adapter)
+    drops = now.config.model.is_directory or (adapter is not None and adapter.dropout > 0)
+    return drops and (before.mesh, before.batch) != (now.mesh, now.batch)
 
 
 def _tolerance(*plans: RunPlan) -> float:

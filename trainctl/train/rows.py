@@ -72,7 +72,8 @@ class SampleRows:
         self._length = length
         self._bins = bins
         self._infilling = infilling
-        self.num_samples = len(bins) if bins else samples_in(split.tokens, length)
+        # There may be no bin at all: of conversations that are all left out.
+        self.num_samples = samples_in(split.tokens, length) if bins is None else len(bins)
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
         """Where a sample's tokens begin and end in the text, without the one behind them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from trainctl.config.special_tokens import read_facts
 from trainctl.errors import TrainctlError
 from trainctl.options.tokenizer import spec_of
 from trainctl.options.tokenizer.byte import END_OF_DOCUMENT
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
 
 
 class Tokenizer(Protocol):
@@ -99,6 +102,18 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
+def take_limits(backend: Backend) -> bool:
+    """Let a tokenizer give all of a text and no more, whatever batches its file was saved for.
+
+    Returns:
+        Whether it would have cut texts at a length, or padded them.
+    """
+    had_limits = backend.truncation is not None or backend.padding is not None
+    backend.no_truncation()
+    backend.no_padding()
+    return had_limits
+
+
 class FileTokenizer:
     """A `tokenizer.json` of the `tokenizers` library."""
 
@@ -114,11 +129,13 @@ class FileTokenizer:
             self._backend = Backend.from_str(text)
         except Exception as error:  # the library raises plain Exception
             raise TrainctlError(f"tokenizer.path: {path} is not a tokenizer: {error}") from None
+        had_limits = take_limits(self._backend)
         self.vocab_size: int = facts.vocab_size
         self.end_of_document: int | None = facts.end_of_document
         end = f"\0{facts.end_of_document}"  # it is among the ids of every text
         self.file: Path | None = path
-        self.fingerprint = hashlib.sha256((text + end).encode()).hexdigest()
+        whole = "\0whole" if had_limits else ""
+        self.fingerprint = hashlib.sha256((text + end + whole).encode()).hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)

@@ -88,8 +88,11 @@ def conversation_of(record: object, shape: Shape = Shape.auto) -> dict[str, Any]
 
 
 def as_text(conversation: Mapping[str, Any]) -> str:
-    """A conversation as the text of a document: the same for the same, in any shape."""
-    return json.dumps(conversation, ensure_ascii=False, separators=(",", ":"))
+    """A conversation as the text of a document: the same for the same, in any shape.
+
+    What JSON has no type for, such as a date in a column beside the text, is there as its text.
+    """
+    return json.dumps(conversation, ensure_ascii=False, separators=(",", ":"), default=str)
 
 
 def _shape_of(record: Record, shape: Shape) -> Shape:
@@ -120,7 +123,11 @@ def _of_prompt(record: Record) -> list[Any]:
 
 def _of_alpaca(record: Record) -> list[Any]:
     system, given = record.get("system"), record.get("input")
-    asked = f"{record['instruction']}\n\n{given}" if given else record["instruction"]
+    asked = record["instruction"]
+    if given:
+        if not isinstance(asked, str) or not isinstance(given, str):
+            raise BadConversation("`instruction` and `input` are not both texts")
+        asked = f"{asked}\n\n{given}"
     turns = [*_listed(record.get("history") or [], "history"), (asked, record["output"])]
     messages = [{"role": "system", "content": system}] if system else []
     for turn in turns:
@@ -141,7 +148,7 @@ def _of_sharegpt(record: Record) -> list[Any]:
             messages.append(dict(each))
             continue
         who = each.get("from") if isinstance(each, Mapping) else None
-        if who not in _OF_SHAREGPT:
+        if not isinstance(who, str) or who not in _OF_SHAREGPT:
             raise BadConversation(f"a turn is from {who!r}, which is nobody that is known")
         messages.append({"role": _OF_SHAREGPT[who], "content": each.get("value")})
     return messages

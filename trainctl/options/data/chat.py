@@ -24,6 +24,7 @@ from trainctl.config.text.conversations import (
 from trainctl.config.text.documents import Document, Reader
 from trainctl.config.text.remote import File
 from trainctl.config.text.stream import unpacked_name
+from trainctl.errors import TrainctlError
 from trainctl.options.data import DataSource, arrow, parquet
 
 
@@ -73,7 +74,11 @@ def problem(file: File, section: ChatConfig) -> FileProblem | None:
 def records(
     reader: Reader, file: File, span: tuple[int, int] | None
 ) -> Iterator[tuple[int, Any, str]]:
-    """Each record with its line or row, from 1, and both in words."""
+    """Each record with its line or row, from 1, and both in words.
+
+    Raises:
+        TrainctlError: A file is one JSON array of all; or as reading it raises.
+    """
     name = unpacked_name(file)
     if name.endswith(parquet.SPEC.endings):
         for row, record in parquet.records(file):
@@ -84,6 +89,11 @@ def records(
     else:
         for line, raw in plain.lines_of(file, span):
             where = f"{file}:{line}"
+            if line == 1 and not (span and span[0]) and raw.startswith(b"["):
+                raise TrainctlError(
+                    f"{file} is a JSON array: what is read has a record a line",
+                    hint=f"jq -c '.[]' {file} > {name.removesuffix('.json')}.jsonl",
+                )
             record = plain.record_of(reader, raw, where)
             if record is not plain.BAD:
                 yield line, record, where

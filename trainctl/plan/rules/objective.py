@@ -9,6 +9,7 @@ from trainctl.errors import Finding
 from trainctl.options.data import spec_of
 from trainctl.options.objective import PAIRS, objective_of
 from trainctl.plan.experts import auxiliary_loss
+from trainctl.plan.mixture import sources_of
 from trainctl.plan.rules.draft import Draft, error
 
 KEY = "objective.kind"
@@ -41,6 +42,22 @@ def objective_has_its_samples(draft: Draft) -> Iterator[Finding]:
             f"data.sources with {KEY}={objective.name}: pairs of several sources have not been "
             "shown to be the same on every layout",
             "name all files in data.paths",
+        )
+    elif config.data.sources:
+        for name, section in sources_of(config.data).items():
+            if spec_of(section).has_pairs:
+                yield error(
+                    f"data.sources.{name}.kind",
+                    f"data.sources.{name}.kind={section.kind} has pairs of answers, and "
+                    f"{KEY}={objective.name} would learn the rejected ones too",
+                    f"data.sources.{name}.kind=chat, with the chosen answers",
+                )
+    elif wants_pairs and config.data.factory is not None:
+        yield error(
+            "data.factory",
+            f"data.factory={config.data.factory} with {KEY}={objective.name}: a function gives "
+            "texts, and no pairs of them",
+            "data.factory=null, with the files of pairs in data.paths",
         )
     elif wants_pairs and not has_pairs:
         yield error(
