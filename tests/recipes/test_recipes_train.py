@@ -6,11 +6,12 @@ one for NVMe is launched in `tests/e2e/test_runs.py`.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from rank_processes import Case, curve, train_cases
-from whole_recipes import WHOLE
+from whole_recipes import OF_USERS_DATA, WHOLE
 
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
@@ -27,8 +28,6 @@ SMALL = (
     "training.micro_batch_size=1",
     "training.gradient_accumulation_steps=null",
     "schedule.warmup_steps=1",
-    "data=stdlib",
-    "data.max_bytes=1000000",
     "tokenizer=byte",
 )
 FITTED = {
@@ -47,12 +46,22 @@ FITTED = {
 NAMES = [name for name in WHOLE if name != "7b-zero3-nvme"]
 
 
+def data_of(name: str, folder: Path) -> list[str]:
+    """What a recipe is trained on here: text that every machine has, or pairs that are made."""
+    if name not in OF_USERS_DATA:
+        return ["data=stdlib", "data.max_bytes=1000000"]
+    pairs = folder / "pairs.jsonl"
+    rows = ({"prompt": f"{n}² is ", "chosen": f"{n * n}", "rejected": f"{n}"} for n in range(2, 200))
+    pairs.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return [f"data.paths=[{pairs}]"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # DeepSpeed compiles what offload needs when it is first used
 @pytest.mark.parametrize("name", NAMES)
 def test_it_trains_when_shrunk(name: str, tmp_path: Path) -> None:
     fitted = FITTED.get(name, ["hardware=2xcpu"])
-    config = compose([f"recipe={name}", *SMALL, *fitted]).config
+    config = compose([f"recipe={name}", *SMALL, *data_of(name, tmp_path), *fitted]).config
     resolution = resolve(config, resolve_hardware(config.hardware))
     assert resolution.plan is not None, resolution.findings
     run = RunPaths(tmp_path / "run")
