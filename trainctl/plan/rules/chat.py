@@ -26,6 +26,13 @@ def conversations_are_whole(draft: Draft) -> Iterator[Finding]:
                 "answer would be learnt without its question",
                 "data.packing=best_fit",
             )
+        if section.filters:
+            yield error(
+                f"{key}.filters",
+                f"{key}.filters with {kind}: they judge running text, and would read a record as "
+                "it stands in its file",
+                f"leave {key}.filters out; data.dedup and data.decontaminate go by documents",
+            )
         for own, value in (
             ("separator", section.separator),
             ("fim_rate", section.fim_rate),
