@@ -51,7 +51,9 @@ def data_of(name: str, folder: Path) -> list[str]:
     if name not in OF_USERS_DATA:
         return ["data=stdlib", "data.max_bytes=1000000"]
     pairs = folder / "pairs.jsonl"
-    rows = ({"prompt": f"{n}² is ", "chosen": f"{n * n}", "rejected": f"{n}"} for n in range(2, 200))
+    rows = (
+        {"prompt": f"{n}² is ", "chosen": f"{n * n}", "rejected": f"{n}"} for n in range(2, 200)
+    )
     pairs.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return [f"data.paths=[{pairs}]"]
 
