@@ -24,7 +24,7 @@ format: $(VENV)/.installed-dev  ## Rewrite the sources in the project's format
 
 docs: $(VENV)/.installed-run  ## Write docs/reference.md and docs/rules.md anew
 	$(BIN)/python scripts/generate_reference.py
-	$(BIN)/python scripts/generate_rules.py
+	$(BIN)/python scripts/generate_rules.py --all
 	$(BIN)/python scripts/generate_optimizers.py
 
 install: $(VENV)/.installed-all  ## Install all that running, tests and checks need, in one step

@@ -51,6 +51,7 @@ def test_every_finding_is_shown_with_key_source_and_hint(
         "error[TC001]: optimizer.lr: must be above 0, not -1 [sic]",
         "  set by: override optimizer.lr=-1",
         "  hint: 3e-4",
+        "more: trainctl explain TC002 TC001",
         "error: 1 problem in this configuration",
     ]
 
@@ -60,7 +61,9 @@ def test_the_exit_code_is_the_errors(
     code: ExitCode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert raising(monkeypatch, TrainctlError("no", hint="do so", exit_code=code)) == code
-    assert capsys.readouterr().err == "error: no\nhint: do so\n"
+    assert capsys.readouterr().err == (
+        f"error: no\nhint: do so\nmore: trainctl explain {int(code)}\n"
+    )
 
 
 def test_an_interrupt_has_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:

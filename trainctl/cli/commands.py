@@ -62,6 +62,11 @@ COMMANDS = {
     ),
     "config": (PLAN, "config:app", "Look at a configuration: its values, and why."),
     "schedule": (PLAN, "schedule:app", "Look at the learning rate over the run."),
+    "explain": (
+        PLAN,
+        "explain:explain",
+        "Say what a rule, a record, a cause of a failure or an exit code means, and what to do.",
+    ),
 }
 """Of each its panel in the listing, `module:name` here, and the first paragraph of its help."""
 

@@ -18,10 +18,10 @@ from trainctl.cli.arguments import (
 from trainctl.cli.compare import Difference, compare, read_side
 from trainctl.cli.complete import complete_key
 from trainctl.cli.console import print_json, print_table, put, say
-from trainctl.cli.explain import explain, unknown
 from trainctl.cli.findings import show_findings
 from trainctl.cli.import_json import import_json
 from trainctl.cli.planning import Planned, compose_target, plan
+from trainctl.cli.why import explain, unknown
 from trainctl.config.codec import to_plain
 from trainctl.config.json_schema import option_schema, recipe_schema
 from trainctl.config.store import dump_config

@@ -1,170 +1,123 @@
-"""Why a value is what it is: who set it, what it became, where it comes from."""
+"""`trainctl explain`: what a rule, a record, a cause or an exit code means, and what to do."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import re
+from collections.abc import Iterator
+from textwrap import fill
+from typing import Annotated
 
-from trainctl.config.codec import to_plain
-from trainctl.config.compose import Composed
-from trainctl.config.derived import Derived
-from trainctl.config.keys import leaf_of, leaves, sections
-from trainctl.config.suggest import nearest
+import typer
+
+from trainctl.cli.arguments import Json
+from trainctl.cli.console import print_json, put
+from trainctl.config.suggest import did_you_mean, nearest
 from trainctl.errors import TrainctlError
-from trainctl.plan.deepspeed import flatten
-from trainctl.plan.types import RunPlan
-from trainctl.planner.influence import depending_on
+from trainctl.explanations.lookup import RULE, Explanation, address, everything
+from trainctl.explanations.lookup import explain as look_up
+
+_WIDTH = 100
+_COMMON_WORDS = ("exit", "code", "event", "rule")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """The answer to `config why`; values as plain data.
+def complete_word(incomplete: str) -> list[str]:
+    """Words that begin so."""
+    return [
+        each.word
+        for each in everything().values()
+        if each.word.lower().startswith(incomplete.lower())
+    ]
 
-    Attributes:
-        key: A config key, a key of DeepSpeed's JSON, or a quantity of the plan.
-        value: As it is used.
-        reason: How it was derived; empty where it was not.
-        layers: Each place that set a config key and the value it gave; the last one won.
-        default: The schema's value of a config key.
-        is_key: Whether it is a config key.
-        became: Keys of the JSON, and other derived values, that come from a config key, with their
-            values.
-        sources: The config keys that a derived value follows from, each explained.
-        doc: What a config key means.
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="WORD...",
+        help="Rules (TC024), kinds of records, causes of failures, exit codes; none lists all.",
+        show_default=False,
+        autocompletion=complete_word,
+    ),
+]
+
+
+def explain(words: Words = None, as_json: Json = False) -> None:
+    """Say what a rule, a record, a cause of a failure or an exit code means, and what to do.
+
+    Examples: trainctl explain TC024; trainctl explain intervention; trainctl explain exit code 75
     """
-
-    key: str
-    value: Any
-    reason: str = ""
-    layers: tuple[dict[str, Any], ...] = ()
-    default: Any = None
-    is_key: bool = False
-    became: dict[str, dict[str, Any]] = field(default_factory=dict)
-    sources: tuple[Explanation, ...] = ()
-    doc: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """One object, without what does not apply."""
-        shown: dict[str, Any] = {
-            "key": self.key,
-            "value": self.value,
-            "reason": self.reason,
-            "layers": list(self.layers),
-            "doc": self.doc,
-        }
-        if self.is_key:
-            shown |= {"default": self.default, **self.became}
-        if self.sources:
-            shown["sources"] = [each.to_json() for each in self.sources]
-        return shown
-
-    def lines(self) -> list[str]:
-        """For a person."""
-        shown = [f"{self.key} = {_text(self.value)}"]
-        if self.reason:
-            shown.append(f"  because: {self.reason}")
-        width = max((len(_text(layer["value"])) for layer in self.layers), default=0)
-        for layer in self.layers:
-            won = ", which wins" if layer is self.layers[-1] and len(self.layers) > 1 else ""
-            shown.append(f"  {_text(layer['value']):<{width}}  set by {layer['source']}{won}")
-        if self.is_key and not self.layers:
-            shown.append("  the default of the schema")
-        elif self.is_key:
-            shown.append(f"  {_text(self.default)} is the default of the schema")
-        for source in self.sources:
-            by = source.layers[-1]["source"] if source.layers else "the schema's default"
-            shown.append(f"  {source.key} = {_text(source.value)}, set by {by}")
-        names = {
-            "deepspeed": "in DeepSpeed's JSON",
-            "engine": "for the engine",
-            "derived": "derived from it",
-        }
-        for kind, items in self.became.items():
-            listed = ", ".join(f"{name} = {_text(value)}" for name, value in items.items())
-            shown.append(f"  {names[kind]}: {listed or 'nothing'}")
-        return [*shown, f"  {self.doc}"] if self.doc else shown
+    found = _found(words or [])
+    if as_json:
+        print_json({"schema": 1, "explanations": [_to_json(each) for each in found]})
+    elif not words:
+        for each in found:
+            put(f"{each.word:<22} {each.meaning}")
+    else:
+        put("\n\n".join("\n".join(_lines(each)) for each in found))
 
 
-def explain(key: str, composed: Composed, plan: RunPlan | None) -> Explanation | None:
-    """What is known of a key or quantity.
+def _found(words: list[str]) -> list[Explanation]:
+    """What the words stand for; everything where there is none."""
+    if not words:
+        return list(everything().values())
+    # `exit code 75` as one says it; `code` alone is a cause of failures.
+    has_code = any(word.isdigit() for word in words)
+    said = [word for word in words if not (has_code and word.lower() in _COMMON_WORDS)]
+    return [_of(word) for word in said]
 
-    Args:
-        key: As typed.
-        composed: The configuration.
-        plan: What it amounts to; None where it amounts to nothing, and then only what was typed
-            can be explained.
 
-    Returns:
-        None if there is no such key or quantity.
-    """
-    derived = {item.key: item for item in plan.derived} if plan else {}
-    own = derived.get(key)
-    leaf = leaf_of(tuple(key.split(".")))
-    is_key = leaf is not None and (key in leaves() or key in composed.layers)
-    if not is_key:
-        if own is None:
-            return None
-        return Explanation(
-            key=key,
-            value=to_plain(own.value),
-            reason=own.reason,
-            sources=_sources(own, composed, plan),
+def _of(word: str) -> Explanation:
+    found = look_up(word)
+    if found is None:
+        known = [each.word for each in everything().values()]
+        number = re.fullmatch(r"(?:TC)?0*(\d{1,3})", word, re.IGNORECASE)
+        rule = f"TC{int(number[1]):03}" if number else ""
+        hint = did_you_mean([rule] if rule in known else nearest(word, known))
+        raise TrainctlError(
+            f"there is no rule, record, cause or exit code {word!r}",
+            hint=hint or "`trainctl explain` lists all",
         )
-    assert leaf is not None
-    layers = tuple(
-        {"source": each.source, "value": to_plain(each.value)}
-        for each in composed.layers.get(key, ())
+    return found
+
+
+def _lines(found: Explanation) -> Iterator[str]:
+    yield f"{found.word}: {found.kind}"
+    yield _text("", found.meaning)
+    if found.cause:
+        yield _text("why: " if found.kind.startswith(RULE) else "cause: ", found.cause)
+    for name, meaning in (found.fields or {}).items():
+        yield fill(
+            meaning,
+            _WIDTH,
+            initial_indent=f"    {name:<20} ",
+            subsequent_indent=" " * 25,
+        )
+    if found.example:
+        yield "  example:"
+        yield from (f"    {line}".rstrip() for line in found.example)
+    if found.cure:
+        yield _text("what to do: ", found.cure)
+    yield f"  {address(found)}"
+
+
+def _text(label: str, text: str) -> str:
+    return fill(
+        label + text,
+        _WIDTH,
+        initial_indent="  ",
+        subsequent_indent="    " if label else "  ",
+        break_on_hyphens=False,
+        break_long_words=False,
     )
-    return Explanation(
-        key=key,
-        value=to_plain(own.value) if own else _value(composed, key),
-        reason=own.reason if own else "",
-        layers=layers,
-        default=leaf.default,
-        is_key=True,
-        became=_became(leaf.key, plan) if plan is not None and key in leaves() else {},
-        doc=leaf.metadata["doc"],
-    )
 
 
-def _value(composed: Composed, key: str) -> Any:
-    node = to_plain(composed.config)
-    for name in key.split("."):
-        node = node[name]
-    return node
-
-
-def _sources(own: Derived, composed: Composed, plan: RunPlan | None) -> tuple[Explanation, ...]:
-    found = [explain(name, composed, plan) for name in own.sources if name != own.key]
-    return tuple(each for each in found if each is not None)
-
-
-def _became(key: str, plan: RunPlan) -> dict[str, dict[str, Any]]:
-    settings = {name for name, _ in flatten(plan.deepspeed or plan.settings)}
-    items = depending_on(key, plan)
-    became = {
-        "deepspeed" if plan.deepspeed else "engine": {
-            item.key: to_plain(item.value) for item in items if item.key in settings
-        }
+def _to_json(found: Explanation) -> dict[str, object]:
+    return {
+        "word": found.word,
+        "kind": found.kind,
+        "meaning": found.meaning,
+        "cause": found.cause,
+        "fields": found.fields,
+        "example": list(found.example),
+        "cure": found.cure,
+        "address": address(found),
     }
-    others = {item.key: to_plain(item.value) for item in items if item.key not in settings}
-    return became | ({"derived": others} if others else {})
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value)
-
-
-def unknown(key: str, composed: Composed, plan: RunPlan | None) -> TrainctlError:
-    """The error for a key that does not exist, with what was perhaps meant."""
-    if key in sections():
-        inside = [name for name in leaves() if name.startswith(f"{key}.")]
-        return TrainctlError(
-            f"{key} is a section", hint=f"ask for a key of it, such as {', '.join(inside[:4])}"
-        )
-    known = [*leaves(), *(item.key for item in plan.derived if plan)] if plan else [*leaves()]
-    # A short key, such as `lr`, is most likely the end of a longer one.
-    near = [name for name in known if name.rpartition(".")[2] == key] or nearest(key, known)
-    near = list(dict.fromkeys(near))
-    hint = f"did you mean {', '.join(near)}?" if near else "trainctl config show lists the keys"
-    return TrainctlError(f"there is no key or quantity {key}", hint=hint)

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainctl.cli.console import say
-from trainctl.errors import Finding, TrainctlError
+from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.explanations.lookup import hint_line
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
     """Each finding: severity, rule, key, message; then what set the key, and the hint.
 
-    Errors come last, where a screen ends.
+    Errors come last, where a screen ends, and then where to read more about all of them.
     """
-    for finding in sorted(findings, key=lambda finding: finding.is_error):
+    findings = sorted(findings, key=lambda finding: finding.is_error)
+    for finding in findings:
         about = f"{finding.key}: " if finding.key else ""
         say(
             f"{finding.severity}[{finding.rule}]: {about}{finding.message}",
@@ -24,6 +26,9 @@ def show_findings(findings: Sequence[Finding]) -> None:
             say(f"  set by: {finding.source}")
         if finding.hint:
             say(f"  hint: {finding.hint}")
+    rules = list(dict.fromkeys(finding.rule for finding in findings if finding.rule))
+    if rules:
+        say_more(rules)
 
 
 def show_error(message: str, hint: str = "") -> None:
@@ -34,9 +39,17 @@ def show_error(message: str, hint: str = "") -> None:
 
 
 def show_trainctl_error(error: TrainctlError) -> None:
-    """All findings of the error, then its message and hint."""
+    """All findings of the error, then its message and hint; of one without findings that is not of
+    what was typed, also where its exit code is explained."""
     show_findings(error.findings)
     show_error(error.message, error.hint)
+    if not error.findings and error.exit_code not in (ExitCode.success, ExitCode.bad_input):
+        say_more([str(int(error.exit_code))])
+
+
+def say_more(words: list[str]) -> None:
+    """Where more is said of rules, a cause or an exit code: the last line of a message."""
+    say(f"more: {hint_line(words)}")
 
 
 def findings_to_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:

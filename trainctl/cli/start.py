@@ -10,7 +10,7 @@ import typer
 
 from trainctl.cli.budget_view import show_brief_budget, show_budget
 from trainctl.cli.console import go_on_without_reader, print_json, put, say
-from trainctl.cli.findings import findings_to_json, show_error, show_findings
+from trainctl.cli.findings import findings_to_json, say_more, show_error, show_findings
 from trainctl.cli.follow import LiveFollower
 from trainctl.cli.plan_view import show_commands, show_plan
 from trainctl.cli.planning import Planned, plan, show_suggestions
@@ -190,6 +190,7 @@ def _show_failure(outcome: Outcome) -> None:
         for line in outcome.log_tail:
             say(f"  {line}")
     show_error(outcome.message, outcome.hint)
+    say_more([outcome.cause or str(outcome.exit_code)])
 
 
 def _say_where_it_goes_on(run: RunPaths, made: RunPlan) -> None:

@@ -16,6 +16,7 @@ class Outcome:
         exit_code: Code of the launch; 0 only if every rank ended well.
         state: finished, failed or stopped.
         message: What happened, in a sentence; empty when finished.
+        cause: The word of the failure's record; empty where there was none.
         hint: What may help.
         log: The log that tells more, if there is one.
         log_tail: Its last lines.
@@ -25,6 +26,7 @@ class Outcome:
     exit_code: int
     state: State
     message: str = ""
+    cause: str = ""
     hint: str = ""
     log: Path | None = None
     log_tail: tuple[str, ...] = ()

@@ -210,6 +210,7 @@ def _outcome(code: int, stop: Stop, records: _Records, stuck: set[int]) -> Outco
         exit_code=code if code > 0 else 128 - code,
         state=State.failed,
         message=sentence(failure) + left,
+        cause=failure["cause"],
         hint=failure["hint"],
         log=Path(failure["log"]),
         log_tail=tuple(failure["log_tail"]),

@@ -1,0 +1,169 @@
+"""Everything that trainctl says by a word is explained, and every example is true."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainctl.cli.main import run
+from trainctl.config.schema import OnBadLoss
+from trainctl.errors import ExitCode
+from trainctl.explanations.causes import FAILURES, INTERVENTIONS, POLICIES
+from trainctl.explanations.exit_codes import EXIT_CODES
+from trainctl.explanations.lookup import SITE, address, everything, explain, hint_line
+from trainctl.explanations.records import COMMON, RECORDS
+from trainctl.explanations.rules import ENTRIES
+from trainctl.explanations.shown import FILE, rules
+from trainctl.runs.causes import Cause
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [path for path in (ROOT / "trainctl").rglob("*.py") if "explanations" not in path.parts]
+TREES = [ast.parse(path.read_text()) for path in SOURCES]
+
+
+def test_every_word_has_an_entry_and_nothing_else_has() -> None:
+    used = {name for path in SOURCES for name in re.findall(r'"(TC\d{3})"', path.read_text())}
+    assert set(rules()) == used
+    assert set(EXIT_CODES) == set(ExitCode)
+    assert set(FAILURES) == {cause.value for cause in Cause}
+    assert set(POLICIES) == {policy.value for policy in OnBadLoss}
+    kinds = next(
+        node
+        for tree in TREES
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name == "Kind" and "loss" in ast.dump(node)
+    )
+    named = {item.targets[0].id for item in kinds.body if isinstance(item, ast.Assign)}
+    assert set(INTERVENTIONS) == named
+
+
+def test_every_word_stands_for_one_thing() -> None:
+    count = sum(map(len, (rules(), RECORDS, FAILURES, INTERVENTIONS, POLICIES, EXIT_CODES)))
+    assert len(everything()) == count
+
+
+def test_every_entry_says_why_what_and_what_to_do() -> None:
+    for name, rule in rules().items():
+        assert rule.title and rule.cause and rule.cure and all(rule.printed), name
+        assert rule.typed or rule.situation, name
+        assert not rule.title.endswith("."), name
+
+
+def written_records() -> Iterator[tuple[str, set[str]]]:
+    """Each kind of record that some code writes, with the fields that it names there."""
+    for tree in TREES:
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if node.func.attr not in ("write", "_record") or not node.args:
+                continue
+            for kind in ast.walk(node.args[0]):
+                named = isinstance(kind, ast.Constant) and str(kind.value)
+                if named and re.fullmatch("[a-z_]+", named):
+                    yield kind.value, {item.arg for item in node.keywords if item.arg}
+
+
+def test_every_kind_of_record_and_field_that_is_written_is_explained() -> None:
+    found = list(written_records())
+    assert {kind for kind, _ in found} == set(RECORDS)
+    for kind, fields in found:
+        assert fields <= set(RECORDS[kind].fields), kind
+
+
+def pieces() -> list[re.Pattern[str]]:
+    """The texts in the code, as patterns; what is put into them stands for anything."""
+    found = []
+    for tree in TREES:
+        for node in ast.walk(tree):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            words = [part.value for part in parts if isinstance(part, ast.Constant)]
+            if sum(len(word) for word in words if isinstance(word, str)) >= 8:
+                pattern = (
+                    re.escape(part.value) if isinstance(part, ast.Constant) else "(?s:.*?)"
+                    for part in parts
+                )
+                if all(isinstance(word, str) for word in words):
+                    found.append(re.compile("".join(pattern)))
+    return found
+
+
+def own_letters(piece: re.Pattern[str], message: str) -> int:
+    """Of a message, how many letters are the code's, not put in; 0 where it does not have it."""
+    return len(piece.pattern.replace(r"(?s:.*?)", "")) if piece.search(message) else 0
+
+
+def test_what_is_said_in_situations_is_what_the_code_says() -> None:
+    known = pieces()
+    for name, entry in ENTRIES.items():
+        if not entry.example:
+            own = max((own_letters(each, entry.message) for each in known), default=0)
+            assert own >= len(entry.message) / 5, (name, entry.message)
+
+
+@pytest.mark.slow
+def test_every_example_brings_its_rule_about_and_prints_what_is_shown() -> None:
+    """Each is run again, in a folder of its own."""
+    command = [sys.executable, ROOT / "scripts" / "generate_rules.py", "--check", "--all"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_explain_says_it_in_words_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "tc024", "intervention", "device_memory", "exit", "code", "75"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("TC024: rule, warning", "schedule.warmup_steps=200", "suspects", "EX_TEMPFAIL"):
+        assert words in shown
+    assert run(["explain", "TC024", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["explanations"]
+    assert found["address"] == "docs/troubleshooting/rules-of-the-plan.md#tc024"
+    assert run(["explain"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(everything())
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("TC24", "TC024"), ("evaluaton", "evaluation"), ("device", "device_memory"), ("24", "TC024")],
+)
+def test_an_unknown_word_has_the_nearest(
+    word: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["explain", word]) == ExitCode.bad_input
+    assert f"did you mean {near}" in capsys.readouterr().err
+
+
+def test_a_signals_code_is_explained() -> None:
+    found = explain("137")
+    assert found is not None and "SIGKILL" in found.meaning
+    assert explain("255") is None
+
+
+def test_a_message_names_the_page_of_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hint_line(["TC024"]) == "trainctl explain TC024"
+    monkeypatch.setenv(SITE, "https://docs.example.org/trainctl/")
+    page = "https://docs.example.org/trainctl/troubleshooting/rules-of-the-plan.html#tc024"
+    assert hint_line(["TC024"]) == f"trainctl explain TC024, {page}"
+    many = "trainctl explain TC024 TC150, https://docs.example.org/trainctl/rules.html"
+    assert hint_line(["TC024", "TC150"]) == many
+
+
+def test_every_address_is_a_heading_of_its_page() -> None:
+    for found in everything().values():
+        path, _, anchor = address(found).partition("#")
+        headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE)
+        slugs = {heading.lower().replace(" ", "-") for heading in headings}
+        assert anchor in slugs, found.word
+
+
+def test_the_file_that_is_read_is_small() -> None:
+    assert FILE.stat().st_size < 400_000
+
+
+def test_common_fields_are_no_fields_of_a_kind() -> None:
+    assert not any(set(COMMON) & set(record.fields) for record in RECORDS.values())

@@ -1,0 +1,170 @@
+"""Why a value is what it is: who set it, what it became, where it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainctl.config.codec import to_plain
+from trainctl.config.compose import Composed
+from trainctl.config.derived import Derived
+from trainctl.config.keys import leaf_of, leaves, sections
+from trainctl.config.suggest import nearest
+from trainctl.errors import TrainctlError
+from trainctl.plan.deepspeed import flatten
+from trainctl.plan.types import RunPlan
+from trainctl.planner.influence import depending_on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The answer to `config why`; values as plain data.
+
+    Attributes:
+        key: A config key, a key of DeepSpeed's JSON, or a quantity of the plan.
+        value: As it is used.
+        reason: How it was derived; empty where it was not.
+        layers: Each place that set a config key and the value it gave; the last one won.
+        default: The schema's value of a config key.
+        is_key: Whether it is a config key.
+        became: Keys of the JSON, and other derived values, that come from a config key, with their
+            values.
+        sources: The config keys that a derived value follows from, each explained.
+        doc: What a config key means.
+    """
+
+    key: str
+    value: Any
+    reason: str = ""
+    layers: tuple[dict[str, Any], ...] = ()
+    default: Any = None
+    is_key: bool = False
+    became: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sources: tuple[Explanation, ...] = ()
+    doc: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """One object, without what does not apply."""
+        shown: dict[str, Any] = {
+            "key": self.key,
+            "value": self.value,
+            "reason": self.reason,
+            "layers": list(self.layers),
+            "doc": self.doc,
+        }
+        if self.is_key:
+            shown |= {"default": self.default, **self.became}
+        if self.sources:
+            shown["sources"] = [each.to_json() for each in self.sources]
+        return shown
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        shown = [f"{self.key} = {_text(self.value)}"]
+        if self.reason:
+            shown.append(f"  because: {self.reason}")
+        width = max((len(_text(layer["value"])) for layer in self.layers), default=0)
+        for layer in self.layers:
+            won = ", which wins" if layer is self.layers[-1] and len(self.layers) > 1 else ""
+            shown.append(f"  {_text(layer['value']):<{width}}  set by {layer['source']}{won}")
+        if self.is_key and not self.layers:
+            shown.append("  the default of the schema")
+        elif self.is_key:
+            shown.append(f"  {_text(self.default)} is the default of the schema")
+        for source in self.sources:
+            by = source.layers[-1]["source"] if source.layers else "the schema's default"
+            shown.append(f"  {source.key} = {_text(source.value)}, set by {by}")
+        names = {
+            "deepspeed": "in DeepSpeed's JSON",
+            "engine": "for the engine",
+            "derived": "derived from it",
+        }
+        for kind, items in self.became.items():
+            listed = ", ".join(f"{name} = {_text(value)}" for name, value in items.items())
+            shown.append(f"  {names[kind]}: {listed or 'nothing'}")
+        return [*shown, f"  {self.doc}"] if self.doc else shown
+
+
+def explain(key: str, composed: Composed, plan: RunPlan | None) -> Explanation | None:
+    """What is known of a key or quantity.
+
+    Args:
+        key: As typed.
+        composed: The configuration.
+        plan: What it amounts to; None where it amounts to nothing, and then only what was typed
+            can be explained.
+
+    Returns:
+        None if there is no such key or quantity.
+    """
+    derived = {item.key: item for item in plan.derived} if plan else {}
+    own = derived.get(key)
+    leaf = leaf_of(tuple(key.split(".")))
+    is_key = leaf is not None and (key in leaves() or key in composed.layers)
+    if not is_key:
+        if own is None:
+            return None
+        return Explanation(
+            key=key,
+            value=to_plain(own.value),
+            reason=own.reason,
+            sources=_sources(own, composed, plan),
+        )
+    assert leaf is not None
+    layers = tuple(
+        {"source": each.source, "value": to_plain(each.value)}
+        for each in composed.layers.get(key, ())
+    )
+    return Explanation(
+        key=key,
+        value=to_plain(own.value) if own else _value(composed, key),
+        reason=own.reason if own else "",
+        layers=layers,
+        default=leaf.default,
+        is_key=True,
+        became=_became(leaf.key, plan) if plan is not None and key in leaves() else {},
+        doc=leaf.metadata["doc"],
+    )
+
+
+def _value(composed: Composed, key: str) -> Any:
+    node = to_plain(composed.config)
+    for name in key.split("."):
+        node = node[name]
+    return node
+
+
+def _sources(own: Derived, composed: Composed, plan: RunPlan | None) -> tuple[Explanation, ...]:
+    found = [explain(name, composed, plan) for name in own.sources if name != own.key]
+    return tuple(each for each in found if each is not None)
+
+
+def _became(key: str, plan: RunPlan) -> dict[str, dict[str, Any]]:
+    settings = {name for name, _ in flatten(plan.deepspeed or plan.settings)}
+    items = depending_on(key, plan)
+    became = {
+        "deepspeed" if plan.deepspeed else "engine": {
+            item.key: to_plain(item.value) for item in items if item.key in settings
+        }
+    }
+    others = {item.key: to_plain(item.value) for item in items if item.key not in settings}
+    return became | ({"derived": others} if others else {})
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def unknown(key: str, composed: Composed, plan: RunPlan | None) -> TrainctlError:
+    """The error for a key that does not exist, with what was perhaps meant."""
+    if key in sections():
+        inside = [name for name in leaves() if name.startswith(f"{key}.")]
+        return TrainctlError(
+            f"{key} is a section", hint=f"ask for a key of it, such as {', '.join(inside[:4])}"
+        )
+    known = [*leaves(), *(item.key for item in plan.derived if plan)] if plan else [*leaves()]
+    # A short key, such as `lr`, is most likely the end of a longer one.
+    near = [name for name in known if name.rpartition(".")[2] == key] or nearest(key, known)
+    near = list(dict.fromkeys(near))
+    hint = f"did you mean {', '.join(near)}?" if near else "trainctl config show lists the keys"
+    return TrainctlError(f"there is no key or quantity {key}", hint=hint)

@@ -1,0 +1,30 @@
+"""What is known of a rule beyond the sentence that says what must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Why a rule is there, a case in which it speaks, and what to do.
+
+    Attributes:
+        cause: What would go wrong without it, or how one comes to break it.
+        cure: What to do; each finding says it with the values at hand.
+        example: What is typed after `trainctl validate` to see it; empty where no configuration
+            alone brings it about.
+        title: What is found; empty of a rule whose docstring says what must hold.
+        files: Files that the example needs beside it, by their path: the text of each.
+        situation: Without an example, where it comes up.
+        message: Without an example, what is said there.
+    """
+
+    cause: str
+    cure: str
+    example: str = ""
+    title: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    situation: str = ""
+    message: str = ""

@@ -1,0 +1,44 @@
+"""What rules say of themselves and print for examples: `shown.json`, written by `make docs`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+FILE = Path(__file__).with_name("shown.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A rule as it presents itself.
+
+    Attributes:
+        title: What must hold, or what is found.
+        severity: ``error``, ``warning``, or both.
+        page: The page of the documentation that has it, without ending.
+        cause: Why it is there.
+        cure: What to do.
+        situation: Where it comes up, where no typed example brings it about.
+        typed: The example, as typed; empty where there is none.
+        files: Files that it needs, by path: their text, cut where it is long.
+        printed: What is printed then, a line each.
+    """
+
+    title: str
+    severity: str
+    page: str
+    cause: str
+    cure: str
+    situation: str = ""
+    typed: str = ""
+    files: dict[str, str]
+    printed: list[str]
+
+
+@cache
+def rules() -> dict[str, Shown]:
+    """Every rule by its identifier, in their order."""
+    read = json.loads(FILE.read_text(encoding="utf-8"))
+    return {name: Shown(**fields) for name, fields in read.items()}
