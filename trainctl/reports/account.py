@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from trainctl.reports.columns import Columns
-from trainctl.reports.history import Attempt, History
+from trainctl.reports.columns import GrowingColumns
+from trainctl.reports.history import AttemptTimes, History
 
 RECENT_STEPS = 200
 """Whose mean time the rest is expected to take."""
@@ -74,30 +74,30 @@ def account_of(
     return found
 
 
-def _seconds(steps: Columns) -> float:
+def _seconds(steps: GrowingColumns) -> float:
     return float(np.nansum(steps["seconds/total"])) if "seconds/total" in steps else 0.0
 
 
-def _starting(attempt: Attempt) -> float:
+def _starting(attempt: AttemptTimes) -> float:
     """Of an attempt that never came to a step all of it."""
     until = attempt.last if attempt.first_step_began is None else attempt.first_step_began
     return max(0.0, until - attempt.launched)
 
 
-def _recent(steps: Columns) -> float:
+def _recent(steps: GrowingColumns) -> float:
     totals = steps["seconds/total"][-RECENT_STEPS:]
     totals = totals[np.isfinite(totals)]
     return float(totals.mean()) if len(totals) else math.nan
 
 
-def _tokens_left(steps: Columns, left: int | None) -> float | None:
+def _tokens_left(steps: GrowingColumns, left: int | None) -> float | None:
     tokens = steps["tokens"][-RECENT_STEPS:]
     if left is None or len(tokens) < 2:
         return None
     return _finite(left * (tokens[-1] - tokens[0]) / (len(tokens) - 1))
 
 
-def _parts(steps: Columns) -> dict[str, float]:
+def _parts(steps: GrowingColumns) -> dict[str, float]:
     """Seconds of the steps that count by the part of a step, what none of them took last."""
     names = [name for name in steps.names if name.startswith("seconds/")]
     sums = {name.removeprefix("seconds/"): float(np.nansum(steps[name])) for name in names}

@@ -15,7 +15,7 @@ Numbers: TypeAlias = NDArray[np.float64]
 NAN = float("nan")
 
 
-class Columns:
+class GrowingColumns:
     """One array a field, all of one length; NaN where a record had no such field."""
 
     def __init__(self) -> None:
@@ -61,9 +61,9 @@ class Columns:
         found = self._arrays.get(name)
         return found[-1] if found else NAN
 
-    def cut(self, index: int, keep: Collection[str] | None = None) -> Columns:
+    def cut(self, index: int, keep: Collection[str] | None = None) -> GrowingColumns:
         """Take the records from `index` on away; these, with the fields in `keep` only."""
-        tail = Columns()
+        tail = GrowingColumns()
         tail._length = self._length - index
         for name, found in self._arrays.items():
             if keep is None or name in keep:

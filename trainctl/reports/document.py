@@ -14,7 +14,7 @@ from trainctl.plan.types import RunPlan
 from trainctl.reports import buckets
 from trainctl.reports.account import account_of
 from trainctl.reports.buckets import Edges, Reduced
-from trainctl.reports.columns import Columns, Numbers
+from trainctl.reports.columns import GrowingColumns, Numbers
 from trainctl.reports.differences import differences
 from trainctl.reports.history import Branch, History
 from trainctl.reports.marks import thinned
@@ -57,7 +57,7 @@ def report_document(
         histories: The runs; at least one.
         price: Of a device for an hour.
         most: Buckets of a run; None: as many as a file of 2 MB bears; 0: every step.
-        is_packed: Columns as text for the page's script; else as lists.
+        is_packed: GrowingColumns as text for the page's script; else as lists.
 
     Raises:
         TrainctlError: A run's `run.json` is damaged (exit code 5).
@@ -197,7 +197,7 @@ class _Run:
         }
 
 
-def _drawn(steps: Columns, name: str) -> Numbers:
+def _drawn(steps: GrowingColumns, name: str) -> Numbers:
     """A field; a part of a step that only some have (a save) took no time in the others."""
     values = steps[name]
     if name.startswith("seconds/"):
@@ -205,7 +205,7 @@ def _drawn(steps: Columns, name: str) -> Numbers:
     return values
 
 
-def _axes(steps: Columns, at: Edges, column: Column) -> dict[str, Any]:
+def _axes(steps: GrowingColumns, at: Edges, column: Column) -> dict[str, Any]:
     """What the curves can be drawn over, at the last step of each bucket: ascending."""
     hours = np.cumsum(np.nan_to_num(steps["seconds/total"])) / 3600
     first, last = steps["step"][at], buckets.last_of(steps["step"], at)
@@ -224,7 +224,7 @@ def _series(found: Reduced, column: Column) -> dict[str, Any]:
     return {"mean": column(found.mean), "min": column(found.min), "max": column(found.max)}
 
 
-def _evaluations(found: Columns, column: Column) -> dict[str, Any]:
+def _evaluations(found: GrowingColumns, column: Column) -> dict[str, Any]:
     at = buckets.edges(len(found), EVALUATION_BUCKETS)
     names = [name for name in found.names if name not in ("step", "time")]
     return {
@@ -234,7 +234,7 @@ def _evaluations(found: Columns, column: Column) -> dict[str, Any]:
     }
 
 
-def _best(found: Columns) -> dict[str, float] | None:
+def _best(found: GrowingColumns) -> dict[str, float] | None:
     losses = found["loss"]
     if not np.isfinite(losses).any():
         return None

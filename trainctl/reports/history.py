@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainctl.reports import fields
-from trainctl.reports.columns import Columns
+from trainctl.reports.columns import GrowingColumns
 from trainctl.reports.marks import Mark, mark_of
 from trainctl.runs.directory import last_attempt
 from trainctl.runs.layout import RunPaths
@@ -29,25 +29,25 @@ class Branch:
     """Steps that were done and do not count: after a rewind, or a resume from before them.
 
     Attributes:
-        attempt: That did them.
-        steps: Their fields in `OF_A_BRANCH`.
+        attempt: The one that did them.
+        steps: The fields in `OF_A_BRANCH`.
         evaluations: Evaluations on the way.
     """
 
     attempt: int
-    steps: Columns
-    evaluations: Columns
+    steps: GrowingColumns
+    evaluations: GrowingColumns
 
 
 @dataclass(slots=True, kw_only=True)
-class Attempt:
+class AttemptTimes:
     """When an attempt did what, by the clock of its records (unix seconds; None: it did not).
 
     Attributes:
-        number: Of it.
+        number: Its number.
         ranks: Its processes.
         launched: Its first record.
-        first_step_began: Of its first step.
+        first_step_began: When its first step began.
         last: Its last record.
         world_size: Ranks that trained.
     """
@@ -69,10 +69,10 @@ class History:
         run: The run.
         version: Grows whenever something new was read.
         steps: The run as it stands, a row a step, ascending.
-        evaluations: Of it, a row each.
+        evaluations: Those of it, a row each.
         branches: What does not count any more, oldest first.
-        marks: In the order of the records.
-        attempts: By number.
+        marks: What happened beside the steps, in the order of the records.
+        attempts: What is known of each, by its number.
         memory: The last `memory` record; None before the first.
         start: The last `start` record; None before the first.
     """
@@ -86,10 +86,10 @@ class History:
     def _begin(self) -> None:
         self._offset = 0
         self._attempt = 0
-        self.steps, self.evaluations = Columns(), Columns()
+        self.steps, self.evaluations = GrowingColumns(), GrowingColumns()
         self.branches: list[Branch] = []
         self.marks: list[Mark] = []
-        self.attempts: dict[int, Attempt] = {}
+        self.attempts: dict[int, AttemptTimes] = {}
         self.memory: Event | None = None
         self.start: Event | None = None
 
@@ -155,18 +155,18 @@ class History:
         if mark is not None:
             self.marks.append(mark)
 
-    def _account(self, event: Event) -> Attempt:
+    def _account(self, event: Event) -> AttemptTimes:
         number, time = event["attempt"], _time(event)
         attempt = self.attempts.get(number)
         if attempt is None:
-            attempt = self.attempts[number] = Attempt(number=number, launched=time, last=time)
+            attempt = self.attempts[number] = AttemptTimes(number=number, launched=time, last=time)
         attempt.last = max(attempt.last, time)
         ranks = event.get("ranks") if event["event"] == "launch" else event.get("world_size")
         if isinstance(ranks, int):
             attempt.ranks = ranks
         return attempt
 
-    def _take_step(self, event: Event, attempt: Attempt) -> None:
+    def _take_step(self, event: Event, attempt: AttemptTimes) -> None:
         step = event["step"]
         if len(self.steps) and step <= self.steps.last("step"):
             self._leave(step)

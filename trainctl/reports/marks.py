@@ -20,7 +20,7 @@ class Mark:
     """One event.
 
     Attributes:
-        kind: Of the record that it comes from: failure, restart, intervention, checkpoint, ...
+        kind: Kind of the record that it comes from: failure, restart, intervention, checkpoint, ...
         step: Where it stands on the curves: its own, or the last one before it.
         attempt: Its attempt.
         time: Unix seconds.
