@@ -28,7 +28,8 @@ class Source:
     """Where a page gets its data from.
 
     Attributes:
-        url: Address of the same origin; it answers with a document, or with 204 where `after` is its version.
+        url: Address of the same origin; it answers with a document, or with 204 where `after` is
+            its version.
         seconds: Time between two questions.
     """
 
