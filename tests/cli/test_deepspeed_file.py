@@ -52,6 +52,7 @@ def test_all_findings_at_once_with_their_lines(written, capsys):
         'error[TC253]: optimizer.params.lr: lr="1e-5" is not a number',
         "  set by: ds.json:9",
         "  hint: write 1e-05, without quotes",
+        "more: trainctl explain TC221 TC204 TC253",
         "error: 3 problems in this configuration",
     ]
 

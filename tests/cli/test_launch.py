@@ -253,11 +253,12 @@ def test_a_failure_shows_the_log_and_passes_the_exit_code_on(
     monkeypatch.setattr("trainctl.launch.local.run_launch", lambda *_, **__: outcome)
     assert run(["launch", *SMALL]) == 137
     *said, last = capsys.readouterr().err.splitlines()
-    assert said[-4:] == [
+    assert said[-5:] == [
         "the end of rank-1.log:",
         "  last words",
         "error: rank 1 was ended by SIGKILL",
         "hint: look for the out-of-memory killer",
+        "more: trainctl explain 137",
     ]
     assert re.fullmatch(r"trainctl resume \S+ starts from the beginning: no step is lost", last)
 
