@@ -18,6 +18,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
+from trainctl.options.adapter import BaseWeights
 from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
@@ -32,6 +33,18 @@ TRAINED: Mapping[str, Mapping[str, Any]] = {
     "lora-all": {"kind": "lora", "rank": 4, "alpha": 8.0},
     "rslora": {"kind": "rslora", "targets": ["q_proj", "o_proj"]},
     "dora": {"kind": "dora", "targets": ["q_proj", "down_proj"]},
+    "int8": {"kind": "lora", "targets": ["q_proj", "down_proj"], "base_weights": BaseWeights.int8},
+    "nf4": {"kind": "lora", "rank": 4, "alpha": 8.0, "base_weights": BaseWeights.nf4},
+    "nf4-double": {
+        "kind": "lora",
+        "targets": ["q_proj", "v_proj", "down_proj"],
+        "base_weights": BaseWeights.nf4_double,
+    },
+    "dora-nf4": {
+        "kind": "dora",
+        "targets": ["q_proj", "down_proj"],
+        "base_weights": BaseWeights.nf4_double,
+    },
     "embeddings": {"freeze": ["embeddings"]},
     "last-blocks": {"freeze": ["all_but_last_blocks:2"]},
     "some": {"freeze": ["mlp", "norm", "embeddings"]},

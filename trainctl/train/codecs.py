@@ -47,9 +47,7 @@ class Codec(ABC):
         """Codes as bytes, and the scale of each block in fp32, of whole blocks of weights."""
 
     @abstractmethod
-    def decode(
-        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weights of codes, flat."""
 
     def write_scales(self, scales: torch.Tensor) -> torch.Tensor:
@@ -80,9 +78,7 @@ class Int8(Codec):
         codes, scales, _ = int8_vectorwise_quant(values.view(-1, self.inputs).half())
         return codes.view(torch.uint8).view(-1), scales
 
-    def decode(
-        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         rows = codes.view(torch.int8).view(-1, self.inputs).to(dtype)
         return rows.mul_(scales[:, None] * (1.0 / 127.0)).view(-1)
 
@@ -99,9 +95,7 @@ class Nf4(Codec):
         codes, state = quantize_4bit(values, blocksize=BLOCK, quant_type="nf4")
         return codes.view(-1), state.absmax
 
-    def decode(
-        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         shape = torch.Size((scales.numel(), BLOCK))

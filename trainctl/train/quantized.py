@@ -1,8 +1,8 @@
 """A frozen base in 8 or 4 bits on a rank: layers that expand their matrix, and its bytes.
 
-A layer's `weight` is a tensor of bytes under the name that it had (`trainctl.plan.quantized`), which
-every ZeRO stage shares out like another frozen parameter. It is expanded in the forward pass and
-again in the backward pass, and kept for neither.
+A layer's `weight` is a tensor of bytes under the name that it had (`trainctl.plan.quantized`),
+which ZeRO 3 shares out like any frozen parameter. It is expanded in the forward pass and again in
+the backward pass, and kept for neither.
 """
 
 from __future__ import annotations
@@ -210,9 +210,7 @@ def quantized(source: WeightSource, config: RunConfig, device: torch.device) -> 
     return Quantized(source, codecs, device) if codecs else source
 
 
-def dequantized(
-    source: WeightSource, model: ModelConfig, adapter: LowRank | None
-) -> WeightSource:
+def dequantized(source: WeightSource, model: ModelConfig, adapter: LowRank | None) -> WeightSource:
     """The base as an adapter was trained beside it."""
     codecs = codecs_of(model, adapter)
     return Dequantized(source, codecs, torch.device("cpu")) if codecs else source
