@@ -128,7 +128,7 @@ def train(case: Adapting, folder: Path, *, steps: int) -> Curve:
 
 def everything() -> list[Adapting]:
     """The whole product of `scripts/parity_adapters.py`; what plans refuse is among it."""
-    trained = ("full", "lora-all", "dora", "last-blocks", "some")
+    trained = ("full", "lora-all", "dora", "nf4-double", "dora-nf4", "int8", "last-blocks", "some")
     layouts = ("1", "DP2", "TP2", "PP2", "SP2")
     cells = itertools.product(trained, layouts, "0123", ("none", "full"))
     return [Adapting(*cell) for cell in cells] + [
