@@ -29,8 +29,8 @@ class Piece:
         spread: Ranks that have a part of the whole tensor each, besides tensor ranks: as many times
             fewer share out this part.
         trains: Whether the optimizer updates it.
-        element_bytes: Of one element, where it is not in the type that computes: a matrix in 8 or 4
-            bits is so many bytes.
+        element_bytes: Bytes of one element, where it is not in the type that computes: a matrix in
+            8 or 4 bits is so many bytes.
         expanded: Elements of the matrix that such bytes stand for.
     """
 

@@ -25,11 +25,11 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class PackedSize:
-    """Bytes of a matrix.
+    """How long a matrix is.
 
     Attributes:
-        header: Of its scales, which come first.
-        codes: Of its weights.
+        header: Bytes of its scales, which come first.
+        codes: Bytes of its weights.
     """
 
     header: int

@@ -27,7 +27,7 @@ class Codec(ABC):
         inputs: Its columns.
         header: Bytes of its scales.
         block: Weights that share a scale.
-        weights_per_byte: Of its codes.
+        weights_per_byte: Weights in a byte of its codes.
     """
 
     block: int
