@@ -214,6 +214,19 @@ ENTRIES = {
         "model.tie_word_embeddings=false, if they are to differ.",
         "recipe=tiny training.freeze=[lm_head] model.tie_word_embeddings=true",
     ),
+    "TC382": Entry(
+        "Weights in 8 or 4 bits carry scales along a row for each output. A shard of a matrix, or one "
+        "that is stored the other way round, would be read with the wrong ones.",
+        "Data parallelism, or adapter.base_weights=compute.",
+        "recipe=tiny adapter=lora adapter.base_weights=nf4 parallelism.tensor=2",
+    ),
+    "TC383": Entry(
+        "In 4 bits a block of weights shares one scale, and a matrix that is not a whole number of "
+        "blocks has a rest without one.",
+        "adapter.base_weights=int8, whose scale is that of a row.",
+        "recipe=tiny adapter=lora adapter.base_weights=nf4 model.hidden_size=32 "
+        "model.intermediate_size=99",
+    ),
     "TC392": Entry(
         "DPO and its like compare log-probabilities of whole answers, which a rank of the sequence "
         "axis or a pipeline stage does not have.",
