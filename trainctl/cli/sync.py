@@ -55,7 +55,7 @@ def sync(
 
 def _send(run: RunPaths, name: str, again: bool) -> bool:
     """Send to one logger, and say how far it is; whether it has all, or a launch sends it."""
-    code = send(run, name, again=again)
+    code = send(run, name, config=config_of(run), again=again)
     if code == ExitCode.run_state:
         say(f"{run.root}: another process sends to {name} now", style="warning")
         return True

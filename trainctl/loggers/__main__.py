@@ -72,6 +72,7 @@ def _send(run: RunPaths, name: str, *, follows: bool) -> int:
             while follower.send():
                 pause = _FIRST_PAUSE_SECONDS
             if is_last:
+                follower.end()
                 follower.close()
                 return ExitCode.success
             is_last = _has_ended(_POLL_SECONDS)
