@@ -101,12 +101,12 @@ def test_every_rule_of_the_machine_has_one_place() -> None:
 
 
 def test_what_a_logger_imports_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = config("logging.to=[csv,tensorboard]")
-    assert list(packages.loggers_are_installed(chosen, CPU)) == ["csv, tensorboard"]
+    chosen = config("logging.to=[csv,wandb]")
+    assert list(packages.loggers_are_installed(chosen, CPU)) == ["csv, wandb"]
     monkeypatch.setattr(logger, "find_spec", lambda module: None)
     finding = only(packages.loggers_are_installed(chosen, CPU))
     assert (finding.rule, finding.key) == ("TC124", "logging.to")
-    assert "'trainctl[tensorboard]'" in finding.hint
+    assert "'trainctl[wandb]'" in finding.hint
     assert list(packages.loggers_are_installed(config(), CPU)) == []
 
 
