@@ -12,7 +12,7 @@ from trainctl.runs.records import Event, iter_events
 
 
 @dataclass
-class Reading:
+class CurveReader:
     """How far records were read.
 
     Attributes:
@@ -69,7 +69,7 @@ def curve(records: Path, points: int) -> Iterator[Point]:
 
 
 def _first(records: Path, points: int) -> Iterator[tuple[Point, bool]]:
-    for point, goes_back in Reading().points_of(iter_events(records, *KINDS)):
+    for point, goes_back in CurveReader().points_of(iter_events(records, *KINDS)):
         if point.number > points:
             return
         yield point, goes_back

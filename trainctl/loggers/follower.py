@@ -16,7 +16,7 @@ from trainctl.config.registry import function_of, load
 from trainctl.errors import TrainctlError
 from trainctl.loggers.about import about
 from trainctl.loggers.cursor import Cursor, read_cursor
-from trainctl.loggers.curve import Reading, curve
+from trainctl.loggers.curve import CurveReader, curve
 from trainctl.options.logger import Followed, Point, Sink, missing
 from trainctl.runs.access import ensure_folder
 from trainctl.runs.attempts import config_of
@@ -131,7 +131,7 @@ class Follower:
     def _pass_on(self, events: list[Event], sink: Sink) -> Cursor:
         """Hand over the metrics of records; the cursor behind them."""
         before = self.cursor
-        reading = Reading(before.attempt, before.step, before.points)
+        reading = CurveReader(before.attempt, before.step, before.points)
         waiting: list[Point] = []
         for point, goes_back in reading.points_of(events):
             if goes_back:
