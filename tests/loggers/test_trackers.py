@@ -1,7 +1,7 @@
 """W&B, MLflow, Trackio and Prometheus as they are installed: each has the run as it stands.
 
-The records are those of a real run: killed at step 22, resumed at another ZeRO stage on half the
-processes, and rewound once. They come in two parts, as they came to the followers of its two launches.
+The records are those of a real run: killed at step 26, resumed at another ZeRO stage on half the
+processes, and rewound once. They come in two parts, as to the followers of its two launches.
 What is read back is what each tracker's own reader finds.
 """
 
@@ -241,7 +241,7 @@ def test_each_step_once_over_a_kill_a_resume_elsewhere_and_a_rewind(
     assert any(b'"intervention"' in line for line in first + second)
     follower = start(run, name, "--follow")
     append(run, first)
-    wait_for(lambda: cursor(run, name)["offset"] if "offset" in cursor(run, name) else 0)
+    wait_for(lambda: cursor(run, name).get("offset", 0))
     follower.kill()  # as the launcher was
     follower.communicate()
     follower = start(run, name, "--follow")
