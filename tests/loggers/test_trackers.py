@@ -1,7 +1,7 @@
 """W&B, MLflow, Trackio and Prometheus as they are installed: each has the run as it stands.
 
 The records are those of a real run: killed at step 26, resumed at another ZeRO stage on half the
-processes, and rewound once. They come in two parts, as to the followers of its two launches.
+processes, and rewound. They come in two parts, as to the followers of its two launches.
 What is read back is what each tracker's own reader finds.
 """
 
@@ -233,7 +233,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_step_once_over_a_kill_a_resume_elsewhere_and_a_rewind(
+def test_each_step_once_over_a_kill_a_resume_elsewhere_and_rewinds(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))

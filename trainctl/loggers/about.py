@@ -10,11 +10,12 @@ from trainctl.config.tracing import needs_trace
 from trainctl.errors import TrainctlError
 from trainctl.memory.budget import budget
 from trainctl.plan.types import RunPlan
-from trainctl.runs.attempts import standing_attempt
+from trainctl.runs.attempts import config_of, standing_attempt
 from trainctl.runs.directory import read_plan, read_record
 from trainctl.runs.layout import RunPaths
 
-_OF_THE_RECORD = ("id", "name", "created", "argv", "git", "packages")
+_OF_THE_RECORD = ("id", "name", "created", "argv", "git")
+_PACKAGES = ("trainctl", "torch", "deepspeed", "transformers")
 
 
 def about(run: RunPaths) -> dict[str, Any]:
@@ -27,7 +28,11 @@ def about(run: RunPaths) -> dict[str, Any]:
         TrainctlError: Files of the run are damaged (exit code 5).
     """
     record = read_record(run)
-    known: dict[str, Any] = {"run": {name: record.get(name) for name in _OF_THE_RECORD}}
+    origin = {name: record.get(name) for name in _OF_THE_RECORD}
+    versions = record.get("packages") or {}
+    origin["packages"] = {name: versions[name] for name in _PACKAGES if name in versions}
+    known: dict[str, Any] = {"run": origin}
+    known["config"] = to_plain(config_of(run))
     number = standing_attempt(run).number
     if number == 0:
         return known
@@ -43,7 +48,7 @@ def about(run: RunPaths) -> dict[str, Any]:
         "mesh": asdict(plan.mesh),
         "batch": asdict(plan.batch),
     }
-    return {**known, "memory": _memory(plan), "config": to_plain(plan.config)}
+    return {**known, "memory": _memory(plan)}
 
 
 def _memory(plan: RunPlan) -> dict[str, int]:

@@ -399,7 +399,7 @@ class LoggingConfig:
     python: str | None = option(
         None,
         "Python of another environment, for loggers whose packages are not in trainctl's own.",
-        example="~/trackers/bin/python",
+        example="/opt/trackers/bin/python",
     )
     alerts: AlertsConfig = section(AlertsConfig)
     every_steps: int = option(
