@@ -81,8 +81,7 @@ def block(
         + code.statistics * heads
     )
     scores = code.scores * heads * sequence_length
-    # Two gradients of the scores, in the format that the softmax runs in; its probabilities are kept
-    # in fp32 beside a 16-bit copy, or in the compute type.
+    # Two gradients of the scores, in the format that the softmax runs in.
     softmax = FP32 if code.fp32_softmax else element
     score_gradients = 2 * softmax if code.scores else 0
     # Results of products with weights and of attention, which selective recomputation keeps.

@@ -70,8 +70,7 @@ def frozen_bytes(row: Row) -> float | None:
 
 
 TOMLS = {"llama3_8b.toml": "selective (op)"}
-"""What torchtitan's own job files recompute (train_configs/llama3_8b.toml, activation_checkpoint, at
-e7c0cae)."""
+"""What torchtitan's own job files recompute (activation_checkpoint, at e7c0cae)."""
 
 
 def recompute_of(row: Row) -> tuple[Recompute, int]:
@@ -217,9 +216,17 @@ def check_sharding(row: Row) -> None:
         raise NotExpressible(f"sharding '{row['sharding']}' is not known")
 
 
+LIGHTNING = {"reduce_bucket_size": 200_000_000, "sub_group_size": 1_000_000_000_000}
+"""Lightning's own sizes of DeepSpeed's buffers (DeepSpeedStrategy, pytorch/strategies/deepspeed.py
+of lightning)."""
+
+
 def set_buffers(row: Row, config: RunConfig) -> None:
     """Buffers: DeepSpeed's defaults, and what the caveat says of the row's JSON."""
     zero, caveat = config.zero_stage, row.words("caveat")
+    if "lightning" in row.words("framework"):
+        for key, size in LIGHTNING.items():
+            setattr(zero, key, size)
     for key, name in (
         ("reduce_bucket_size", "reduce_bucket_size"),
         ("stage3_param_persistence_threshold", "param_persistence_threshold"),
