@@ -215,4 +215,8 @@ def _folder(files: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _title(rule: object) -> str:
-    return (rule.__doc__ or "").strip().partition("\n")[0]
+    """The first sentence of its docstring."""
+    line, _, more = (rule.__doc__ or "").strip().partition("\n")
+    if line.endswith((".", ")")) or not more:
+        return line
+    return " ".join([line, *more.split()]).partition(". ")[0]
