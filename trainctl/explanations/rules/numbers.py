@@ -104,7 +104,8 @@ ENTRIES = {
         "recipe=tiny precision=fp16 precision.initial_scale_power=4 precision.min_loss_scale=32",
     ),
     "TC394": Entry(
-        "trainctl's trainer takes its steps where DeepSpeed's monitors do not look: of them they get "
+        "trainctl's trainer takes its steps where DeepSpeed's monitors do not look: of them they "
+        "get "
         "the learning rate alone, and x begins again after a resume.",
         "logging.to=[tensorboard], which sends everything, each step once; leave the monitor to "
         "programs of your own.",

@@ -215,7 +215,8 @@ ENTRIES = {
         "recipe=tiny training.freeze=[lm_head] model.tie_word_embeddings=true",
     ),
     "TC382": Entry(
-        "Weights in 8 or 4 bits carry scales along a row for each output. A shard of a matrix, or one "
+        "Weights in 8 or 4 bits carry scales along a row for each output. A shard of a matrix, or "
+        "one "
         "that is stored the other way round, would be read with the wrong ones.",
         "Data parallelism, or adapter.base_weights=compute.",
         "recipe=tiny adapter=lora adapter.base_weights=nf4 parallelism.tensor=2",
