@@ -10,7 +10,7 @@ from rule_examples import DEEPSPEED, PLAN, READING
 from trainctl.explanations.causes import FAILURES, INTERVENTIONS, POLICIES, Reason
 from trainctl.explanations.exit_codes import EXIT_CODES
 from trainctl.explanations.records import COMMON, RECORDS
-from trainctl.explanations.shown import Shown
+from trainctl.explanations.shown import ShownRule
 
 DOCS = Path(__file__).parents[1] / "docs"
 WRITTEN = "Written by `make docs` from `trainctl/explanations/`; do not edit it by hand.\n"
@@ -56,7 +56,7 @@ Every record has
 """
 
 
-def pages(rules: Mapping[str, Shown]) -> dict[Path, str]:
+def pages(rules: Mapping[str, ShownRule]) -> dict[Path, str]:
     """Every page, by its path."""
     texts = {page: _rules(page, rules) for page in TITLES}
     texts["troubleshooting/exit-codes"] = EXITS.format(written=WRITTEN)
@@ -67,14 +67,14 @@ def pages(rules: Mapping[str, Shown]) -> dict[Path, str]:
     return {DOCS / f"{page}.md": text for page, text in texts.items()}
 
 
-def _rules(page: str, rules: Mapping[str, Shown]) -> str:
+def _rules(page: str, rules: Mapping[str, ShownRule]) -> str:
     title, about = TITLES[page]
     parts = [f"# {title}\n{WRITTEN}\n{about}\n"]
     parts += ["\n".join(_rule(name, each)) for name, each in rules.items() if each.page == page]
     return "\n".join(parts)
 
 
-def _rule(name: str, rule: Shown) -> Iterator[str]:
+def _rule(name: str, rule: ShownRule) -> Iterator[str]:
     yield f"## {name}"
     kind = f" ({rule.severity})" if rule.severity else ""
     yield f"**{_text(rule.title)}**{kind}"

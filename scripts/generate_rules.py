@@ -14,7 +14,7 @@ from pathlib import Path
 from explanation_pages import pages
 from rule_examples import DEEPSPEED, PLAN, READING, shown, text
 
-from trainctl.explanations.shown import FILE, Shown, rules
+from trainctl.explanations.shown import FILE, ShownRule, rules
 from trainctl.plan.deepspeed_rules import RULES as DEEPSPEED_RULES
 from trainctl.plan.deepspeed_schema import load
 
@@ -41,7 +41,7 @@ COLUMNS = {
 }
 
 
-def page(rules: Mapping[str, Shown]) -> str:
+def page(rules: Mapping[str, ShownRule]) -> str:
     """The whole page of tables, as Markdown."""
     parts = [
         INTRODUCTION,
@@ -94,7 +94,7 @@ def _comparison() -> Iterator[str]:
     yield "settings that two CPU processes cannot show: GPU kernels, NVMe, real models, services."
 
 
-def _rows(rules: Mapping[str, Shown], page: str) -> Iterator[str]:
+def _rows(rules: Mapping[str, ShownRule], page: str) -> Iterator[str]:
     for name, rule in rules.items():
         if rule.page == page:
             yield f"| {name} | [{_cell(rule.title)}]({page}.md#{name.lower()}) |"

@@ -22,9 +22,9 @@ from trainctl.cli.deepspeed_file import check_file, surroundings
 from trainctl.cli.planning import compose_target, plan
 from trainctl.config.schema import Accelerator, ModelConfig
 from trainctl.errors import Finding, Severity, TrainctlError
-from trainctl.explanations.entry import Entry
+from trainctl.explanations.entry import RuleText
 from trainctl.explanations.rules import ENTRIES
-from trainctl.explanations.shown import Shown
+from trainctl.explanations.shown import ShownRule
 from trainctl.plan.deepspeed_rules import RULES as DEEPSPEED_RULES
 from trainctl.plan.deepspeed_rules import Meets, Rule, Surroundings, check
 from trainctl.plan.rules import RULES as PLAN_RULES
@@ -79,7 +79,7 @@ EXIT = "  # exit "
 _LONG_TEXT = 400
 
 
-def shown(known: Mapping[str, Shown]) -> dict[str, Shown]:
+def shown(known: Mapping[str, ShownRule]) -> dict[str, ShownRule]:
     """Every rule by its identifier.
 
     Args:
@@ -93,13 +93,15 @@ def shown(known: Mapping[str, Shown]) -> dict[str, Shown]:
     return dict(sorted(found.items()))
 
 
-def text(found: Mapping[str, Shown]) -> str:
+def text(found: Mapping[str, ShownRule]) -> str:
     """What is written to `shown.json`."""
     plain = {name: asdict(each) for name, each in found.items()}
     return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
 
 
-def _of_entry(name: str, entry: Entry, titles: Mapping[str, str], before: Shown | None) -> Shown:
+def _of_entry(
+    name: str, entry: RuleText, titles: Mapping[str, str], before: ShownRule | None
+) -> ShownRule:
     severity, typed, printed = "", f"trainctl validate {entry.example}", [entry.message]
     files = {path: _short(content) for path, content in entry.files.items() if content}
     if not entry.example:
@@ -112,7 +114,7 @@ def _of_entry(name: str, entry: Entry, titles: Mapping[str, str], before: Shown 
             assert found, f"the example of {name} does not bring it about: {entry.example}"
             severity, printed = found[0].severity.value, _lines(found[:1], folder)
             typed = _typed(typed, found)
-    return Shown(
+    return ShownRule(
         title=(titles.get(name) or entry.title).rstrip("."),
         severity=severity,
         page=PLAN if name in titles else READING,
@@ -125,7 +127,7 @@ def _of_entry(name: str, entry: Entry, titles: Mapping[str, str], before: Shown 
     )
 
 
-def _of_deepspeed(rule: Rule) -> Shown:
+def _of_deepspeed(rule: Rule) -> ShownRule:
     if rule.identifier in OTHERS:
         changes, met, situation = OTHERS[rule.identifier]
     else:
@@ -147,7 +149,7 @@ def _of_deepspeed(rule: Rule) -> Shown:
         assert own, f"the JSON of {rule.identifier} does not break it: {written}"
         found = _lines(own[:1])
         situation = situation or _in_words(met)
-    return Shown(
+    return ShownRule(
         title=rule.title,
         severity=rule.severity.value,
         page=DEEPSPEED,

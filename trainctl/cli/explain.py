@@ -13,7 +13,7 @@ from trainctl.cli.arguments import Json
 from trainctl.cli.console import print_json, put
 from trainctl.config.suggest import did_you_mean, nearest
 from trainctl.errors import TrainctlError
-from trainctl.explanations.lookup import RULE, Explanation, address, everything
+from trainctl.explanations.lookup import RULE, Meaning, address, everything
 from trainctl.explanations.lookup import explain as look_up
 
 _WIDTH = 100
@@ -55,7 +55,7 @@ def explain(words: Words = None, as_json: Json = False) -> None:
         put("\n\n".join("\n".join(_lines(each)) for each in found))
 
 
-def _found(words: list[str]) -> list[Explanation]:
+def _found(words: list[str]) -> list[Meaning]:
     """What the words stand for; everything where there is none."""
     if not words:
         return list(everything().values())
@@ -65,7 +65,7 @@ def _found(words: list[str]) -> list[Explanation]:
     return [_of(word) for word in said]
 
 
-def _of(word: str) -> Explanation:
+def _of(word: str) -> Meaning:
     found = look_up(word)
     if found is None:
         known = [each.word for each in everything().values()]
@@ -79,7 +79,7 @@ def _of(word: str) -> Explanation:
     return found
 
 
-def _lines(found: Explanation) -> Iterator[str]:
+def _lines(found: Meaning) -> Iterator[str]:
     yield f"{found.word}: {found.kind}"
     yield _text("", found.meaning)
     if found.cause:
@@ -110,7 +110,7 @@ def _text(label: str, text: str) -> str:
     )
 
 
-def _to_json(found: Explanation) -> dict[str, object]:
+def _to_json(found: Meaning) -> dict[str, object]:
     return {
         "word": found.word,
         "kind": found.kind,

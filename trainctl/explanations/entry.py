@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RuleText:
     """Why a rule is there, a case in which it speaks, and what to do.
 
     Attributes:

@@ -11,14 +11,14 @@ from trainctl.errors import ExitCode
 from trainctl.explanations.causes import FAILURES, INTERVENTIONS, POLICIES, Reason
 from trainctl.explanations.exit_codes import EXIT_CODES
 from trainctl.explanations.records import RECORDS, Record
-from trainctl.explanations.shown import Shown, rules
+from trainctl.explanations.shown import ShownRule, rules
 
 SITE = "TRAINCTL_DOCS_URL"
 """The variable with the address of a copy of the documentation's site."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class Meaning:
     """What a word stands for.
 
     Attributes:
@@ -54,7 +54,7 @@ FAILURE, INTERVENTION, POLICY = "cause of a failure", "reason of an intervention
 
 
 @cache
-def everything() -> dict[str, Explanation]:
+def everything() -> dict[str, Meaning]:
     """All words, in the order in which a list shows them."""
     found = [_of_rule(name, shown) for name, shown in rules().items()]
     found += [_of_record(name, record) for name, record in RECORDS.items()]
@@ -67,7 +67,7 @@ def everything() -> dict[str, Explanation]:
     return {each.word.lower(): each for each in found}
 
 
-def explain(word: str) -> Explanation | None:
+def explain(word: str) -> Meaning | None:
     """What a word stands for, in any case, an exit code also of a signal; None if it is unknown."""
     known, word = everything(), word.strip().lower()
     if word not in known and word.isdigit() and int(word) > 128:
@@ -75,7 +75,7 @@ def explain(word: str) -> Explanation | None:
     return known.get(word)
 
 
-def address(found: Explanation) -> str:
+def address(found: Meaning) -> str:
     """Where the documentation has it: on the site that `TRAINCTL_DOCS_URL` names, or in `docs/`."""
     site = os.environ.get(SITE, "").rstrip("/")
     if site:
@@ -93,13 +93,13 @@ def hint_line(words: list[str]) -> str:
     return f"{command}, {where.partition('#')[0] if len(words) > 1 else where}"
 
 
-def _of_rule(name: str, shown: Shown) -> Explanation:
+def _of_rule(name: str, shown: ShownRule) -> Meaning:
     example: list[str] = [f"({shown.situation})"] if shown.situation else []
     for path, text in shown.files.items():
         example.append(f"# {path}")
         example += [f"#   {line}" for line in text.splitlines()]
     example += [f"$ {shown.typed}"] if shown.typed else []
-    return Explanation(
+    return Meaning(
         word=name,
         kind=f"{RULE}, {shown.severity}",
         meaning=shown.title,
@@ -110,8 +110,8 @@ def _of_rule(name: str, shown: Shown) -> Explanation:
     )
 
 
-def _of_record(name: str, record: Record) -> Explanation:
-    return Explanation(
+def _of_record(name: str, record: Record) -> Meaning:
+    return Meaning(
         word=name,
         kind=RECORD,
         meaning=record.when,
@@ -121,8 +121,8 @@ def _of_record(name: str, record: Record) -> Explanation:
     )
 
 
-def _of_reason(word: str, kind: str, reason: Reason, page: str) -> Explanation:
-    return Explanation(
+def _of_reason(word: str, kind: str, reason: Reason, page: str) -> Meaning:
+    return Meaning(
         word=word,
         kind=kind,
         meaning=reason.meaning,
@@ -133,7 +133,7 @@ def _of_reason(word: str, kind: str, reason: Reason, page: str) -> Explanation:
     )
 
 
-def _of_signal(code: int) -> Explanation | None:
+def _of_signal(code: int) -> Meaning | None:
     """An exit code above 128; None where there is no such signal."""
     try:
         name = signal.Signals(code - 128).name

@@ -11,7 +11,7 @@ FILE = Path(__file__).with_name("shown.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class ShownRule:
     """A rule as it presents itself.
 
     Attributes:
@@ -38,7 +38,7 @@ class Shown:
 
 
 @cache
-def rules() -> dict[str, Shown]:
+def rules() -> dict[str, ShownRule]:
     """Every rule by its identifier, in their order."""
     read = json.loads(FILE.read_text(encoding="utf-8"))
-    return {name: Shown(**fields) for name, fields in read.items()}
+    return {name: ShownRule(**fields) for name, fields in read.items()}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trainctl.explanations.entry import Entry
+from trainctl.explanations.entry import RuleText
 
-ENTRIES = {
-    "TC020": Entry(
+ENTRIES: dict[str, RuleText] = {
+    "TC020": RuleText(
         "The global batch is micro-batch times accumulation times data-parallel ranks, all whole "
         "numbers. A batch that is rounded in silence is another run, with another curve.",
         "One of the batches that the message names; or leave micro-batch or accumulation out, and "
@@ -13,7 +13,7 @@ ENTRIES = {
         "is derived.",
         "recipe=tiny training.global_batch_size=20",
     ),
-    "TC021": Entry(
+    "TC021": RuleText(
         "Beyond max_position_embeddings a learned position table has no row, and rotary positions "
         "were never trained.",
         "A shorter sequence; or a longer model.max_position_embeddings where you train the "
@@ -21,20 +21,20 @@ ENTRIES = {
         "(and model.rope_scaling for a model that is extended).",
         "recipe=tiny training.sequence_length=4096",
     ),
-    "TC022": Entry(
+    "TC022": RuleText(
         "The schedule, the checkpoints and the time all follow from the length of the run, so "
         "there "
         "is no default for it.",
         "training.steps, training.tokens or training.epochs.",
         "recipe=tiny training.steps=null",
     ),
-    "TC023": Entry(
+    "TC023": RuleText(
         "stop_after_steps stops a run early while its schedule stays that of the whole. Beyond the "
         "end it stops nothing.",
         "Leave it out, or lengthen training.steps.",
         "recipe=tiny training.stop_after_steps=200",
     ),
-    "TC024": Entry(
+    "TC024": RuleText(
         "The learning rate rises over the whole run and never reaches optimizer.lr. Mostly a "
         "warmup "
         "that was written for a long run, in a short trial of it.",
@@ -42,56 +42,56 @@ ENTRIES = {
         "trial of a long run keep its length and set training.stop_after_steps.",
         "recipe=tiny schedule.warmup_steps=200",
     ),
-    "TC025": Entry(
+    "TC025": RuleText(
         "Some schedules need one number more: an exponential decay has to end above 0, a staircase "
         "has an interval.",
         "The value that the message names.",
         "recipe=tiny schedule=exponential schedule.floor_ratio=0",
     ),
-    "TC026": Entry(
+    "TC026": RuleText(
         "A global batch in tokens becomes whole sequences, on as many on each rank; two keys that "
         "both say how large a step is may contradict each other.",
         "One of the two; a multiple of sequence length times ranks needs no rounding.",
         "recipe=tiny training.global_batch_tokens=16384 training.global_batch_size=8",
     ),
-    "TC027": Entry(
+    "TC027": RuleText(
         "training.deterministic sets variables that make sums keep their order, before torch is "
         "loaded. Another value of the same variable would undo it in silence.",
         "Leave the variable to trainctl; deepcompile does not go with it.",
         "recipe=tiny training.deterministic=true "
         "launcher.environment.CUBLAS_WORKSPACE_CONFIG=':0:0'",
     ),
-    "TC062": Entry(
+    "TC062": RuleText(
         "A drop behind the end of the run never comes, and drops out of order were mistyped.",
         "Ascending milestones inside the run; milestone_fractions follow its length.",
         "recipe=tiny schedule=milestones schedule.milestones=[50,100,200]",
     ),
-    "TC063": Entry(
+    "TC063": RuleText(
         "The plateau schedule lowers the rate when the held-out loss stalls. Nothing measures it "
         "here, so the rate would never fall.",
         "training.evaluate_every_steps and training.evaluation_samples, and text that is held out.",
         "recipe=tiny schedule=plateau training.evaluation_samples=0",
     ),
-    "TC064": Entry(
+    "TC064": RuleText(
         "With lr_scaling the rate grows with the batch (linearly, or by its root) from the batch "
         "that it was tuned at. Without that batch the factor is unknown.",
         "optimizer.lr_scaling_batch_size in sequences; it is given only together with lr_scaling.",
         "recipe=tiny optimizer.lr_scaling=linear",
     ),
-    "TC065": Entry(
+    "TC065": RuleText(
         "A ramp begins with a small batch and grows. Each of its batches is made of the same "
         "micro-batches on the same ranks, so it is a multiple of their product.",
         "Multiples of micro-batch times data-parallel ranks, ascending, ending inside the run.",
         "recipe=tiny training.global_batch_size=16 "
         "'training.batch_ramp=[{until_steps: 5, global_batch_size: 12}]'",
     ),
-    "TC066": Entry(
+    "TC066": RuleText(
         "A decay that is longer than what warmup leaves is cut: the learning rate peaks late and "
         "falls at once.",
         "A shorter decay, or schedule.decay_fraction.",
         "recipe=tiny schedule=wsd schedule.warmup_steps=10 schedule.decay_steps=159",
     ),
-    "TC067": Entry(
+    "TC067": RuleText(
         "How many steps an epoch has depends on the corpus. `launch` reads and counts it; a plan "
         "reads nothing, and the text of your own function is known to that alone.",
         "training.epoch_tokens=NUMBER, or training.tokens.",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from trainctl.explanations.entry import Entry
+from trainctl.explanations.entry import RuleText
 
 LLAMA = (
     '{"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,'
     ' "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 1024}'
 )
 
-ENTRIES = {
-    "TC045": Entry(
+ENTRIES: dict[str, RuleText] = {
+    "TC045": RuleText(
         "A run is described by its attempts; `config.yaml` is there to be read. An edit of it "
         "changes nothing, and a reader would be misled.",
         "Leave the file as it was, and give the change to `trainctl resume RUN KEY=VALUE`.",
@@ -19,7 +19,7 @@ ENTRIES = {
         message="runs/mine/config.yaml was edited after the run was made, which has no effect: "
         "optimizer.lr 0.001 -> 0.01",
     ),
-    "TC046": Entry(
+    "TC046": RuleText(
         "What stands for a run is its last attempt that trained. One that failed before its first "
         "step may have been a mistake, so what it changed is not taken over.",
         "Repeat the overrides that you want to keep; the message lists them.",
@@ -28,21 +28,21 @@ ENTRIES = {
         message="attempt 2 failed before its first step, and what it changed is left out: "
         "training.micro_batch_size 4 -> 64",
     ),
-    "TC100": Entry(
+    "TC100": RuleText(
         "Keys of other tools are understood where they mean one thing only, and the true name is "
         "said.",
         "The name that the message gives.",
         title="An override that uses another name for a key.",
         example="recipe=tiny data.sequence_length=128",
     ),
-    "TC101": Entry(
+    "TC101": RuleText(
         "A key that nobody reads is a typing mistake, or of another version. It is refused rather "
         "than ignored.",
         "The nearest key, which the message names; `trainctl config show` lists all.",
         title="A key that the schema does not have.",
         example="recipe=tiny optimizer.lrate=1e-4",
     ),
-    "TC102": Entry(
+    "TC102": RuleText(
         "Each key has a type. YAML reads `1e-4` as text and `no` as false; trainctl says so "
         "instead "
         "of training with it.",
@@ -50,13 +50,13 @@ ENTRIES = {
         title="A value that is not of its key's type.",
         example="recipe=tiny training.steps=many",
     ),
-    "TC103": Entry(
+    "TC103": RuleText(
         "The value has the right type and cannot be meant.",
         "A value inside the range that the message and the reference give.",
         title="A number outside its key's range.",
         example="recipe=tiny optimizer.lr=-1",
     ),
-    "TC104": Entry(
+    "TC104": RuleText(
         "`_target_` and its like let a configuration file run any code. Code of yours comes in by "
         "keys that name it openly: script, trainer, model.factory, data.factory.",
         "The key for your kind of code.",
@@ -66,14 +66,14 @@ ENTRIES = {
             "recipes/mine.yaml": "defaults:\n  - tiny\n  - _self_\nmodel:\n  _target_: os.system\n"
         },
     ),
-    "TC105": Entry(
+    "TC105": RuleText(
         "Mostly a tab, a missing space after a colon, or a bracket that is never closed.",
         "The line that the message names.",
         title="A YAML file that cannot be read.",
         example="recipe=mine",
         files={"recipes/mine.yaml": "defaults:\n  - tiny\noptimizer: {lr: 1e-4\n"},
     ),
-    "TC106": Entry(
+    "TC106": RuleText(
         "Your folder comes first, so a file with the name of a shipped one takes its place, also "
         "where a recipe names it.",
         "Another name, if you want both; nothing, if it is meant.",
@@ -81,27 +81,27 @@ ENTRIES = {
         example="recipe=tiny",
         files={"conf/optimizer/adamw.yaml": "kind: adamw\nlr: 1.0e-3\n"},
     ),
-    "TC107": Entry(
+    "TC107": RuleText(
         "Options and recipes end in .yaml.",
         "Rename it.",
         title="A file that is not read, for its ending.",
         example="recipe=tiny",
         files={"conf/optimizer/mine.yml": "kind: adamw\n"},
     ),
-    "TC108": Entry(
+    "TC108": RuleText(
         "A group has the options that are shipped and those in `conf/GROUP/` of your folder.",
         "One of the listed ones.",
         title="An option that its group does not have.",
         example="recipe=tiny optimizer=adamm",
     ),
-    "TC109": Entry(
+    "TC109": RuleText(
         "Recipes are the shipped ones and those in `recipes/` of the folder you work in, or of "
         "`--config-dir`.",
         "`trainctl recipes` lists them.",
         title="A recipe that does not exist.",
         example="recipe=tny",
     ),
-    "TC110": Entry(
+    "TC110": RuleText(
         "Overrides are KEY=VALUE, GROUP=OPTION, +KEY=VALUE and ~KEY. What a shell has eaten "
         "(brackets, "
         "spaces, quotes) no longer is.",
@@ -109,13 +109,13 @@ ENTRIES = {
         title="An override that does not follow their grammar.",
         example="recipe=tiny 'data.paths=[a'",
     ),
-    "TC111": Entry(
+    "TC111": RuleText(
         "The same key twice on one line: the later one wins, and the first was typed for a reason.",
         "Keep one.",
         title="An override that a later one replaces.",
         example="recipe=tiny training.steps=100 training.steps=200",
     ),
-    "TC112": Entry(
+    "TC112": RuleText(
         "What a model's directory says and what the configuration says of the same thing cannot "
         "both hold; or the key is one of another option of the group.",
         "Leave out the one that is not meant; the message says which won.",
@@ -123,7 +123,7 @@ ENTRIES = {
         example="recipe=tiny model=hf model.path=m model.hidden_size=128",
         files={"m/config.json": LLAMA},
     ),
-    "TC113": Entry(
+    "TC113": RuleText(
         "model.path names a directory that transformers wrote, which has a config.json. An "
         "address on "
         "a hub is not looked up.",
@@ -131,26 +131,26 @@ ENTRIES = {
         title="A model's directory that cannot be read.",
         example="recipe=tiny model=hf model.path=nowhere",
     ),
-    "TC114": Entry(
+    "TC114": RuleText(
         "The shape of the model is read from config.json, and something of it is missing.",
         "A whole config.json, as save_pretrained writes it.",
         title="A model's directory that does not give its shape.",
         example="recipe=tiny model=hf model.path=m",
         files={"m/config.json": '{"model_type": "llama", "vocab_size": 512}'},
     ),
-    "TC115": Entry(
+    "TC115": RuleText(
         "A path with a typing mistake, or relative to another folder.",
         "A path that is there; relative ones begin in the folder that you start from.",
         title="A file that the configuration names and that is not there.",
         example="recipe=tiny data=files data.paths=[nowhere.txt]",
     ),
-    "TC116": Entry(
+    "TC116": RuleText(
         "The script is started on every rank, and is not there or cannot be run.",
         "A path from the folder that you start from.",
         title="A script of the user's that is not there.",
         example="recipe=tiny script=nowhere.py",
     ),
-    "TC117": Entry(
+    "TC117": RuleText(
         "`module:function` is looked up without running it: in the folder, in PYTHONPATH, among "
         "what "
         "is installed.",
@@ -158,7 +158,7 @@ ENTRIES = {
         title="A function of the user's that cannot be found.",
         example="recipe=tiny data.factory=mine:texts",
     ),
-    "TC118": Entry(
+    "TC118": RuleText(
         "script and trainer each take the place of trainctl's trainer, and arguments need a "
         "script.",
         "Keep one of the two.",
@@ -166,7 +166,7 @@ ENTRIES = {
         example="recipe=tiny script=train.py trainer=train:main",
         files={"train.py": "def main():\n    pass\n"},
     ),
-    "TC119": Entry(
+    "TC119": RuleText(
         "trainctl's trainer would act on the setting; your program has to read it from the plan, "
         "and "
         "nobody can see from here whether it does.",
@@ -177,7 +177,7 @@ ENTRIES = {
         "act "
         "on it",
     ),
-    "TC138": Entry(
+    "TC138": RuleText(
         "By its first bytes the file is an archive, a picture or a program, or it ends before it "
         "is "
         "whole. Read as text it would be noise.",
@@ -186,7 +186,7 @@ ENTRIES = {
         example="recipe=tiny data=files data.paths=[a.txt]",
         files={"a.txt": "\x7fELF" + "\x00" * 9000},
     ),
-    "TC139": Entry(
+    "TC139": RuleText(
         "Of JSON lines and tables the text is under data.text_key (`text`). Here it has another "
         "name.",
         "data.text_key=NAME; the message lists the names that are there.",
@@ -194,14 +194,14 @@ ENTRIES = {
         example="recipe=tiny data=files data.paths=[a.jsonl]",
         files={"a.jsonl": '{"content": "some text"}\n' * 900},
     ),
-    "TC140": Entry(
+    "TC140": RuleText(
         "Of a folder only files are read that end in what usually has text.",
         "A pattern such as 'FOLDER/**/*.rst', which reads what it names.",
         title="A folder of the corpus without a text, or with files that are left out.",
         example="recipe=tiny data=files data.paths=[texts]",
         files={"texts/a.rst": "Some text.\n" * 2000},
     ),
-    "TC141": Entry(
+    "TC141": RuleText(
         "What is held out is chosen by documents or files: a small corpus has too little of them "
         "for "
         "a sample, or one large file is half of it.",
@@ -210,7 +210,7 @@ ENTRIES = {
         example="recipe=tiny data=files data.paths=[a.txt]",
         files={"a.txt": "Too little.\n"},
     ),
-    "TC142": Entry(
+    "TC142": RuleText(
         "A file in another encoding, or a line that was cut. data.on_bad_text says whether it "
         "stops "
         "the run, is replaced, or is left out.",
@@ -219,7 +219,7 @@ ENTRIES = {
         example="recipe=tiny data=files data.paths=[a.jsonl]",
         files={"a.jsonl": '{"text": "whole"}\n{"text": "cut off\n' + '{"text": "whole"}\n' * 900},
     ),
-    "TC145": Entry(
+    "TC145": RuleText(
         "model.weights=pretrained asks for weights, and the directory has none, or only pickled "
         "ones, "
         "which could run code.",
@@ -228,7 +228,7 @@ ENTRIES = {
         example="recipe=tiny model=hf model.path=m model.weights=pretrained",
         files={"m/config.json": LLAMA},
     ),
-    "TC146": Entry(
+    "TC146": RuleText(
         "transformers builds this architecture from config.json alone: a key of the configuration "
         "would be planned with and not built.",
         "Change it in a copy of the directory.",
@@ -238,7 +238,7 @@ ENTRIES = {
         "architecture "
         "from that file alone",
     ),
-    "TC147": Entry(
+    "TC147": RuleText(
         "What has no closed form is counted by building it without memory and tracing a step, in a "
         "process of its own. Its code fails there.",
         "The error in the message is that of the model's code; a newer transformers may help.",
@@ -246,7 +246,7 @@ ENTRIES = {
         situation="A directory whose code needs a package that is missing",
         message="the model of m cannot be read by its code: No module named 'einops'",
     ),
-    "TC148": Entry(
+    "TC148": RuleText(
         "Names or shapes of the tensors are not those of the model: configuration and weights of "
         "two "
         "different models.",
@@ -255,7 +255,7 @@ ENTRIES = {
         situation="`model.initial_weights=DIR` with weights of a wider model",
         message="the weights of m are not llama's: 24 tensors have other shapes",
     ),
-    "TC149": Entry(
+    "TC149": RuleText(
         "Tensors that the model has no place for: mostly a head of another task, or a vision part. "
         "They are left out.",
         "Nothing, if that is meant; else the model that has them.",
@@ -263,7 +263,7 @@ ENTRIES = {
         situation="`model.initial_weights=DIR` with more tensors than the model has",
         message="2 tensors of m have no place in llama and are left out: vision.proj.weight",
     ),
-    "TC150": Entry(
+    "TC150": RuleText(
         "Parameters, gradients, optimizer states, activations and logits together, at the fullest "
         "moment of a step, are more than the device has. The run would end with CUDA out of "
         "memory, "
@@ -274,7 +274,7 @@ ENTRIES = {
         title="The plan does not fit into a device's memory.",
         example="recipe=7b-zero3 hardware=1xrtx-4090-24g",
     ),
-    "TC151": Entry(
+    "TC151": RuleText(
         "Offloaded states, pinned buffers, the processes themselves and the checkpoint being "
         "written "
         "share the memory of the machine.",
@@ -283,14 +283,14 @@ ENTRIES = {
         example="recipe=7b-zero3 hardware=1xh100-80g offload=cpu-all "
         "hardware.host_memory_bytes=68719476736",
     ),
-    "TC152": Entry(
+    "TC152": RuleText(
         "States on NVMe need their room there, beside what other runs have left.",
         "A larger drive, or fewer states on it.",
         title="The plan does not fit onto a node's NVMe.",
         example="recipe=7b-zero3 hardware=1xh100-80g offload=nvme offload.nvme_path=/local_nvme "
         "hardware.nvme_bytes=1073741824",
     ),
-    "TC154": Entry(
+    "TC154": RuleText(
         "Between two documents comes the token that ends one. Without it the model sees them as "
         "one "
         "text.",
@@ -300,14 +300,14 @@ ENTRIES = {
         message="the tokenizer has no end-of-document token: documents follow each other without a "
         "mark",
     ),
-    "TC156": Entry(
+    "TC156": RuleText(
         "tokenizer.json is cut, or of a form that the tokenizers library does not read.",
         "Download or train it again.",
         title="A tokenizer's file that is malformed.",
         example="recipe=tiny tokenizer=file tokenizer.path=tokenizer.json",
         files={"tokenizer.json": "{"},
     ),
-    "TC157": Entry(
+    "TC157": RuleText(
         "Ids beyond the embedding fail; ids of another tokenizer train a model that knows other "
         "words under them.",
         "The tokenizer that belongs to the model.",
@@ -315,7 +315,7 @@ ENTRIES = {
         situation="`model.path=DIR` with weights, and the tokenizer of bytes",
         message="the weights of m know its own tokenizer's ids, and text becomes bytes",
     ),
-    "TC158": Entry(
+    "TC158": RuleText(
         "`trainctl plan` searches layouts that share the global batch evenly, and none of them "
         "does.",
         "The next global batch that the message names.",
@@ -325,7 +325,7 @@ ENTRIES = {
         "left: "
         "the nearest takes multiples of 2",
     ),
-    "TC159": Entry(
+    "TC159": RuleText(
         "Also with ZeRO 3, recomputation and offload a device would need more than it has.",
         "More or larger devices, or a smaller model.",
         title="No layout of a model fits the hardware, as far as `trainctl plan` searches.",
