@@ -33,7 +33,7 @@ from trainctl.runs.listing import LOST, RunSummary, age_text, summaries, summari
 from trainctl.runs.lock import holder
 from trainctl.runs.logs import LogFollower, logs_of, tails
 from trainctl.runs.processes import RunTag, sweep
-from trainctl.runs.records import Event, EventFollower, read_events
+from trainctl.runs.records import Event, EventFollower, events_from_end, read_events
 from trainctl.runs.removal import remove_run
 from trainctl.runs.requests import Request, file_request
 from trainctl.runs.status import State, read_status, write_status
@@ -77,8 +77,9 @@ def status(run: Run = None, as_json: Json = False) -> None:
     """How a run stands: state, progress, what failed first, and what to do next."""
     paths = open_or_newest(run)
     summary = summarise(paths)
-    failure = _first_failure(paths, summary.attempt)
-    slow = still_slow(read_events(paths.events, "straggler"), summary.attempt)
+    told = read_events(paths.events, "failure", "straggler")
+    failure = _first_failure(told, summary.attempt)
+    slow = still_slow(told, summary.attempt)
     checkpoint, _ = newest_checkpoint(paths)
     if as_json:
         saved = checkpoint.step if checkpoint else None
@@ -125,7 +126,7 @@ def logs(
             hint=f"attempts: 1 to {there}" if there else "nothing of it was started yet",
             exit_code=ExitCode.run_state,
         )
-    failure = _first_failure(paths, number)
+    failure = _first_failure(read_events(paths.events, "failure"), number)
     if failure is not None and not rank:
         _show_failure(failure)
     follower = LogFollower(chosen, rank or ())
@@ -153,13 +154,17 @@ def logs(
 
 def _show_records(run: RunPaths, attempt: AttemptPaths, most: int) -> None:
     """What the launch would have shown in its terminal: the last lines of it."""
-    stop_step, events = _stop_step(attempt), read_events(run.events)
-    own = [event for event in events if event["attempt"] == attempt.number]
-    own = [event for event in own if event["event"] != "sample"]  # which would push out the rest
-    shown = [line for event in own for line in record_lines(event, stop_step=stop_step)]
+    stop_step = _stop_step(attempt)
+    shown: list[str] = []  # the last one first
+    for event in events_from_end(run.events):
+        # A sample's text would push out the rest.
+        if event["attempt"] == attempt.number and event["event"] != "sample":
+            shown += reversed(record_lines(event, stop_step=stop_step))
+        if len(shown) >= most:
+            break
     if shown:
         put(f"==> records: {run.events}")
-    for line in shown[-most:]:
+    for line in reversed(shown[:most]):
         put(line)
 
 
@@ -276,9 +281,9 @@ def _status_lines(summary: RunSummary) -> list[str]:
     return [*lines, f"updated: {age_text(summary.updated)} ago"]
 
 
-def _first_failure(run: RunPaths, attempt: int) -> Event | None:
+def _first_failure(events: list[Event], attempt: int) -> Event | None:
     failures = [
-        event for event in read_events(run.events, "failure") if event["attempt"] == attempt
+        event for event in events if event["event"] == "failure" and event["attempt"] == attempt
     ]
     # What an agent says that has lost its launcher counts if nobody else says anything.
     return min(failures, key=lambda event: "launcher_lost" in event, default=None)

@@ -85,7 +85,7 @@ class Columns:
 
     def complete(self, event: Event) -> Event | None:
         """A record with its numbers under their names; None if they are lost."""
-        at, row = event.pop(COLUMNS), event.pop("row", None)
+        at, row = event.pop("at", None), event.pop("row")
         if not isinstance(at, int) or not isinstance(row, list):
             return None
         try:
@@ -185,7 +185,7 @@ class EventWriter:
             for name, value in {**head, **fields}.items()
             if name != "schema" and name not in PACKED
         }
-        self._append(start + _line({**named, COLUMNS: at, "row": row}))
+        self._append(start + _line({**named, "at": at, "row": row}))
         self._places[names] = at
 
     def _append(self, data: bytes) -> None:
@@ -331,7 +331,7 @@ def parse_events(lines: Iterable[bytes], columns: Columns) -> Iterator[Event]:
         numbers = ("attempt", *_NUMBERED.get(event["event"], ()))
         if not all(isinstance(event.get(name), int) for name in numbers):
             continue
-        if COLUMNS in event:
+        if "row" in event:
             event = columns.complete(event)
         if event is not None and event["event"] != COLUMNS:
             yield {**_FAILURE, **event} if event["event"] == "failure" else event
@@ -409,6 +409,11 @@ def _lines_from_end(path: Path, most_bytes: int | None) -> Iterator[bytes]:
             yield from reversed(lines)
             end = start
         yield rest
+
+
+def short(measured: float) -> float:
+    """Eight digits: more than a clock measures, and half of what a float takes in a line."""
+    return float(f"{measured:.8g}")
 
 
 def number(value: Any) -> float:
