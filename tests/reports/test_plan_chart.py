@@ -1,4 +1,4 @@
-"""The chart of a search has every variant, a frontier that is one, and numbers for what is listed."""
+"""The chart of a search: all variants, a frontier that is one, numbers for what is listed."""
 
 from __future__ import annotations
 
