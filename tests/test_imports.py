@@ -141,6 +141,7 @@ LATE = (
     "trainctl.train",
     "trainctl.reports.figure",
     "trainctl.reports.memory_chart",
+    "trainctl.reports.plan_chart",
 )
 """What a function of the command line may import: what loads numpy or draws, and what every command
 brings, whose listing is light."""
