@@ -21,7 +21,7 @@ from trainctl.runs.records import (
     short,
     steps_from_end,
 )
-from trainctl.runs.rows import PACKED, names_of, pack, unpack
+from trainctl.runs.rows import PACKED, Layout, names_of, pack
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.just("NaN")
 VALUES = st.recursive(
@@ -61,7 +61,10 @@ def write(path: Path, steps: range, attempt: int = 1) -> list[dict[str, Any]]:
 @given(st.dictionaries(st.sampled_from(PACKED), VALUES))
 def test_whatever_is_packed_is_unpacked(fields: dict[str, Any]) -> None:
     names, row = pack(fields)
-    assert unpack(names_of(json.loads(json.dumps(names))), json.loads(json.dumps(row))) == fields
+    assert (
+        Layout(names_of(json.loads(json.dumps(names)))).fields(json.loads(json.dumps(row)))
+        == fields
+    )
 
 
 def test_a_million_steps_take_less_than_300_mb(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Variant:
     Attributes:
         seconds: Predicted length of a step, of as many tokens as the fastest plan's.
         gibibytes: Predicted peak of the fullest device.
-        stage: Of ZeRO.
+        stage: ZeRO stage.
         fits: Whether the device surely holds it, or its size is not known.
     """
 

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Self
 from trainctl.config.reading import open_file, parse_json
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.access import file_mode, open_lock
-from trainctl.runs.rows import COLUMNS, PACKED, Names, names_of, pack, unpack
+from trainctl.runs.rows import COLUMNS, PACKED, Layout, Names, names_of, pack
 
 RECORD_SCHEMA = 1
 """Version of the lines of `events.jsonl`."""
@@ -74,13 +74,14 @@ class Columns:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: dict[tuple[int, int], Names | None] = {}
+        self._known: dict[tuple[int, int], Layout | None] = {}
 
-    def of(self, attempt: int, at: int) -> Names | None:
+    def of(self, attempt: int, at: int) -> Layout | None:
         """The columns of an attempt's record at a byte of the file; None if there are none."""
         key = (attempt, at)
         if key not in self._known:
-            self._known[key] = self._read(*key)
+            names = self._read(*key)
+            self._known[key] = None if names is None else Layout(names)
         return self._known[key]
 
     def complete(self, event: Event) -> Event | None:
@@ -89,13 +90,11 @@ class Columns:
         if not isinstance(at, int) or not isinstance(row, list):
             return None
         try:
-            names = self.of(event["attempt"], at)
-            return (
-                None if names is None else {"schema": RECORD_SCHEMA, **event, **unpack(names, row)}
-            )
+            layout = self.of(event["attempt"], at)
+            named = None if layout is None else layout.fields(row)
         except (ValueError, AttributeError):
-            pass  # the row is of other columns
-        return None
+            return None  # the row is of other columns
+        return None if named is None else {"schema": RECORD_SCHEMA, **event, **named}
 
     def _read(self, attempt: int, at: int) -> Names | None:
         try:
@@ -157,7 +156,7 @@ class EventWriter:
         head = {
             "schema": RECORD_SCHEMA,
             "attempt": self._attempt,
-            "time": round(time.time(), 3),
+            "time": round(time.time(), 6),
             "event": event,
         }
         written = _finite(fields)

@@ -62,22 +62,48 @@ def pack(fields: Mapping[str, Any]) -> tuple[Names, list[Any]]:
     return tuple(map(tuple, names)), row
 
 
-def unpack(names: Names, row: Sequence[Any]) -> dict[str, Any]:
-    """The fields that were packed.
+class Layout:
+    """Gives the numbers of rows their names back; made once for the many rows of one layout.
+
+    Args:
+        names: Of the columns.
 
     Raises:
-        ValueError: The row is of other columns.
+        ValueError: No record has such fields.
     """
-    if len(names) != len(row):
-        raise ValueError("a row of other columns")
-    found: dict[str, Any] = {}
-    for places, value in zip(names, row, strict=True):
-        for place in places:
-            if len(place) == 1:
-                found[str(place[0])] = value
+
+    def __init__(self, names: Names) -> None:
+        self._width = len(names)
+        places = [(place, index) for index, column in enumerate(names) for place in column]
+        fields: dict[str | int, list[tuple[Place, int]]] = {}
+        for place, index in places:
+            fields.setdefault(place[0], []).append((place, index))
+        self._single: list[tuple[str, int]] = []
+        self._maps: list[tuple[str, list[str | int], list[int]]] = []
+        self._others: list[tuple[Place, int]] = []
+        for field, own in fields.items():
+            if [len(place) for place, _ in own] == [1]:
+                self._single.append((str(field), own[0][1]))
+            elif all(len(place) == 2 and isinstance(place[1], str) for place, _ in own):
+                keys = [place[1] for place, _ in own]
+                self._maps.append((str(field), keys, [index for _, index in own]))
             else:
-                _put(found, place, value)
-    return found
+                self._others += own
+
+    def fields(self, row: Sequence[Any]) -> dict[str, Any]:
+        """The fields that were packed.
+
+        Raises:
+            ValueError: The row is of other columns.
+        """
+        if len(row) != self._width:
+            raise ValueError("a row of other columns")
+        found: dict[str, Any] = {name: row[index] for name, index in self._single}
+        for name, keys, columns in self._maps:
+            found[name] = {key: row[i] for key, i in zip(keys, columns, strict=True)}
+        for place, index in self._others:
+            _put(found, place, row[index])
+        return found
 
 
 def names_of(plain: Any) -> Names:
