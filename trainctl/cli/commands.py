@@ -31,6 +31,11 @@ COMMANDS = {
         "report:report",
         "Write one HTML file that shows one or several runs: curves, faults, memory, time, layout.",
     ),
+    "watch": (
+        TRAIN,
+        "watch:watch",
+        "Serve the page of runs, live, from their files alone; the address is printed.",
+    ),
     "data": (TRAIN, "data:app", "Look at what a run is trained on."),
     "evaluate": (USE, "evaluate:evaluate", "Evaluate a checkpoint on the run's held-out text."),
     "sample": (USE, "sample:sample", "Continue a text with the model of a checkpoint."),
