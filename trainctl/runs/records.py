@@ -65,7 +65,7 @@ _FAILURE: Event = {
 """What a `failure` record says where another version, or a person, has left something out."""
 
 
-class Columns:
+class RowColumns:
     """The names of the numbers in rows of one file, read where a line says that they are.
 
     Args:
@@ -221,7 +221,7 @@ class EventFollower:
         self._attempt = attempt
         self._offset = path.stat().st_size if path.exists() and not from_start else 0
         self._most = _SIEVE_BYTES if from_start else None
-        self._columns = Columns(path)
+        self._columns = RowColumns(path)
 
     def poll(self) -> list[Event]:
         """Complete records since the last call, or since the follower was made.
@@ -243,7 +243,7 @@ class EventFollower:
 
 
 def events_after(
-    path: Path, offset: int, most_bytes: int | None = None, columns: Columns | None = None
+    path: Path, offset: int, most_bytes: int | None = None, columns: RowColumns | None = None
 ) -> tuple[list[Event], int]:
     """Complete records from a byte of the file on, and the byte after the last of them.
 
@@ -262,7 +262,7 @@ def events_after(
         if most_bytes is not None and b"\n" not in data:
             data += stream.readline()
     whole, newline, _ = data.rpartition(b"\n")
-    events = list(parse_events(whole.split(b"\n"), columns or Columns(path)))
+    events = list(parse_events(whole.split(b"\n"), columns or RowColumns(path)))
     return events, offset + len(whole) + len(newline)
 
 
@@ -283,7 +283,7 @@ def iter_events(path: Path, *kinds: str) -> Iterator[Event]:
         TrainctlError: It is there and cannot be read (exit code 5).
     """
     with readable(path), open_file(path) as stream:
-        for event in parse_events(sift(stream, kinds), Columns(path)):
+        for event in parse_events(sift(stream, kinds), RowColumns(path)):
             if not kinds or event["event"] in kinds:
                 yield event
 
@@ -313,7 +313,7 @@ def readable(path: Path) -> Iterator[None]:
         ) from None
 
 
-def parse_events(lines: Iterable[bytes], columns: Columns) -> Iterator[Event]:
+def parse_events(lines: Iterable[bytes], columns: RowColumns) -> Iterator[Event]:
     """The records in lines of a file; torn ones are skipped.
 
     Args:
@@ -387,7 +387,7 @@ def events_from_end(path: Path, *kinds: str, most_bytes: int | None = None) -> I
     Raises:
         TrainctlError: It is there and cannot be read (exit code 5).
     """
-    marks, columns = [f'"{kind}"'.encode() for kind in kinds], Columns(path)
+    marks, columns = [f'"{kind}"'.encode() for kind in kinds], RowColumns(path)
     with readable(path):
         lines = _lines_from_end(path, most_bytes)
         chosen = (line for line in lines if not marks or any(mark in line for mark in marks))

@@ -6,6 +6,7 @@
   const SVG = "http://www.w3.org/2000/svg";
   const STATES = { finished: "good", failed: "bad", lost: "bad", stopped: "warn", queued: "warn" };
   const MOST_TICKS = 12;
+  const LEAST_GAP = 0.055;
   const state = { document: null, sort: null, down: false, filter: "", chosen: new Set(), rows: new Map(), paths: new Map() };
 
   /** An element with attributes and children; texts are texts, whatever is in them. */
@@ -131,6 +132,16 @@
     return { at, ticks: distinct.filter((_, index) => index % every === 0).map((value) => [at(value), value]) };
   }
 
+  /** Ticks whose texts do not lie on each other; the ends are always there. */
+  function apart(ticks) {
+    const [low, high] = [Math.min(...ticks.map(([at]) => at)), Math.max(...ticks.map(([at]) => at))];
+    const kept = [];
+    for (const tick of [...ticks].sort(([a], [b]) => (b === low || b === high) - (a === low || a === high) || a - b)) {
+      if (kept.every(([at]) => Math.abs(at - tick[0]) > LEAST_GAP)) kept.push(tick);
+    }
+    return kept;
+  }
+
   function lines() {
     const found = state.document;
     const runs = found.runs.filter((run) => run.result !== null);
@@ -158,7 +169,7 @@
     const frame = axes.flatMap((axis, index) => [
       drawn("line", { x1: x(index), x2: x(index), y1: y(0), y2: y(1) }),
       drawn("text", { class: "axis", x: x(index), y: 14, "text-anchor": index === 0 ? "start" : index === axes.length - 1 ? "end" : "middle" }, axis.name),
-      ...scales[index].ticks.map(([at, text]) => drawn("text", { x: x(index) + (index === axes.length - 1 ? 8 : -8), y: y(at) + 4, "text-anchor": index === axes.length - 1 ? "start" : "end" }, text)),
+      ...apart(scales[index].ticks).map(([at, text]) => drawn("text", { x: x(index) + (index === axes.length - 1 ? 8 : -8), y: y(at) + 4, "text-anchor": index === axes.length - 1 ? "start" : "end" }, text)),
     ]);
     const label = `Parallel coordinates of ${runs.length} runs over ${axes.map((axis) => axis.name).join(", ")}; the table below has the same numbers`;
     $("#plot").replaceChildren(drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label }, ...frame, drawn("g", {}, ...paths)));
