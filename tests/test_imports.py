@@ -137,6 +137,7 @@ LATE = (
     "rich",
     "plotext",
     "trainctl.cli.complete",
+    "trainctl.cli.curves_view",
     "trainctl.data",
     "trainctl.train",
     "trainctl.reports.figure",

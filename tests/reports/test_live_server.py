@@ -15,7 +15,7 @@ from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.resolve import resolve
 from trainctl.reports.live import folder as folders
-from trainctl.reports.live.folder import Folder
+from trainctl.reports.live.folder import RunsFolder
 from trainctl.reports.live.server import Server
 from trainctl.reports.live.watching import Watching
 from trainctl.runs.directory import create_run, new_attempt
@@ -215,7 +215,7 @@ def test_only_runs_that_changed_are_looked_at_again(
 
     monkeypatch.setattr(folders, "_read", counted)
     monkeypatch.setattr(folders, "LEAST_SECONDS", 0.0)
-    table = Folder(runs[0].root.parent)
+    table = RunsFolder(runs[0].root.parent)
     table.look()
     assert len(looked) == len(runs)
     table.look()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +15,7 @@ from trainctl.cli.arguments import Json, NamedRuns, Run
 from trainctl.cli.attach import follow_run
 from trainctl.cli.console import go_on_without_reader, print_json, print_table, printable, put, say
 from trainctl.cli.intact import open_or_newest
-from trainctl.cli.progress import record_lines
+from trainctl.cli.progress import PLAIN_TERMINALS, record_lines
 from trainctl.cli.sync import sync
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.schedulers import cancel
@@ -38,6 +40,9 @@ from trainctl.runs.removal import remove_run
 from trainctl.runs.requests import Request, file_request
 from trainctl.runs.status import State, read_status, write_status
 from trainctl.runs.stragglers import account, still_slow
+
+LINES = 20
+"""Of each log, or of the records."""
 
 _POLL_SECONDS = 0.2
 _KILL_PATIENCE_SECONDS = 15.0
@@ -107,7 +112,7 @@ def logs(
         list[int] | None,
         typer.Option(metavar="K", help="Of this rank only; may be repeated.", show_default=False),
     ] = None,
-    lines: Annotated[int, typer.Option(metavar="N", min=1, help="The last N of each log.")] = 20,
+    lines: Annotated[int, typer.Option(metavar="N", min=1, help="The last N of each log.")] = LINES,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")
     ] = False,
@@ -236,6 +241,37 @@ def attach(run: Run = None, as_json: Json = False) -> None:
     code = follow_run(open_or_newest(run), as_json=as_json)
     if code:
         raise typer.Exit(code)
+
+
+@app.command()
+def follow(run: Run = None) -> None:
+    """Draw the curves of a run in the terminal, until it ends; also of one that has ended.
+
+    Ctrl-C ends the view, and the run goes on. Where stdout is no terminal it prints the last
+    records, then those to come.
+    """
+    paths = open_or_newest(run)
+    if _is_drawn():
+        from trainctl.cli.curves_view import follow_curves
+
+        follow_curves(paths)
+        return
+    attempt = paths.attempt(last_attempt(paths))
+    records, stop_step = EventFollower(paths.events), _stop_step(attempt)
+    _show_records(paths, attempt, LINES)
+    while True:
+        is_live = summarise(paths).is_live
+        for event in records.poll():
+            for line in record_lines(event, stop_step=stop_step):
+                put(line)
+        if not is_live:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_drawn() -> bool:
+    """Whether stdout is a terminal in which a picture can be drawn anew."""
+    return sys.stdout.isatty() and os.environ.get("TERM") not in PLAIN_TERMINALS
 
 
 app.command()(sync)

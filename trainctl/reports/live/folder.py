@@ -34,17 +34,17 @@ _OF_A_MACHINE = ("hardware.", "launcher.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class FolderRow:
     """A run of the folder.
 
     Attributes:
-        id: Of its page.
-        name: Of its directory.
+        id: What its page is asked for by.
+        name: Name of its directory.
         run: Its directory; None while a sweep has not made it.
         settings: Values of configuration keys.
         summary: How it stands.
         held_out: Loss of its last evaluation, nats a token; None before the first.
-        tokens_per_second: Of its last step.
+        tokens_per_second: Speed of its last step.
     """
 
     id: str
@@ -56,7 +56,7 @@ class Row:
     tokens_per_second: float | None = None
 
 
-class Folder:
+class RunsFolder:
     """Looks at the runs of a folder again and again, and only at those whose files have changed.
 
     Args:
@@ -66,8 +66,8 @@ class Folder:
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
         self._lock = threading.Lock()
-        self._seen: dict[str, tuple[object, Row]] = {}
-        self._rows: list[Row] = []
+        self._seen: dict[str, tuple[object, FolderRow]] = {}
+        self._rows: list[FolderRow] = []
         self._version, self._looked = 0, -math.inf
         self._document: dict[str, Any] = {}
 
@@ -111,7 +111,7 @@ class Folder:
         except OSError:
             return []
 
-    def _row(self, path: Path, values: Mapping[str, str] | None) -> Row | None:
+    def _row(self, path: Path, values: Mapping[str, str] | None) -> FolderRow | None:
         """A run; None for a directory that is none, or is removed meanwhile."""
         run, name = RunPaths(path), path.name
         signature = (_signature(run), time.monotonic() // 5 if self._may_be_lost(name) else 0)
@@ -130,18 +130,18 @@ class Folder:
         return summary is not None and summary.state not in _ENDED
 
 
-def _read(run: RunPaths, values: Mapping[str, str] | None) -> Row | None:
+def _read(run: RunPaths, values: Mapping[str, str] | None) -> FolderRow | None:
     name = run.root.name
     id = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:10]
     if not is_run(run.root):
-        return None if values is None else Row(id=id, name=name, settings=values)
+        return None if values is None else FolderRow(id=id, name=name, settings=values)
     try:
         summary = summarise(run)
         evaluation = next(events_from_end(run.events, "evaluation", most_bytes=_TAIL_BYTES), None)
         step = next(events_from_end(run.events, "step", most_bytes=_TAIL_BYTES), None)
     except TrainctlError:
-        return None if values is None else Row(id=id, name=name, settings=values)
-    return Row(
+        return None if values is None else FolderRow(id=id, name=name, settings=values)
+    return FolderRow(
         id=id,
         name=name,
         run=run,
@@ -186,7 +186,7 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _different(rows: Sequence[Row]) -> list[str]:
+def _different(rows: Sequence[FolderRow]) -> list[str]:
     """Keys that have several values, those of few values first: they are what was compared."""
     made = [row.settings for row in rows if row.settings]
     counts = {
@@ -198,7 +198,7 @@ def _different(rows: Sequence[Row]) -> list[str]:
 
 
 def _document(
-    root: Path, rows: Sequence[Row], keys: Sequence[str], *, is_sweep: bool
+    root: Path, rows: Sequence[FolderRow], keys: Sequence[str], *, is_sweep: bool
 ) -> dict[str, Any]:
     """What the page is given."""
     measure = "held-out loss" if any(_is_finite(row.held_out) for row in rows) else "loss"
@@ -216,7 +216,7 @@ def _document(
     }
 
 
-def _row_json(row: Row, keys: Sequence[str], result: float | None) -> dict[str, Any]:
+def _row_json(row: FolderRow, keys: Sequence[str], result: float | None) -> dict[str, Any]:
     summary = row.summary
     return {
         "id": row.id,
@@ -237,7 +237,7 @@ def _row_json(row: Row, keys: Sequence[str], result: float | None) -> dict[str, 
     }
 
 
-def _result(row: Row, measure: str) -> float | None:
+def _result(row: FolderRow, measure: str) -> float | None:
     """What runs are compared by."""
     if measure == "loss":
         return _finite(row.summary.loss if row.summary else None)

@@ -44,9 +44,9 @@ class Answer:
     Attributes:
         body: Its bytes.
         kind: Media type.
-        status: Of HTTP.
+        status: Status code.
         policy: Content security policy of a page.
-        headers: Others.
+        headers: Further headers.
     """
 
     body: bytes = b""

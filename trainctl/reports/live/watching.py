@@ -13,7 +13,7 @@ from typing import Any
 from trainctl.errors import TrainctlError
 from trainctl.reports.document import report_document
 from trainctl.reports.history import History
-from trainctl.reports.live.folder import Folder
+from trainctl.reports.live.folder import RunsFolder
 from trainctl.reports.live.folder_page import folder_page, folder_policy
 from trainctl.reports.live.server import Answer
 from trainctl.reports.page import Source, content_security_policy, page
@@ -95,7 +95,7 @@ class Watching:
     ) -> None:
         self._price = price
         self._only = RunsPage(runs, price) if runs else None
-        self._folder = Folder(folder) if folder is not None else None
+        self._folder = RunsFolder(folder) if folder is not None else None
         self._lock = threading.Lock()
         self._open: dict[str, RunsPage] = {}
 
