@@ -213,5 +213,6 @@ def results(folder: Path) -> list[Result]:
 
 
 def _held_out_loss(run: RunPaths) -> float | None:
-    last = next(events_from_end(run.events, "evaluation"), None)
-    return None if last is None else number(last["loss"])
+    evaluations = events_from_end(run.events, "evaluation")
+    last = next((event["loss"] for event in evaluations if "loss" in event), None)
+    return None if last is None else number(last)
