@@ -160,7 +160,7 @@
 
   async function decodeRun(run, number) {
     const axes = await decodeAll(run.axes);
-    const evaluations = { step: await decode(run.evaluations.step), series: await decodeSeries(run.evaluations.series) };
+    const evaluations = { ...run.evaluations, step: await decode(run.evaluations.step), series: await decodeSeries(run.evaluations.series) };
     const branches = [];
     for (const branch of run.branches) {
       branches.push({ ...branch, step: await decode(branch.step), series: await decodeAll(branch.series) });
@@ -204,13 +204,14 @@
   function reduced(xs, series, count, [low, high], most) {
     const first = Math.max(0, above(xs, low - 1e-12) - 1);
     const end = Math.min(xs.length, above(xs, high) + 1);
-    const made = { x: [], mean: [], min: [], max: [] };
+    const made = { x: [], mean: [], min: [], max: [], count: 0 };
     const push = (x, mean, min, max) => {
       made.x.push(x);
       made.mean.push(Number.isFinite(mean) ? mean : null);
       made.min.push(Number.isFinite(min) ? min : null);
       made.max.push(Number.isFinite(max) ? max : null);
     };
+    for (let at = first; at < end; at++) made.count += count(at);
     if (end - first <= most) {
       for (let at = first; at < end; at++) push(xs[at], series.mean[at], series.min[at], series.max[at]);
       return made;
@@ -235,6 +236,20 @@
     return made;
   }
 
+  /** The mean of each value and its neighbours, as many on either side; of fewer at the ends. */
+  function smoothed(values, radius) {
+    const sums = [0], counts = [0];
+    values.forEach((value, at) => {
+      sums.push(sums[at] + (value ?? 0));
+      counts.push(counts[at] + (value === null ? 0 : 1));
+    });
+    return values.map((value, at) => {
+      const reach = Math.min(radius, at, values.length - 1 - at);
+      const [first, end] = [at - reach, at + reach + 1], count = counts[end] - counts[first];
+      return count ? (sums[end] - sums[first]) / count : null;
+    });
+  }
+
   const counter = (run) => (at) => run.axes.step[at] - run.axes.first_step[at] + 1;
 
   // ---------------------------------------------------------------- a chart
@@ -244,13 +259,16 @@
       this.spec = spec;
       this.isLog = false;
       this.isFull = Boolean(spec.full);
+      this.isSmooth = !spec.full && !spec.stacked;
       this.plot = null;
+      this.row = this.x = null; // where the keys have put the cursor
       this.signature = "";
       this.height = spec.wide ? 330 : 220;
       const name = `chart-${spec.id.replace(/\W/g, "-")}`;
       this.reading = make("div", { class: "read" });
       this.logButton = make("button", { type: "button", "aria-pressed": "false", title: "Logarithm (L)", text: "log", onclick: () => this.toggle("isLog") });
       this.fullButton = make("button", { type: "button", "aria-pressed": String(this.isFull), title: "Full range (F)", text: "full", onclick: () => this.toggle("isFull") });
+      this.smoothButton = make("button", { type: "button", "aria-pressed": String(this.isSmooth), title: "Mean of neighbouring steps, where single ones are drawn (S)", text: "smooth", onclick: () => this.toggle("isSmooth") });
       this.box = make("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart", "data-chart": spec.id, id: name });
       this.image = make("div", { role: "img" });
       this.box.append(this.image);
@@ -259,9 +277,9 @@
       this.table = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${spec.title}: numbers` });
       this.numbers = make("details", { ontoggle: () => this.tabulate() }, make("summary", { text: "Numbers" }), this.table);
       const unit = spec.unit ? make("span", { class: "unit", text: ` ${spec.unit}` }) : null;
-      const buttons = spec.stacked ? [] : [this.logButton, this.fullButton];
+      const buttons = spec.stacked ? [] : spec.full ? [this.logButton, this.fullButton] : [this.logButton, this.fullButton, this.smoothButton];
       this.card = make("section", { class: `card${spec.wide ? " wide" : ""}`, "aria-label": spec.title },
-        make("header", {}, make("h2", {}, spec.title, unit), ...buttons, this.reading), this.box, this.said, this.key, this.numbers);
+        make("header", {}, make("h2", {}, spec.title, unit), ...buttons, this.reading), this.box, make("div", { class: "below" }, this.said, this.key), this.numbers);
       this.box.addEventListener("keydown", (event) => this.pressed(event));
       this.box.addEventListener("blur", () => this.point(null));
       this.box.addEventListener("wheel", (event) => this.wheeled(event), { passive: false });
@@ -272,6 +290,7 @@
       this[what] = !this[what];
       this.logButton.setAttribute("aria-pressed", this.isLog);
       this.fullButton.setAttribute("aria-pressed", this.isFull);
+      this.smoothButton.setAttribute("aria-pressed", this.isSmooth);
       this.draw();
     }
 
@@ -329,9 +348,14 @@
         if (line.kind === "band" || line.kind === "line") {
           const found = reduced(line.run.axes[state.axis], line.series, counter(line.run), range, most);
           if (line.kind === "band") {
-            tables.push([found.x, scaled(found.max), scaled(found.min), scaled(found.mean)]);
+            const mean = scaled(found.mean), radius = this.radius(line, found);
+            tables.push([found.x, scaled(found.max), scaled(found.min), mean]);
             bands.push([columns.length + 1, columns.length + 2, line]);
-            columns.push({ line, part: "max" }, { line, part: "min" }, { line, part: "mean" });
+            columns.push({ line, part: "max" }, { line, part: "min" }, { line, part: "mean", pale: radius > 0 });
+            if (radius) {
+              tables[tables.length - 1].push(smoothed(mean, radius));
+              columns.push({ line, part: "smooth" });
+            }
           } else {
             tables.push([found.x, scaled(found.mean)]);
             columns.push({ line, part: "mean" });
@@ -348,6 +372,13 @@
       }
       const data = tables.length > 1 ? uPlot.join(tables) : tables[0] || [[0, 1]];
       return { data, columns, bands };
+    }
+
+    /** How many steps to each side the bold line is a mean of: none where a point is many steps. */
+    radius(line, found) {
+      if (!this.isSmooth || found.x.length < 60) return 0;
+      const steps = found.count / found.x.length;
+      return steps > 4 ? 0 : Math.round(found.x.length / 70);
     }
 
     assembleStack(lines, range, most) {
@@ -383,7 +414,7 @@
       this.lineList = lines;
       this.columns = made.columns;
       this.y = this.vertical(made, range);
-      const signature = [lines.map((line) => [line.run.id, line.name, line.colour]), made.columns.map((each) => (each.points || 0) <= 60), this.isLog, document.documentElement.dataset.theme].join("|");
+      const signature = [lines.map((line) => [line.run.id, line.name, line.colour]), made.columns.map((each) => [each.part, each.pale, (each.points || 0) <= 60]), this.isLog, document.documentElement.dataset.theme].join("|");
       if (signature === this.signature && this.plot) {
         this.plot.batch(() => {
           this.plot.setData(made.data, false);
@@ -396,7 +427,7 @@
       }
       this.describe(lines, made);
       this.legend(lines);
-      this.point(null);
+      this.point(this.rowAt(this.x));
       if (this.numbers.open) this.tabulate();
     }
 
@@ -409,6 +440,7 @@
           if (this.isLog && value <= 0) return;
           if (line.limit) limits.push(value);
           else {
+            if (part === "smooth") return;
             if (part !== "max" || points !== undefined) lows.push(value);
             if (part !== "min") highs.push(value);
           }
@@ -445,9 +477,11 @@
       const focused = document.activeElement === this.box;
       this.plot?.destroy();
       const ink = colour("--ink-2"), grid = colour("--grid"), surface = colour("--surface");
-      const series = columns.map(({ line, part, points }) => {
+      const series = columns.map(({ line, part, points, pale }) => {
         const stroke = colour(line.colour);
         if (line.kind === "layer") return { stroke: surface, width: 0.6, fill: stroke, points: { show: false }, spanGaps: true };
+        if (part === "smooth") return { stroke, width: 2, points: { show: false }, spanGaps: true };
+        if (pale) return { stroke: faded(stroke, 0.32), width: 1.1, points: { show: false }, spanGaps: true };
         if (part !== "mean") return { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
         const held = line.kind === "points";
         return {
@@ -691,8 +725,9 @@
         swatch.style.background = colour(line.colour);
         items.push(make("li", {}, swatch, line.label));
       }
+      if (this.columns.some((column) => column.part === "smooth")) items.unshift(make("li", { text: "bold: mean of neighbouring steps" }));
       if (shownRuns().some((run) => run.branches.length) && ["loss", "grad_norm", "tokens_per_second"].includes(this.spec.id)) {
-        items.push(make("li", {}, "┈ pale: steps that were done again"));
+        items.push(make("li", { text: "dotted: steps that were done again" }));
       }
       this.key.replaceChildren(...items);
     }
@@ -724,16 +759,25 @@
 
     // -------- keys and wheel
 
+    /** The row of the table that is nearest to a place that is shown; null for none. */
+    rowAt(x) {
+      const xs = this.plot.data[0], [low, high] = shownRange();
+      if (x === null || x < low || x > high || !xs.length) return null;
+      const after = Math.min(xs.length - 1, above(xs, x - 1e-9));
+      return after && x - xs[after - 1] < xs[after] - x ? after - 1 : after;
+    }
+
     point(row) {
       if (!this.plot) return;
       if (row === null) {
         this.plot.setCursor({ left: -10, top: -10 });
-        this.row = null;
+        this.row = this.x = null;
         this.show(null);
         this.said.textContent = "";
         return;
       }
       this.row = row;
+      this.x = this.plot.data[0][row];
       this.plot.setCursor({ left: this.plot.valToPos(this.plot.data[0][row], "x"), top: this.plot.bbox.height / devicePixelRatio / 2 });
       const text = [...this.reading.children].map((part) => part.textContent).join(", ");
       say(`${text}. ${this.said.textContent}`);
@@ -749,7 +793,7 @@
 
     pressed(event) {
       if (event.altKey || event.ctrlKey || event.metaKey || !this.plot) return;
-      const centre = this.row !== null && this.row !== undefined ? this.plot.data[0][this.row] : null;
+      const centre = this.x;
       const keys = {
         ArrowLeft: () => (event.shiftKey ? pan(-0.2) : this.move(-1)),
         ArrowRight: () => (event.shiftKey ? pan(0.2) : this.move(1)),
@@ -765,6 +809,7 @@
         0: () => zoomTo(null),
         l: () => !this.spec.stacked && this.toggle("isLog"),
         f: () => !this.spec.stacked && this.toggle("isFull"),
+        s: () => !this.spec.stacked && !this.spec.full && this.toggle("isSmooth"),
       };
       const action = keys[event.key] || keys[event.key.toLowerCase()];
       if (!action) return;
@@ -833,7 +878,31 @@
     return NaN;
   };
 
+  /** Of several runs: a row each. */
+  function comparison() {
+    const money = (value) => value.toLocaleString("en", { maximumFractionDigits: 2 });
+    const priced = state.runs.some((run) => run.account.price);
+    const heads = ["Run", "State", "#Step", "#Loss", "#Held-out loss", "#Lowest", "#Tokens/s", "#Tokens", "#Time", "#To come", "#Device hours", ...(priced ? ["#Price"] : []), "#Lost to faults", "#Peak memory"];
+    const bests = state.runs.map((run) => run.evaluations.best?.loss ?? Infinity), best = Math.min(...bests);
+    const rows = state.runs.map((run, at) => {
+      const { account } = run, held = run.evaluations.best;
+      const dot = make("span", { class: "dot" });
+      dot.style.color = `var(${run.colour})`;
+      const cells = [
+        `${run.step.toLocaleString("en")}${run.stop_step ? ` of ${run.stop_step.toLocaleString("en")}` : ""}`, short(lastOf(run, "loss")), held ? short(held.last) : "–",
+        held ? `${short(held.loss)}${bests[at] === best && state.runs.length > 1 ? " ★" : ""}` : "–", big(lastOf(run, "tokens_per_second")), big(account.tokens), duration(account.wall_seconds),
+        account.steps_to_come ? duration(account.seconds_to_come) : "–", short(account.device_hours, 3), ...(priced ? [account.price ? money(account.price.so_far) : "–"] : []),
+        account.repeated_steps ? `${duration(account.repeated_seconds + account.between_attempts_seconds)}, ${account.repeated_steps.toLocaleString("en")} steps` : "–", bytes(run.memory?.measured?.device_peak_bytes ?? NaN),
+      ];
+      return make("tr", {}, make("th", { scope: "row" }, make("span", { class: "run-name" }, dot, run.name)), make("td", { text: run.state }), ...cells.map((text) => make("td", { class: "number", text })));
+    });
+    $("#tiles").className = "card compared";
+    $("#tiles").replaceChildren(table(heads, rows, "The runs beside each other"));
+  }
+
   function tiles() {
+    if (state.runs.length > 1) return comparison();
+    $("#tiles").className = "tiles";
     const run = selectedRun(), account = run.account, found = [];
     const end = run.stop_step;
     found.push(tile("Step", [run.step.toLocaleString("en"), ...(end ? [unit(`of ${end.toLocaleString("en")}`)] : [])], "", end ? { done: run.step / end } : {}));
@@ -1177,7 +1246,6 @@
     document.documentElement.dataset.theme = name;
     const button = $("#theme");
     button.textContent = `Theme: ${theme}`;
-    button.setAttribute("aria-label", theme === "auto" ? "Theme: as the system has it" : `Theme: ${theme}`);
     drawCharts();
   }
 
