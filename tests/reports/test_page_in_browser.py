@@ -99,7 +99,11 @@ def page(window: Browser, file: Path) -> Browser:
     return window
 
 
+IDLE = "return document.documentElement.dataset.busy === undefined"
+
+
 def _canvas(page: Browser, chart: str) -> np.ndarray:
+    page.wait(IDLE)
     return page.pixels(page.script(f"return document.querySelector('#chart-{chart} canvas')"))
 
 
@@ -115,8 +119,9 @@ def _drawn(pixels: np.ndarray, colour: np.ndarray) -> int:
     return int((near & (pixels[..., 3] > 200)).sum())
 
 
-def _shown(page: Browser) -> str:
-    return page.script("return document.querySelector('#chart-loss [role=img]').ariaLabel")
+def _shown(page: Browser, chart: str = "loss") -> str:
+    page.wait(IDLE)
+    return page.script(f"return document.querySelector('#chart-{chart} [role=img]').ariaLabel")
 
 
 def test_every_curve_is_drawn_and_nothing_is_asked_for(page: Browser, file: Path) -> None:
@@ -166,7 +171,7 @@ def test_keys_move_zoom_and_switch(page: Browser) -> None:
     page.press("+", "+")
     zoomed = _shown(page)
     assert zoomed != whole and f"to {STEPS}." in zoomed
-    ranges = page.script("return document.querySelector('#chart-grad_norm [role=img]').ariaLabel")
+    ranges = _shown(page, "grad_norm")
     assert ranges.split(".")[0].endswith(zoomed.split(".")[0].split("from")[1])
     assert page.script("return document.activeElement.id") == "chart-loss"
     page.press(Keys.ESCAPE)

@@ -97,6 +97,7 @@
     if (seconds < 0.9995) return `${Number((seconds * 1000).toPrecision(3))} ms`;
     if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;
     const minutes = Math.round(seconds / 60);
+    if (seconds < 600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
     if (minutes < 60) return `${minutes} min`;
     const hours = Math.floor(minutes / 60);
     if (hours < 48) return `${hours} h ${minutes % 60} min`;
@@ -106,6 +107,10 @@
   const bytes = (size) =>
     !Number.isFinite(size) ? "–" : size >= 0.1 * GIB ? `${(size / GIB).toFixed(2)} GiB` : `${short(size / 2 ** 20, 3)} MiB`;
   const clock = (time) => (Number.isFinite(time) ? new Date(time * 1000).toLocaleString(undefined, { dateStyle: "short", timeStyle: "medium" }) : "–");
+  /** Parts of a step: their order, and a colour that is theirs everywhere. */
+  const PARTS = ["forward", "backward", "optimizer", "data", "evaluation", "checkpoint"];
+  const partRank = (name) => (PARTS.includes(name) ? PARTS.indexOf(name) : name === "other" ? 99 : 50);
+  const partColour = (name) => `--part-${PARTS.includes(name) ? PARTS.indexOf(name) : name === "other" ? 8 : 6}`;
   const share = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(part / whole < 0.0995 ? 1 : 0)} %` : "–");
   const say = (text) => { $("#spoken").textContent = text; };
 
@@ -292,6 +297,7 @@
       this.fullButton.setAttribute("aria-pressed", this.isFull);
       this.smoothButton.setAttribute("aria-pressed", this.isSmooth);
       this.draw();
+      this.tell();
     }
 
     /** What is drawn: a list of lines, each of a run, a series of it, and how. */
@@ -326,10 +332,8 @@
       const run = selectedRun();
       const names = Object.keys(run.series).filter((name) => name.startsWith("seconds/") && name !== "seconds/total");
       if (!names.length) return [];
-      const order = ["forward", "backward", "optimizer", "data", "evaluation", "checkpoint"];
-      const rank = (name) => (order.indexOf(name) + 99) % 99 + (order.includes(name) ? 0 : 50);
-      names.sort((one, other) => rank(one.slice(8)) - rank(other.slice(8)));
-      const lines = names.map((name, at) => ({ run, name, series: run.series[name], kind: "layer", colour: `--part-${at % 8}`, label: name.slice(8) }));
+      names.sort((one, other) => partRank(one.slice(8)) - partRank(other.slice(8)));
+      const lines = names.map((name) => ({ run, name, series: run.series[name], kind: "layer", colour: partColour(name.slice(8)), label: name.slice(8) }));
       if (run.series["seconds/total"]) lines.push({ run, name: "seconds/other", rest: run.series["seconds/total"], kind: "layer", colour: "--part-8", label: "other" });
       return lines;
     }
@@ -425,9 +429,16 @@
         this.signature = signature;
         this.build(made, range);
       }
-      this.describe(lines, made);
-      this.legend(lines);
+      this.data = made.data;
+      this.isStale = false;
       this.point(this.rowAt(this.x));
+    }
+
+    /** All that stands around the picture and in place of it. */
+    tell() {
+      if (this.card.hidden) return;
+      this.describe(this.lineList, this);
+      this.legend(this.lineList);
       if (this.numbers.open) this.tabulate();
     }
 
@@ -700,6 +711,7 @@
 
     /** The text that stands for the picture. */
     describe(lines, { data }) {
+      if (!data) return;
       const [low, high] = shownRange();
       const where = `from ${AXES[state.axis].toLowerCase()} ${big(low)} to ${big(high)}`;
       const told = lines.filter((line) => line.kind !== "constant").map((line) => {
@@ -905,13 +917,12 @@
     $("#tiles").className = "tiles";
     const run = selectedRun(), account = run.account, found = [];
     const end = run.stop_step;
-    found.push(tile("Step", [run.step.toLocaleString("en"), ...(end ? [unit(`of ${end.toLocaleString("en")}`)] : [])], "", end ? { done: run.step / end } : {}));
+    found.push(tile("Step", [run.step.toLocaleString("en"), ...(end ? [unit(`of ${end.toLocaleString("en")}`)] : [])], account.tokens ? `${big(account.tokens)} tokens${account.tokens_to_come ? `, ${big(account.tokens_to_come)} to come` : ""}` : "", end ? { done: run.step / end } : {}));
     if (run.series.loss) found.push(tile("Loss", short(lastOf(run, "loss")), "of the newest step"));
     const best = run.evaluations.best;
     if (best) found.push(tile("Held-out loss", short(best.last), `lowest ${short(best.loss)} at step ${best.step.toLocaleString("en")}`));
     const mfu = lastOf(run, "mfu");
     if (run.series.tokens_per_second) found.push(tile("Throughput", [big(lastOf(run, "tokens_per_second")), unit("tokens/s")], Number.isFinite(mfu) ? `${(100 * mfu).toFixed(1)} % of the peak FLOP/s` : ""));
-    if (account.tokens) found.push(tile("Tokens", big(account.tokens), account.tokens_to_come ? `${big(account.tokens_to_come)} to come` : ""));
     found.push(tile("Time", duration(account.wall_seconds), account.seconds_to_come && run.step < (end || 0) ? `about ${duration(account.seconds_to_come)} to come` : ""));
     if (account.price) {
       const cost = account.price;
@@ -1021,10 +1032,38 @@
     }
   }
 
+  /**
+   * Draw the curves anew: those that are seen in the next frame, however often this is asked for
+   * before it, and the others, with all that is said about them, when nothing has changed for a while.
+   */
+  let frame = 0, rest = 0;
   function drawCharts() {
+    document.documentElement.dataset.busy = "";
+    frame ||= requestAnimationFrame(() => { frame = 0; drawSeen(); });
+    clearTimeout(rest);
+    rest = setTimeout(drawAll, 150);
+  }
+
+  function drawSeen() {
+    if (!state.runs.length) return;
+    for (const chart of state.charts) {
+      const { top, bottom } = chart.card.getBoundingClientRect();
+      chart.isStale = true;
+      if (bottom > 0 && top < innerHeight) chart.draw();
+    }
+  }
+
+  function drawAll() {
+    clearTimeout(rest);
+    cancelAnimationFrame(frame);
+    frame = 0;
     for (const chart of state.charts) chart.card.hidden = !chart.lines().some((line) => line.kind !== "constant");
     widen();
-    for (const chart of state.charts) chart.draw();
+    for (const chart of state.charts) {
+      if (chart.isStale !== false) chart.draw();
+      chart.tell();
+    }
+    delete document.documentElement.dataset.busy;
   }
 
   /** The last card of an odd number takes the whole row. */
@@ -1091,8 +1130,8 @@
       ["between attempts", account.between_attempts_seconds, "--warn"],
       ["other", account.other_seconds, "--part-8"],
     ], account.wall_seconds, duration);
-    const parts = Object.entries(account.parts), total = parts.reduce((sum, [, value]) => sum + value, 0);
-    const hues = parts.map(([name, value], at) => [name, value, name === "other" ? "--part-8" : `--part-${at % 8}`]);
+    const parts = Object.entries(account.parts).sort(([one], [other]) => partRank(one) - partRank(other)), total = parts.reduce((sum, [, value]) => sum + value, 0);
+    const hues = parts.map(([name, value]) => [name, value, partColour(name)]);
     const facts = [`${account.attempts} ${account.attempts === 1 ? "attempt" : "attempts"}, ${short(account.device_hours, 4)} device hours`];
     if (account.repeated_steps) facts.push(`${account.repeated_steps.toLocaleString("en")} steps were done again: ${duration(account.repeated_seconds)}`);
     if (account.seconds_to_come) facts.push(`to come: ${account.steps_to_come.toLocaleString("en")} steps, about ${duration(account.seconds_to_come)}${account.device_hours_to_come ? ` and ${short(account.device_hours_to_come, 3)} device hours` : ""}`);
@@ -1138,7 +1177,7 @@
           tick.style.left = `${(100 * at) / withLimit}%`;
           bar.append(tick);
         }
-        if (withLimit > most || found.capacity_bytes < most) {
+        if (found.capacity_bytes && found.capacity_bytes <= withLimit) {
           const limit = make("div", { class: "limit", title: "capacity" });
           limit.style.left = `${(100 * found.capacity_bytes) / withLimit}%`;
           bar.append(limit);
@@ -1272,17 +1311,20 @@
     document.body.style.width = begins ? `${PAPER}px` : "";
     for (const each of document.querySelectorAll("#details details")) if (begins) each.open = true;
     applyTheme(begins ? "light" : undefined);
+    for (const chart of state.charts) chart.isStale = true;
+    drawAll();
     for (const chart of state.charts) chart.resize();
   }
 
   // ---------------------------------------------------------------- beginning
 
   function render() {
+    for (const chart of state.charts) chart.isStale = true;
     heading();
     tiles();
     bar();
     charts();
-    drawCharts();
+    drawAll();
     details();
   }
 
