@@ -458,8 +458,10 @@
         });
       });
       if (!highs.length) return [0, 1];
+      // Of many steps a point, spikes are in many points; of one, the first steps are the highest.
+      const isThinned = columns.some(({ part }, at) => part === "max" && data[at + 1].filter((value, row) => value > data[at + 2][row]).length > 100);
       const robust = !this.isFull && !this.spec.stacked && highs.length > 40;
-      let bottom = quantile(lows, robust ? 0.002 : 0), top = quantile(highs, robust ? 0.985 : 1);
+      let bottom = quantile(lows, robust ? 0.002 : 0), top = quantile(highs, robust ? (isThinned ? 0.93 : 0.985) : 1);
       const most = quantile(highs, 1);
       if (robust && most - top < 0.6 * (top - bottom)) top = most; // nothing stands out
       if (this.spec.stacked) { bottom = 0; top = quantile(highs, 0.99) * 1.05; }
@@ -496,9 +498,9 @@
         if (part !== "mean") return { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
         const held = line.kind === "points";
         return {
-          stroke: line.kind === "line" && line.limit ? faded(stroke, 0.8) : stroke,
+          stroke: (line.kind === "line" && line.limit) || (held && points > 60) ? faded(stroke, 0.7) : stroke,
           width: held ? 1.4 : line.kind === "constant" || line.limit ? 1.2 : 1.7,
-          dash: line.dash || (held ? [6, 4] : undefined),
+          dash: line.dash || (held && points <= 60 ? [6, 4] : undefined),
           spanGaps: true,
           points: held && points <= 60 ? { show: true, size: 7, stroke, fill: surface, width: 1.6 } : { show: false },
         };
@@ -917,7 +919,7 @@
     $("#tiles").className = "tiles";
     const run = selectedRun(), account = run.account, found = [];
     const end = run.stop_step;
-    found.push(tile("Step", [run.step.toLocaleString("en"), ...(end ? [unit(`of ${end.toLocaleString("en")}`)] : [])], account.tokens ? `${big(account.tokens)} tokens${account.tokens_to_come ? `, ${big(account.tokens_to_come)} to come` : ""}` : "", end ? { done: run.step / end } : {}));
+    found.push(tile("Step", [run.step.toLocaleString("en"), ...(end ? [unit(`of ${end >= 1e5 ? big(end) : end.toLocaleString("en")}`)] : [])], account.tokens ? `${big(account.tokens)} tokens${account.tokens_to_come ? `, ${big(account.tokens_to_come)} to come` : ""}` : "", end ? { done: run.step / end } : {}));
     if (run.series.loss) found.push(tile("Loss", short(lastOf(run, "loss")), "of the newest step"));
     const best = run.evaluations.best;
     if (best) found.push(tile("Held-out loss", short(best.last), `lowest ${short(best.loss)} at step ${best.step.toLocaleString("en")}`));
