@@ -924,7 +924,7 @@
     const best = run.evaluations.best;
     if (best) found.push(tile("Held-out loss", short(best.last), `lowest ${short(best.loss)} at step ${best.step.toLocaleString("en")}`));
     const mfu = lastOf(run, "mfu");
-    if (run.series.tokens_per_second) found.push(tile("Throughput", [big(lastOf(run, "tokens_per_second")), unit("tokens/s")], Number.isFinite(mfu) ? `${(100 * mfu).toFixed(1)} % of the peak FLOP/s` : ""));
+    if (run.series.tokens_per_second) found.push(tile("Throughput", big(lastOf(run, "tokens_per_second")), `tokens/s${Number.isFinite(mfu) ? `, ${(100 * mfu).toFixed(1)} % MFU` : ""}`));
     found.push(tile("Time", duration(account.wall_seconds), account.seconds_to_come && run.step < (end || 0) ? `about ${duration(account.seconds_to_come)} to come` : ""));
     if (account.price) {
       const cost = account.price;
