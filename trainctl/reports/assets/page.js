@@ -128,6 +128,7 @@
   /** A number below which this share of the values lies. */
   function quantile(values, part) {
     if (!values.length) return NaN;
+    if (part === 0 || part === 1) return values.reduce((one, other) => (other < one === (part === 0) ? other : one));
     const sorted = Float64Array.from(values).sort();
     return sorted[Math.min(sorted.length - 1, Math.max(0, Math.round(part * (sorted.length - 1))))];
   }
@@ -339,7 +340,8 @@
     }
 
     points() {
-      return Math.max(120, Math.round((this.box.clientWidth || 800) / POINTS));
+      this.width ||= this.box.clientWidth; // asked for once: it costs a layout
+      return Math.max(120, Math.round((this.width || 800) / POINTS));
     }
 
     /** The lines as one table for uPlot, and how each of its columns is drawn. */
@@ -431,7 +433,7 @@
       }
       this.data = made.data;
       this.isStale = false;
-      this.point(this.rowAt(this.x));
+      if (this.x !== null) this.point(this.rowAt(this.x));
     }
 
     /** All that stands around the picture and in place of it. */
@@ -439,6 +441,7 @@
       if (this.card.hidden) return;
       this.describe(this.lineList, this);
       this.legend(this.lineList);
+      if (this.x === null) this.point(null);
       if (this.numbers.open) this.tabulate();
     }
 
@@ -767,7 +770,7 @@
     }
 
     resize() {
-      const width = this.box.clientWidth;
+      const width = (this.width = this.box.clientWidth);
       if (this.plot && width && Math.abs(width - this.plot.width) > 1) this.plot.setSize({ width, height: this.height });
     }
 
