@@ -60,9 +60,9 @@ def parse_json(text: bytes | str) -> Any:
     Raises:
         ValueError: It is no UTF-8, no JSON, nested too deeply, or has a NaN.
     """
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
     try:
-        if not isinstance(text, str):
-            text = text.decode(json.detect_encoding(text), "surrogatepass")
         return _DECODER.decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -73,4 +73,4 @@ def _refuse(constant: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
-"""Made once: `json.loads` with an argument makes one for each text."""
+"""One for all: a long run has millions of records, and `json.loads` would make one for each."""
