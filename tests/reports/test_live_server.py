@@ -10,34 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from live_runs import make_run, train
 
-from trainctl.config.compose import compose
-from trainctl.hardware import resolve_hardware
-from trainctl.plan.resolve import resolve
 from trainctl.reports.live import folder as folders
 from trainctl.reports.live.folder import RunsFolder
 from trainctl.reports.live.server import Server
 from trainctl.reports.live.watching import Watching
-from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
 
 RATES = ("1e-3", "3e-3", "1e-2")
-
-
-def make_run(root: Path, *words: str) -> RunPaths:
-    config = compose(["recipe=tiny", *words]).config
-    plan = resolve(config, resolve_hardware(config.hardware)).plan
-    assert plan is not None
-    run = create_run(config, run_dir=root)
-    new_attempt(run, plan)
-    return run
-
-
-def train(run: RunPaths, steps: range, loss: float = 3.0) -> None:
-    with EventWriter(run.events, 1) as events:
-        for step in steps:
-            events.write("step", step=step, loss=loss, learning_rate=1e-3, tokens_per_second=9.0)
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +161,25 @@ def test_a_run_that_grows_is_sent_when_it_has(one: Client, runs: list[RunPaths])
     newer = one.json(f"/data.json?after={found['version']}")
     assert newer["runs"][0]["step"] == 5 and newer["version"] != found["version"]
     assert one.ask(f"/data.json?after={newer['version']}")[0] == 204
+
+
+def test_a_run_without_a_step_has_a_page_already(runs: list[RunPaths], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "new")
+    for client in serving(Watching([run])):
+        assert client.json("/data.json")["runs"][0]["step"] == 0
+        train(run, range(1, 2))
+        assert client.json("/data.json")["runs"][0]["step"] == 1
+
+
+def test_a_bug_is_an_answer_and_ends_nothing(
+    one: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(one.server, "respond", lambda path, query: {}["path"])
+        status, _, body = one.ask("/")
+        assert status == 500 and b"Traceback" not in body
+    assert "KeyError" in capsys.readouterr().err
+    assert one.ask("/")[0] == 200
 
 
 def test_a_folder_says_what_differs_and_what_is_best(

@@ -14,6 +14,7 @@ import ipaddress
 import secrets
 import socket
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -186,7 +187,12 @@ class _Handler(BaseHTTPRequestHandler):
             return Answer.problem(
                 HTTPStatus.FORBIDDEN, "the address that `trainctl watch` printed has the token"
             )
-        found = self.server.respond(asked.path, query)
+        try:
+            found = self.server.respond(asked.path, query)
+        except Exception:  # a bug, which is to be seen where the server runs, and ends nothing
+            traceback.print_exc()
+            text = "this is a bug; the terminal of the server says more"
+            return Answer.problem(HTTPStatus.INTERNAL_SERVER_ERROR, text)
         return found or Answer.problem(HTTPStatus.NOT_FOUND, "there is no such page")
 
     def _has_token(self) -> bool:
