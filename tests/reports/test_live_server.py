@@ -14,7 +14,7 @@ from live_runs import make_run, train
 
 from trainctl.reports.live import folder as folders
 from trainctl.reports.live.folder import RunsFolder
-from trainctl.reports.live.server import Server
+from trainctl.reports.live.server import PageServer
 from trainctl.reports.live.watching import Watching
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
@@ -37,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunPaths]:
 class Client:
     """Asks a server."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: PageServer) -> None:
         self.server = server
         self.port = server.server_address[1]
         self.headers = {"Authorization": f"Bearer {server.token}"}
@@ -60,7 +60,7 @@ class Client:
 
 
 def serving(watching: Watching) -> Iterator[Client]:
-    with Server("127.0.0.1", 0, watching.respond, names=("proxy.example",)) as server:
+    with PageServer("127.0.0.1", 0, watching.respond, names=("proxy.example",)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         yield Client(server)

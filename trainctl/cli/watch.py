@@ -14,7 +14,7 @@ import typer
 
 from trainctl.cli.console import go_on_without_reader, put, say
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.reports.live.server import Server
+from trainctl.reports.live.server import PageServer
 from trainctl.reports.live.watching import Watching
 from trainctl.runs.directory import DEFAULT_ROOT, is_run, open_run
 from trainctl.runs.layout import RunPaths
@@ -61,7 +61,7 @@ def watch(
     opened, folder = _what(runs or [])
     watching = Watching(opened, folder, price)
     try:
-        server = Server(host, port, watching.respond, names=tuple(allow_name or ()))
+        server = PageServer(host, port, watching.respond, names=tuple(allow_name or ()))
     except OSError as error:
         raise TrainctlError(
             f"nothing can listen on {host}, port {port}: {error.strerror or error}",
@@ -75,7 +75,7 @@ def watch(
         server.serve_forever(poll_interval=0.2)
 
 
-def _explain(server: Server) -> None:
+def _explain(server: PageServer) -> None:
     address, port = server.server_address[:2]
     if ip_address(str(address)).is_loopback:
         say(
@@ -118,7 +118,7 @@ def _what(given: list[Path]) -> tuple[list[RunPaths], Path | None]:
 
 
 @contextmanager
-def _stopped_by_signals(server: Server) -> Iterator[None]:
+def _stopped_by_signals(server: PageServer) -> Iterator[None]:
     """SIGINT and SIGTERM end the serving, with exit code 0: this is how it ends."""
 
     def end(*_: Any) -> None:

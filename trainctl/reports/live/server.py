@@ -66,7 +66,7 @@ Respond = Callable[[str, Mapping[str, str]], Answer | None]
 """From the path of a request and its query to the answer; None where there is no such document."""
 
 
-class Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
     """Serves until `shutdown`.
 
     Args:
@@ -145,7 +145,7 @@ class Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Server
+    server: PageServer
     protocol_version = "HTTP/1.1"
     server_version = "trainctl"
     sys_version = ""
