@@ -43,6 +43,7 @@ def test_what_is_said_of_a_run(tmp_path: Path) -> None:
         run,
         iter(
             [
+                step(1, time="x"),
                 other("start", step=0, world_size=2, num_parameters=10, resumed_from=None),
                 *map(step, range(1, 9)),
                 other("intervention", step=9, samples=[1, 2], ranks=[1], to_step=4, **trouble),
@@ -51,6 +52,7 @@ def test_what_is_said_of_a_run(tmp_path: Path) -> None:
                 other("evaluation", step=8, loss=3.0),
                 other("failure", message="rank 1 was killed", cause="killed", rank=1),
                 other("unheard_of", step="x"),
+                other("memory", step=1, measured={}, phases=7),
                 other("checkpoint", step=8),  # of another version: it lacks what is told
                 other("memory", step=2, measured={"device_peak_bytes": 7}, planned=None),
             ]
@@ -58,7 +60,7 @@ def test_what_is_said_of_a_run(tmp_path: Path) -> None:
     )
     (found,) = report_document(read(run), is_packed=False)["runs"]
     assert found["axes"]["step"] == list(range(1, 9)) and found["num_parameters"] == 10
-    assert [branch["steps"] for branch in found["branches"]] == [4]
+    assert [branch["steps"] for branch in found["branches"]] == [1, 4]
     marks = {mark["kind"]: mark for mark in found["marks"]}
     assert set(marks) == {"start", "intervention", "failure"}
     assert marks["intervention"]["text"].startswith("rewind to step 4")
@@ -125,6 +127,7 @@ def test_all_forms_have_the_same_numbers(
     [
         (["--json", "--csv"], ExitCode.bad_input, "two forms"),
         (["--buckets", "3"], ExitCode.bad_input, "at least 64"),
+        (["--price", "inf"], ExitCode.bad_input, "no price"),
         (["-o", "no/such/file.html"], ExitCode.bad_input, "there is no folder no/such"),
         (["nowhere"], ExitCode.run_state, "does not exist"),
     ],

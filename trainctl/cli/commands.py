@@ -44,6 +44,11 @@ COMMANDS = {
         "export:export",
         "Write a checkpoint as a directory that transformers loads.",
     ),
+    "add-tokens": (
+        USE,
+        "add_tokens:add_tokens",
+        "Write a transformers directory again with more special tokens.",
+    ),
     "checkpoint": (USE, "checkpoint:app", "List, verify, remove and save checkpoints."),
     "validate": (
         PLAN,

@@ -34,7 +34,7 @@ EVALUATION = ("loss", "ema_loss")
 
 def of_step(event: Event) -> dict[str, float]:
     """The numbers of a `step` record, `step` and `time` among them; what it lacks is left out."""
-    found: dict[str, float] = {"step": event["step"], "time": event["time"]}
+    found = _placed(event)
     # Of a million records: what is a number, as nearly all is, goes the shortest way.
     for name in STEP:
         value = event.get(name)
@@ -59,7 +59,7 @@ def of_step(event: Event) -> dict[str, float]:
 
 def of_evaluation(event: Event) -> dict[str, float]:
     """The numbers of an `evaluation` record, of each source too: `loss/NAME`."""
-    found = {"step": float(event["step"]), "time": float(event["time"])}
+    found = _placed(event)
     for name in EVALUATION:
         if event.get(name) is not None:
             _add(found, name, event[name])
@@ -68,6 +68,12 @@ def of_evaluation(event: Event) -> dict[str, float]:
     for name, value in _items(event.get("objective")):
         _add(found, f"objective/{name}", value)
     return found
+
+
+def _placed(event: Event) -> dict[str, float]:
+    """When and where it was; what no record lacks, but a person may have changed."""
+    time = event.get("time")
+    return {"step": event["step"], "time": time if isinstance(time, int | float) else 0.0}
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
