@@ -92,7 +92,7 @@ def load(
     shape, dtype = plan.config.model, TORCH_TYPES[formats(plan.config.precision).weights]
     model = skeleton(portable(shape), dtype)
     elements = sum(parameter.numel() for parameter in model.parameters())
-    place = _choose_device(device, elements * dtype.itemsize)
+    place = choose_device(device, elements * dtype.itemsize)
     is_flash = shape.attention is AttentionKind.flash_attention_2
     if is_flash and place.type == "cuda" and is_flash_attn_2_available():
         model = skeleton(shape, dtype)
@@ -125,7 +125,12 @@ class _Watched:
         return self._source.buffer(name)
 
 
-def _choose_device(wanted: str, needed_bytes: int) -> torch.device:
+def choose_device(wanted: str, needed_bytes: int) -> torch.device:
+    """Where weights go: auto is an accelerator that has room for them, else the CPU.
+
+    Raises:
+        TrainctlError: The one that is asked for is not here (exit code 4).
+    """
     here = torch.cuda.is_available()
     if wanted == "cuda" and not here:
         raise TrainctlError(
