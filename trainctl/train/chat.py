@@ -89,6 +89,8 @@ class ChatTemplate:
     """A tokenizer and a template, for one conversation after the other.
 
     Attributes:
+        source: The template, in Jinja.
+        arguments: What it is given beside the messages, by name.
         has_marks: Whether the template says itself what the assistant's tokens are.
 
     Args:
@@ -105,8 +107,8 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        self._file, self._source, self._special_tokens = tokenizer, source, dict(special_tokens)
-        self._arguments = dict(arguments or {})
+        self._file, self.source, self._special_tokens = tokenizer, source, dict(special_tokens)
+        self.arguments = dict(arguments or {})
         self.has_marks = bool(_MARK.search(source))
 
     @classmethod
@@ -153,7 +155,7 @@ class ChatTemplate:
         others = {number: each.content for number, each in added if not each.special}
         if not others:
             return {}
-        written = self._source + "".join(self._probes())
+        written = self.source + "".join(self._probes())
         return {number: name for number, name in others.items() if name.strip() and name in written}
 
     @cached_property
@@ -192,8 +194,8 @@ class ChatTemplate:
     @property
     def fingerprint(self) -> str:
         """Changes whenever the same conversation could give other ids, beside the tokenizer's."""
-        settings = [FORMAT, self._source, self._special_tokens]
-        settings += [self._arguments] if self._arguments else []
+        settings = [FORMAT, self.source, self._special_tokens]
+        settings += [self.arguments] if self.arguments else []
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
     def render(
@@ -353,10 +355,10 @@ class ChatTemplate:
             texts, spans = render_jinja_template(
                 [list(chat)],
                 tools=[*tools] or None,
-                chat_template=self._source,
+                chat_template=self.source,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompts,
-                **self._arguments,
+                **self.arguments,
                 **self._special_tokens,
             )
         except (TemplateError, *_OF_TEMPLATES) as error:

@@ -86,7 +86,7 @@ def chat_template_of(
     Raises:
         TrainctlError: There is none, and there has to be.
     """
-    section = next(iter(sources_of(data).values()))
+    section = first_source(data)
     has_conversations = isinstance(section, ChatConfig) and marks_learnt(section)
     if not (has_conversations if chat is None else chat):
         return None
@@ -94,3 +94,8 @@ def chat_template_of(
         named, arguments = section.chat_template, section.template_arguments
         return ChatTemplate.of(tokenizer.file, named, arguments)
     return ChatTemplate.of(tokenizer.file)
+
+
+def first_source(data: DataConfig) -> DataConfig:
+    """The section of the first source of a run, by which it is asked."""
+    return next(iter(sources_of(data).values()))
