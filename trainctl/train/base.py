@@ -172,6 +172,7 @@ def whole_weights(
     kept: Path | None = None,
     process: Process | None = None,
     is_start: bool = False,
+    merges: bool = True,
 ) -> WeightSource:
     """All weights of a model from a checkpoint: with its base, and its adapter merged into that.
 
@@ -181,6 +182,7 @@ def whole_weights(
         kept: Where its run keeps what it knows of the base's files.
         process: This rank, if all of them call it together.
         is_start: Whether a new run starts from it, whose context may be another.
+        merges: Whether an adapter is merged; else its tensors are there beside the base's.
 
     Raises:
         TrainctlError: It is of another model, or its base is not what it was.
@@ -206,7 +208,7 @@ def whole_weights(
     if "base" not in manifest:
         return checkpoint
     base = recorded_base(manifest["base"], whole, kept=kept, process=process)
-    if adapter is None:
+    if adapter is None or not merges:
         return Layered(checkpoint, expected, base.source)
     return Merged(checkpoint, base.source, layers, adapter, whole.shapes)
 

@@ -157,7 +157,7 @@ def _evaluate(
     datasets = held_out_data(plan, corpora)
     objective = objective_of(plan.config.objective)
     if objective.needs_reference:
-        reference_of(run, datasets)
+        reference_of(run, corpora, datasets)
     samples = arguments.samples or plan.config.training.evaluation_samples
     if samples == 0 or not any(dataset.num_samples for dataset in datasets.values()):
         raise TrainctlError(

@@ -93,19 +93,25 @@ def write_reference(run: RunPaths, reference: Reference, of: str) -> None:
     write_bytes(run.reference, stream.getvalue())
 
 
-def reference_of(run: RunPaths, held_out: dict[str, PackedDataset]) -> None:
+def reference_of(run: RunPaths, corpora: Corpora, held_out: dict[str, PackedDataset]) -> None:
     """Let held-out pairs have what a run keeps of them, outside training.
 
+    Args:
+        run: The run.
+        corpora: Its text.
+        held_out: The pairs that it holds out.
+
     Raises:
-        TrainctlError: It keeps nothing (exit code 5).
+        TrainctlError: It keeps nothing, or that of other pairs (exit code 5).
     """
     dataset = held_out[SOLE]
     try:
         with np.load(io.BytesIO(run.reference.read_bytes()), allow_pickle=False) as arrays:
-            found = arrays["held_out"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        found = np.zeros((0, 2), np.float32)
-    if len(found) != dataset.num_samples:
+            found, of = arrays["held_out"], json.loads(str(arrays["of"]))
+            is_known = of == json.loads(_identity(corpora, of["samples"]))
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        found, is_known = np.zeros((0, 2), np.float32), False
+    if not is_known or len(found) != dataset.num_samples:
         raise TrainctlError(
             f"{run.root} has no {run.reference.name} of these pairs",
             hint="it is written before the first step",
