@@ -91,7 +91,9 @@ def evaluate(
     device: OnDevice = OfflineDevice.auto,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a checkpoint on the run's held-out text, or on tasks of lm-eval.
+    """Evaluate a checkpoint on held-out text, or on tasks.
+
+    The text is what the run holds out; the tasks are lm-eval's.
 
     Examples: trainctl evaluate; trainctl evaluate runs/NAME --best --samples 512;
     trainctl evaluate runs/NAME --tasks arc_easy,hellaswag

@@ -53,7 +53,7 @@ def sample(
     device: OnDevice = OfflineDevice.auto,
     as_json: Json = False,
 ) -> None:
-    """Continue a text with the model of a checkpoint, or have it answer a message.
+    """Continue a text, or answer a message, by a checkpoint.
 
     Of conversations the answer alone is printed, up to the end of its turn.
 
