@@ -34,6 +34,7 @@ from trainctl.runs.command import AttemptCommand, read_command
 from trainctl.runs.directory import read_plan
 from trainctl.runs.failures import describe, error_line, is_lost_peer, settle
 from trainctl.runs.heartbeats import Heartbeat, Phase
+from trainctl.runs.imports import uncollected
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import (
     PARENT_VARIABLE,
@@ -131,10 +132,11 @@ class Agent:
         # For all ranks of the node, and before anything of torch is used; they look once more, at
         # what is in their memory.
         declared.require(plan.config)
-        from trainctl.agent.builds import BuildWatch
-        from trainctl.agent.elastic import RankExit, run_ranks
-        from trainctl.agent.rendezvous import NodeRendezvous
-        from trainctl.agent.watch import Watch
+        with uncollected():
+            from trainctl.agent.builds import BuildWatch
+            from trainctl.agent.elastic import RankExit, run_ranks
+            from trainctl.agent.rendezvous import NodeRendezvous
+            from trainctl.agent.watch import Watch
 
         declared.require_unchanged(plan.config, {At.agent})
         command = read_command(self._attempt)

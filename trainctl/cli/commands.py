@@ -26,6 +26,11 @@ COMMANDS = {
         "Train every combination of several values: here one after another, in Slurm as an array.",
     ),
     "runs": (TRAIN, "runs:app", "List, follow, stop and remove runs."),
+    "report": (
+        TRAIN,
+        "report:report",
+        "Write one HTML file that shows one or several runs: curves, faults, memory, time, layout.",
+    ),
     "data": (TRAIN, "data:app", "Look at what a run is trained on."),
     "evaluate": (USE, "evaluate:evaluate", "Evaluate a checkpoint on held-out text, or on tasks."),
     "sample": (USE, "sample:sample", "Continue a text, or answer a message, by a checkpoint."),

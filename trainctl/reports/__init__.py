@@ -1,1 +1,1 @@
-"""What people look at rather than read: charts of plans and of records."""
+"""What people look at rather than read: charts of plans, and a page of runs."""

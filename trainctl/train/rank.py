@@ -9,6 +9,7 @@ from trainctl.engines.choose import engine_room
 from trainctl.engines.process import not_deterministic, stop_process
 from trainctl.plan.types import RunPlan
 from trainctl.runs.heartbeats import Heartbeat, Phase
+from trainctl.runs.imports import uncollected
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
 from trainctl.train.session import assemble
@@ -24,7 +25,8 @@ def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat)
     # DeepSpeed calls collectives by names that newer torch warns of, at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     heartbeat.beat(Phase.start, doing="joining the other ranks")
-    declared.require_unchanged(plan.config)
+    with uncollected():  # the engine is imported by this
+        declared.require_unchanged(plan.config)
     process = engine_room(plan).start_process(plan)
     heartbeat.beat(Phase.start, doing="building the model and its engine")
     try:

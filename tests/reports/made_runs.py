@@ -1,0 +1,91 @@
+"""Runs that were never trained: a directory with a real plan, and records as ranks write them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.compose import compose
+from trainctl.config.schema import Accelerator
+from trainctl.hardware import Hardware
+from trainctl.plan.resolve import resolve
+from trainctl.runs.directory import create_run, new_attempt
+from trainctl.runs.layout import RunPaths
+
+EVALUATED, SAVED = 20, 40
+"""Every so many steps."""
+START = 1.7e9
+"""Unix seconds of the first record."""
+
+
+def new_run(folder: Path, *overrides: str, nodes: int = 1, devices: int = 2) -> RunPaths:
+    """A run with one attempt, planned for so many devices."""
+    hardware = Hardware(
+        name=f"{nodes}x{devices}",
+        accelerator=Accelerator.cpu,
+        nodes=nodes,
+        devices_per_node=devices,
+    )
+    composed = compose(["recipe=tiny", *overrides])
+    plan = resolve(composed.config, hardware).plan
+    assert plan is not None
+    run = create_run(composed.config, run_dir=folder, folder=folder.parent)
+    new_attempt(run, plan)
+    return run
+
+
+def append(run: RunPaths, records: Iterator[dict[str, Any]]) -> None:
+    """Write records, all at once."""
+    with run.events.open("a") as stream:
+        for record in records:
+            stream.write(json.dumps(record).replace("NaN", '"NaN"') + "\n")
+
+
+def step(number: int, *, attempt: int = 1, time: float = START, **fields: Any) -> dict[str, Any]:
+    """A `step` record as of two ranks that take half a second."""
+    return {
+        "schema": 1,
+        "attempt": attempt,
+        "time": time,
+        "event": "step",
+        "step": number,
+        "loss": 2.0 + 3.0 * math.exp(-number / 50),
+        "learning_rate": 1e-3,
+        "learning_rates": {"decayed": 1e-3},
+        "grad_norm": 1.0,
+        "tokens": number * 4096,
+        "tokens_per_second": 8192.0,
+        "mfu": None,
+        "seconds": {"total": 0.5, "forward": 0.2, "backward": 0.25},
+        "peak_bytes": {"allocated": None, "host": 5 << 20},
+        "samples": [16 * number - 16, 16 * number],
+        **fields,
+    }
+
+
+def other(event: str, *, attempt: int = 1, time: float = START, **fields: Any) -> dict[str, Any]:
+    """A record of another kind."""
+    return {"schema": 1, "attempt": attempt, "time": time, "event": event, **fields}
+
+
+def drawn(seed: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Records until that step: now and then it goes back, within an attempt or with a new one."""
+    chance = random.Random(seed)
+    attempt, number, time = 1, 0, START
+    yield other("launch", host="a", pid=1, ranks=2)
+    while number < steps:
+        number, time = number + 1, time + 0.5
+        loss = chance.choice([chance.random(), chance.random(), math.nan])
+        yield step(number, attempt=attempt, time=time, loss=loss)
+        if number % EVALUATED == 0:
+            yield other("evaluation", attempt=attempt, time=time, step=number, loss=chance.random())
+        if chance.random() < 0.02:
+            if chance.random() < 0.5:
+                attempt += 1
+                time += 10
+                yield other("launch", attempt=attempt, time=time, host="a", pid=1, ranks=2)
+            number = chance.randrange(max(0, number - 30), number + 1)

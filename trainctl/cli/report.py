@@ -1,0 +1,154 @@
+"""`trainctl report`: the curves and the account of runs as a page, as JSON, or as a table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trainctl.cli.arguments import Json
+from trainctl.cli.console import print_json, say
+from trainctl.cli.intact import open_or_newest
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.reports.document import report_document, rows
+from trainctl.reports.history import History
+from trainctl.reports.page import page
+from trainctl.runs.atomic import write_text
+from trainctl.runs.directory import open_run
+
+DEFAULT_FILE = Path("report.html")
+MOST_RUNS = 50
+"""More than that nobody tells apart by colour; `trainctl sweep FOLDER` has them as a table."""
+
+
+class _Form(StrEnum):
+    html = "html"
+    json = "json"
+    csv = "csv"
+
+
+def report(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN...", help="Run directories; else the newest.", show_default=False
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Where the page goes; else report.html. JSON and CSV: else stdout.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print the curves as a table, a row a bucket of steps.")
+    ] = False,
+    price: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P", min=0, help="Of a device for an hour: adds the cost.", show_default=False
+        ),
+    ] = None,
+    buckets: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Points of each run, at most: their mean, least and most; 0: every step. Else as "
+            "many as a page of 2 MB bears.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write one HTML file that shows one or several runs: curves, faults, memory, time, layout.
+
+    It needs no network and no server. --json and --csv give the same numbers.
+
+    Example: trainctl report runs/A runs/B -o report.html
+    """
+    form = _form(as_json=as_json, as_csv=as_csv, output=output)
+    if buckets is not None and 0 < buckets < 64:
+        raise TrainctlError(
+            f"--buckets {buckets} is too few for a curve",
+            hint="at least 64, or 0 for every step",
+            exit_code=ExitCode.bad_input,
+        )
+    histories = _read(runs or [])
+    made = report_document(histories, price=price, most=buckets, is_packed=form is _Form.html)
+    if form is _Form.html:
+        target = output or DEFAULT_FILE
+        names = ", ".join(history.run.root.name for history in histories)
+        _write(target, page(made, title=names))
+        say(f"wrote {target} ({target.stat().st_size / 1e6:.2f} MB)", style="good")
+    elif form is _Form.json and output is None:
+        print_json(made)
+    elif form is _Form.json:
+        assert output is not None
+        _write(output, _json_text(made))
+    elif output is None:
+        csv.writer(sys.stdout, lineterminator="\n").writerows(map(_cells, rows(made)))
+    else:
+        stream = io.StringIO()
+        csv.writer(stream, lineterminator="\n").writerows(map(_cells, rows(made)))
+        _write(output, stream.getvalue())
+
+
+def _form(*, as_json: bool, as_csv: bool, output: Path | None) -> _Form:
+    """What is asked for, before the work.
+
+    Raises:
+        TrainctlError: Two forms at once, or there is no such folder (exit code 2).
+    """
+    if as_json and as_csv:
+        raise TrainctlError("--json and --csv are two forms: ask for one")
+    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
+        what = "is a folder" if output.is_dir() else f"there is no folder {output.parent}"
+        raise TrainctlError(f"{output}: {what}", hint="-o names the file to write")
+    return _Form.json if as_json else _Form.csv if as_csv else _Form.html
+
+
+def _read(runs: list[Path]) -> list[History]:
+    """The runs, each once.
+
+    Raises:
+        TrainctlError: One is no run (exit code 5), or there are too many (exit code 2).
+    """
+    opened = [open_run(run) for run in runs] or [open_or_newest(None)]
+    opened = list({run.root: run for run in opened}.values())
+    if len(opened) > MOST_RUNS:
+        raise TrainctlError(
+            f"{len(opened)} runs are too many for one page",
+            hint=f"at most {MOST_RUNS}; `trainctl runs ls FOLDER` lists them all",
+        )
+    histories = [History(run) for run in opened]
+    for history in histories:
+        history.read()
+    return histories
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_text(path.absolute(), text)
+    except OSError as error:
+        raise TrainctlError(
+            f"{path} cannot be written: {error.strerror}", exit_code=ExitCode.environment
+        ) from None
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _cells(row: list[Any]) -> list[Any]:
+    return ["" if value is None else value for value in row]
