@@ -36,6 +36,7 @@ MUP = {"model__mup": True, "model__mup_base_width": 64}
 DEEPCOMPILE = {"kernels__compile": "deepcompile"}
 SAVES = {"checkpoint__every_steps": 10}
 LORA = {"adapter__kind": "lora"}
+NF4 = {"adapter__base_weights": "nf4"}
 TWO_STAGES = {"parallelism__pipeline": 2, "zero_stage__stage": 1}
 PAIRS = {
     "objective__kind": "dpo",
@@ -110,6 +111,27 @@ ERRORS = [
         gpus(1),
         "model.model_type=theirs with adapter=lora: it carries a state",
         "another model",
+    ),
+    (
+        "TC382",
+        {**LORA, **NF4, "parallelism__tensor": 2},
+        gpus(2),
+        "parallelism.tensor=2 with adapter.base_weights=nf4",
+        "parallelism.tensor=1",
+    ),
+    (
+        "TC382",
+        {**LORA, **NF4, "model__family": "gpt2"},
+        gpus(),
+        "the matrices of gpt2 have a row for each input",
+        "adapter.base_weights=compute",
+    ),
+    (
+        "TC383",
+        {**LORA, **NF4, "model__intermediate_size": 99, "model__hidden_size": 32},
+        gpus(),
+        "blocks of 64 weights do not divide model.layers.0.mlp.gate_proj.weight, of 99 x 32",
+        "adapter.base_weights=int8",
     ),
     (
         "TC380",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 from anatomies import SMALL
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import config_with
 
 from trainctl.config.anatomy import anatomy_of
+from trainctl.config.codec import to_plain
+from trainctl.errors import TrainctlError
+from trainctl.options.adapter import BaseWeights
 from trainctl.plan.groups import parameter_groups
+from trainctl.plan.identity import check_trained
 from trainctl.plan.shapes import all_tensors
 from trainctl.plan.trainable import idle_stages, met_by, trainable
 
@@ -112,3 +117,14 @@ def test_a_stage_of_a_pipeline_may_have_nothing_to_train() -> None:
     assert idle("norm", r"layers\.\d", model__tie_word_embeddings=True) == []
     adapted = config_with(**LLAMA, adapter__kind="lora", adapter__targets=["q_proj"])
     assert idle_stages(adapted, (1, 3)) == []
+
+
+def test_a_checkpoint_of_before_a_key_is_read_with_its_default() -> None:
+    config = config_with(adapter__kind="lora")
+    adapter = to_plain(config.adapter)
+    assert adapter.pop("base_weights") == "compute"
+    shapes = {tensor.name: list(tensor.shape) for tensor in trainable(config).trained}
+    check_trained(config, "step-1", {"base": {}, "adapter": adapter, "shapes": shapes})
+    config.adapter.base_weights = BaseWeights.nf4
+    with pytest.raises(TrainctlError, match='base_weights was "compute", and is "nf4"'):
+        check_trained(config, "step-1", {"base": {}, "adapter": adapter, "shapes": shapes})

@@ -237,6 +237,19 @@ def test_an_adapter_is_suggested_last_where_there_are_weights_to_start_from() ->
     assert assess(changed, card).fits
 
 
+def test_a_base_in_four_bits_is_suggested_where_lora_does_not_fit() -> None:
+    config = llama_7b(stage=2)
+    config.model.initial_weights = "weights"
+    card = replace(H100, devices_per_node=1, device_memory_bytes=12 * GIB)
+    *_, last = what_fits(config, card)
+    wanted = {"adapter.kind=lora", "adapter.base_weights=nf4_double"}
+    assert wanted <= set(last.overrides)
+    config.adapter = new_section("adapter", "lora")
+    *_, last = what_fits(config, card)
+    assert "adapter.base_weights=nf4_double" in last.overrides
+    assert "adapter.kind=lora" not in last.overrides
+
+
 def test_frozen_weights_take_no_time_of_an_optimizer() -> None:
     config = llama_7b(stage=2)
     whole = timed(config, H100)

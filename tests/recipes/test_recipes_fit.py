@@ -8,7 +8,12 @@ from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.planner.assess import assess
 
-PEAKS = {"sft-8b-lora-1x24g": 18.5, "sft-8b-full-8x80g": 45.5, "sft-70b-lora-8x80g": 34.4}
+PEAKS = {
+    "sft-8b-lora-1x24g": 18.5,
+    "sft-8b-full-8x80g": 45.5,
+    "sft-70b-lora-8x80g": 34.4,
+    "sft-70b-qlora-1x80g": 44.8,
+}
 """Of a device, GiB."""
 
 

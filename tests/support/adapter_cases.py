@@ -18,6 +18,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
+from trainctl.options.adapter import BaseWeights
 from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
@@ -32,6 +33,18 @@ TRAINED: Mapping[str, Mapping[str, Any]] = {
     "lora-all": {"kind": "lora", "rank": 4, "alpha": 8.0},
     "rslora": {"kind": "rslora", "targets": ["q_proj", "o_proj"]},
     "dora": {"kind": "dora", "targets": ["q_proj", "down_proj"]},
+    "int8": {"kind": "lora", "targets": ["q_proj", "down_proj"], "base_weights": BaseWeights.int8},
+    "nf4": {"kind": "lora", "rank": 4, "alpha": 8.0, "base_weights": BaseWeights.nf4},
+    "nf4-double": {
+        "kind": "lora",
+        "targets": ["q_proj", "v_proj", "down_proj"],
+        "base_weights": BaseWeights.nf4_double,
+    },
+    "dora-nf4": {
+        "kind": "dora",
+        "targets": ["q_proj", "down_proj"],
+        "base_weights": BaseWeights.nf4_double,
+    },
     "embeddings": {"freeze": ["embeddings"]},
     "last-blocks": {"freeze": ["all_but_last_blocks:2"]},
     "some": {"freeze": ["mlp", "norm", "embeddings"]},
@@ -115,7 +128,7 @@ def train(case: Adapting, folder: Path, *, steps: int) -> Curve:
 
 def everything() -> list[Adapting]:
     """The whole product of `scripts/parity_adapters.py`; what plans refuse is among it."""
-    trained = ("full", "lora-all", "dora", "last-blocks", "some")
+    trained = ("full", "lora-all", "dora", "nf4-double", "dora-nf4", "int8", "last-blocks", "some")
     layouts = ("1", "DP2", "TP2", "PP2", "SP2")
     cells = itertools.product(trained, layouts, "0123", ("none", "full"))
     return [Adapting(*cell) for cell in cells] + [

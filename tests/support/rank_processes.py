@@ -18,7 +18,9 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.hardware import Hardware
+from trainctl.options.adapter import low_rank
 from trainctl.plan.derive import is_counted_in_epochs
+from trainctl.plan.quantized import quantized_layers
 from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
 from trainctl.runs.atomic import write_json
@@ -127,6 +129,8 @@ def train_cases(world_size: int, cases: list[Case], *, probe: str = "") -> list[
     for operator in sorted(set().union(*(_operators(case.plan) for case in cases))):
         # Once for all ranks, and with no limit to it: a compiler that is killed leaves a lock.
         server().prepare("ranks:load_operator", operator)
+    if any(quantized_layers(c.plan.config.model, low_rank(c.plan.config.adapter)) for c in cases):
+        server().prepare("ranks:load_module", "bitsandbytes")
     if probe:
         return server().run("ranks:probe", (cases, probe), world_size, SECONDS)
     for case in cases:

@@ -30,6 +30,11 @@ def load_operator(name: str) -> None:
     get_accelerator().create_op_builder(name).load()
 
 
+def load_module(name: str) -> None:
+    """Import what only some cases need; runs in the server."""
+    importlib.import_module(name)
+
+
 def train(case: Case) -> None:
     """Train as a launched rank does, noting the samples that are really read."""
     with _joined(case) as process:

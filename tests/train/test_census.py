@@ -19,6 +19,7 @@ from trainctl.memory.partial import of_run
 from trainctl.memory.phases import resident
 from trainctl.memory.rank import rank_memory
 from trainctl.memory.stages import stages
+from trainctl.options.adapter import BaseWeights
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
@@ -40,8 +41,8 @@ def plan(
     config = tiny_config(steps=2)
     config.training.freeze = trains.get("freeze", [])
     if "adapter" in trains:
-        targets = trains.get("targets", [])
-        config.adapter = new_section("adapter", trains["adapter"], rank=4, targets=targets)
+        keys = {key: trains[key] for key in ("targets", "base_weights") if key in trains}
+        config.adapter = new_section("adapter", trains["adapter"], rank=4, **keys)
     config.model.hidden_size, config.model.intermediate_size = 128, 352
     config.precision = precision
     config.optimizer = new_section("optimizer", optimizer, lr=config.optimizer.lr)
@@ -120,6 +121,12 @@ def test_states_of_other_optimizers(tmp_path: Path) -> None:
 PARTIAL: dict[str, dict[str, Any]] = {
     "LoRA": {"adapter": "lora"},
     "DoRA": {"adapter": "dora"},
+    "LoRA beside int8": {"adapter": "lora", "base_weights": BaseWeights.int8},
+    "LoRA beside NF4": {"adapter": "lora", "base_weights": BaseWeights.nf4},
+    "LoRA beside NF4, scales in 8 bits": {
+        "adapter": "lora",
+        "base_weights": BaseWeights.nf4_double,
+    },
     "embeddings and a block frozen": {"freeze": ["embeddings", r"layers\.0\."]},
     "all but the last block frozen": {"freeze": ["all_but_last_blocks:1"]},
 }
@@ -142,6 +149,11 @@ def test_states_where_not_all_trains(tmp_path: Path) -> None:
 KEPT: dict[str, dict[str, Any]] = {
     "LoRA on two layers": {"adapter": "lora", "targets": ["q_proj", "down_proj"]},
     "DoRA": {"adapter": "dora"},
+    "LoRA on two layers beside NF4": {
+        "adapter": "lora",
+        "targets": ["q_proj", "down_proj"],
+        "base_weights": BaseWeights.nf4,
+    },
     "all but the last block frozen": {"freeze": ["all_but_last_blocks:1"]},
     "blocks frozen above embeddings that train": {"freeze": [r"layers\."]},
 }

@@ -17,6 +17,7 @@ from trainctl.config.schema import (
 from trainctl.errors import Finding
 from trainctl.hardware.facts import Hardware
 from trainctl.hardware.finding import problem
+from trainctl.options.adapter import low_rank
 
 COMPILERS = ("g++", "clang++", "c++")
 """What torch.compile looks for on a CPU, unless CXX names another."""
@@ -47,6 +48,11 @@ def _missing(config: RunConfig, hardware: Hardware) -> Iterator[tuple[str, str, 
         if kernels.cross_entropy is CrossEntropyKind.liger_fused:
             hint = "kernels.cross_entropy=chunked, or pip install 'trainctl[liger]'"
             yield "kernels.cross_entropy", "liger_fused", "the package liger-kernel", hint
+    adapter = low_rank(config.adapter)
+    if adapter is not None and adapter.is_quantized and find_spec("bitsandbytes") is None:
+        hint = "adapter.base_weights=compute, or pip install 'trainctl[qlora]'"
+        kind = adapter.base_weights.value
+        yield "adapter.base_weights", kind, "the package bitsandbytes", hint
     if kernels.compile is CompileKind.none:
         return
     if hardware.accelerator is Accelerator.cpu:

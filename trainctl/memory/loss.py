@@ -24,8 +24,9 @@ def head_input(rank: RankMemory) -> int:
 
 def _reads_input(rank: RankMemory) -> bool:
     """Whether the output projection keeps its input: it learns, or its layer keeps it anyway."""
-    learning = rank.stage.learning
-    return rank.trained.head > 0 or any(each.keeps_inputs for each, _ in learning or ())
+    learning = rank.stage.learning or ()
+    keeps = rank.engine.keeps_inputs or any(each.keeps_inputs for each, _ in learning)
+    return rank.trained.head > 0 or keeps
 
 
 def logits(rank: RankMemory, per_logit: int) -> int:

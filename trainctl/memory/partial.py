@@ -19,6 +19,7 @@ from trainctl.options.adapter import low_rank
 from trainctl.options.adapter import spec_of as adapter_of
 from trainctl.options.model import spec_of
 from trainctl.plan import shapes
+from trainctl.plan.quantized import packed_size, quantized_layers
 from trainctl.plan.shapes import TensorShape
 from trainctl.plan.trainable import Trainable, block_numbers, is_partial, ties, trainable
 
@@ -65,7 +66,8 @@ def _stage(key: _ByText, stage: Stage, tensor: int, keeps_inputs: bool) -> Stage
     own = range(stage.first_block, stage.first_block + stage.blocks)
     prefix = f"{shapes.block_prefix(key.config.model)}."
     marked = (_marked(piece, own, prefix, trained) for piece in stage.pieces)
-    pieces = [piece for pieces in marked for piece in pieces]
+    packed = _packed(key)
+    pieces = [_in_bytes(piece, own, prefix, packed) for pieces in marked for piece in pieces]
     pieces += _adapters(_added(found, blocks, own), own, prefix, tensor)
     live = Counter(learning[block] for block in own if block in learning)
     return replace(stage, pieces=tuple(pieces), learning=tuple(live.items()))
@@ -93,6 +95,27 @@ def _marked(piece: Piece, own: range, prefix: str, trained: frozenset[str]) -> I
         return
     for name, does in zip(names, trains, strict=True):
         yield replace(piece, name=name, count=1, trains=does)
+
+
+def _in_bytes(piece: Piece, own: range, prefix: str, packed: Mapping[str, int]) -> Piece:
+    """A piece as it is where its matrices are in 8 or 4 bits: of bytes."""
+    name = piece.name
+    if piece.in_block and shapes.block_of(name) is None and own:
+        name = f"{prefix}{own[0]}.{name}"  # as in the other blocks
+    if name not in packed:
+        return piece
+    return replace(piece, numel=packed[name], element_bytes=1, expanded=piece.numel)
+
+
+@lru_cache(maxsize=8)
+def _packed(key: _ByText) -> dict[str, int]:
+    """Bytes of each matrix that is in 8 or 4 bits."""
+    adapter = low_rank(key.config.adapter)
+    return {
+        name: packed_size(adapter.base_weights, layer.outputs, layer.inputs).total
+        for name, layer in quantized_layers(key.config.model, adapter).items()
+        if adapter is not None
+    }
 
 
 def _added(found: Trainable, blocks: Mapping[str, int], own: range) -> Iterator[TensorShape]:
@@ -149,6 +172,8 @@ def _learning(key: _ByText, keeps_inputs: bool) -> dict[int, Learning]:
     whole = everything(spec_of(config.model)).weights
     spec = adapter_of(config.adapter)
     adapted = {f"{name}.weight" for each in ranks.values() for name, _ in each}
+    # A layer that expands its matrix keeps none of its inputs, at any stage.
+    keeps_inputs &= not _packed(key)
     keeps_inputs |= not adapted <= whole
     return {
         block: Learning(

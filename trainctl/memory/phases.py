@@ -79,9 +79,7 @@ def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
         result = result.plus(
             gradients=FP32 * own if engine.offloads_optimizer else kept,
             communication_buffers=engine.communication_bytes * _bucket(engine, elements),
-            gathered_parameters=0
-            if _is_whole(engine)
-            else engine.weight_bytes * _always_whole(engine, stage),
+            gathered_parameters=0 if _is_whole(engine) else _always_whole(engine, stage),
         )
     return result
 
@@ -89,9 +87,9 @@ def resident(engine: EngineMemory, stage: Stage, runtime: int) -> Components:
 def _weights(engine: EngineMemory, stage: Stage) -> int:
     """Bytes of weights on the device between uses."""
     if engine.stage < 3:
-        return engine.weight_bytes * stage.parameters
-    own = engine.share(stage.partitioned)
-    return 0 if engine.offloads_parameters else engine.weight_bytes * own
+        return stage.bytes(engine.weight_bytes)
+    own = engine.share(stage.partitioned_bytes(engine.weight_bytes))
+    return 0 if engine.offloads_parameters else own
 
 
 def _bucket(engine: EngineMemory, elements: int) -> int:
@@ -101,14 +99,15 @@ def _bucket(engine: EngineMemory, elements: int) -> int:
 
 
 def _always_whole(engine: EngineMemory, stage: Stage) -> int:
-    """Elements kept whole at stage 3: small tensors, and ZeRO++'s second partition."""
-    whole = stage.below(engine.zero.param_persistence_threshold)
+    """Bytes kept whole at stage 3: small tensors, and ZeRO++'s second partition."""
+    whole = stage.bytes_below(engine.zero.param_persistence_threshold, engine.weight_bytes)
     hpz = engine.zero.hpz_partition_size
-    return whole + (-(-stage.parameters // hpz) if hpz > 1 else 0)
+    return whole + (-(-stage.bytes(engine.weight_bytes) // hpz) if hpz > 1 else 0)
 
 
-def _gathered(rank: RankMemory, module: int, *, turning: bool = False) -> int:
-    """Bytes of weights gathered at stage 3 while a module of `module` elements runs.
+def _gathered(rank: RankMemory, module: int, *, outside: int = 0, turning: bool = False) -> int:
+    """Bytes of weights gathered at stage 3 while a module of `module` elements runs, of which
+    `outside` are in no block.
 
     Each module that runs, with weights or without, asks for `prefetch_bucket_size` more elements of
     those to come, and for whole tensors, so that the weights ahead grow until there are as many as
@@ -130,11 +129,22 @@ def _gathered(rank: RankMemory, module: int, *, turning: bool = False) -> int:
             live = max(live, limit + rank.stage.largest_in_block)
     # What autograd retains is gathered too: count it once.
     retained = _retained(rank) // engine.weight_bytes if turning and not engine.autocast else 0
-    size = engine.weight_bytes * min(live, max(rank.stage.parameters - retained, 0))
+    size = _of_live(rank, min(live, max(rank.stage.parameters - retained, 0)), outside)
     if engine.zero.quantized_weights:
         # They arrive as int8, and are expanded into a tensor of their own.
         size += min(module + engine.zero.prefetch_bucket_size, limit, rank.stage.parameters)
     return size
+
+
+def _of_live(rank: RankMemory, elements: int, outside: int) -> int:
+    """Bytes of gathered elements, `outside` of them in no block. DeepSpeed counts elements: of
+    blocks in 8 or 4 bits most are bytes."""
+    weight_bytes, stage = rank.engine.weight_bytes, rank.stage
+    if not stage.largest_expanded:
+        return weight_bytes * elements
+    inside = min(max(elements - outside, 0), stage.blocks * stage.block_parameters)
+    each = stage.block_bytes(weight_bytes) / stage.block_parameters
+    return weight_bytes * (elements - inside) + round(each * inside)
 
 
 def _retained(rank: RankMemory) -> int:
@@ -144,7 +154,11 @@ def _retained(rank: RankMemory) -> int:
     (zero/linear.py); GPT-2's Conv1D does not go through it. Autocast's casts are kept always.
     """
     engine, stage = rank.engine, rank.stage
-    matrices = sum(piece.total for piece in stage.pieces if piece.is_matrix and piece.in_block)
+    matrices = sum(
+        piece.total
+        for piece in stage.pieces
+        if piece.is_matrix and piece.in_block and not piece.expanded
+    )
     if rank.recomputes:
         matrices //= max(stage.blocks, 1)
     if engine.autocast:
@@ -222,7 +236,7 @@ def _forward_end(rank: RankMemory) -> Components:
         + _sent_on(rank)
         + _exchanged(rank),
         logits=logits(rank, rank.logit_bytes.forward) + fused_head(rank),
-        gathered_parameters=_gathered(rank, rank.stage.head, turning=True),
+        gathered_parameters=_gathered(rank, rank.stage.head, outside=rank.stage.head, turning=True),
         retained_weights=_retained(rank),
         **_accumulated(rank),
     )
@@ -238,13 +252,16 @@ def _backward_start(rank: RankMemory) -> Components:
     loss = common.plus(
         activations=head_input(rank),
         logits=logits(rank, rank.logit_bytes.backward),
-        gathered_parameters=_gathered(rank, stage.head, turning=True),
+        gathered_parameters=_gathered(rank, stage.head, outside=stage.head, turning=True),
         **_accumulated(rank),
     )
     trained = rank.trained
     in_flight = trained.largest_in_block if engine.stage > 1 or engine.accumulates else trained.head
     block = common.plus(
-        activations=rank.activations.block_backward + _casts(rank) + _merged(rank),
+        activations=rank.activations.block_backward
+        + _casts(rank)
+        + _merged(rank)
+        + _expanded(rank),
         gradients=_accumulated(rank).get("gradients", 0) + engine.weight_bytes * in_flight,
         communication_buffers=_reduction(rank) if engine.stage else 0,
         gathered_parameters=_gathered(rank, stage.block_parameters, turning=True),
@@ -259,10 +276,13 @@ def _backward_end(rank: RankMemory) -> Components:
     embedding = 0 if engine.stage < 2 and not engine.accumulates else trained.embedding
     in_flight = max(embedding, trained.largest_in_block if engine.stage else 0)
     return rank.resident.plus(
-        activations=rank.activations.last_block + _casts(rank),
+        activations=rank.activations.last_block + _casts(rank) + _expanded(rank),
         gradients=_gradients(rank) + engine.weight_bytes * in_flight,
         communication_buffers=_reduction(rank),
-        gathered_parameters=_gathered(rank, max(stage.block_parameters, stage.embedding)),
+        gathered_parameters=max(
+            _gathered(rank, stage.block_parameters),
+            _gathered(rank, stage.embedding, outside=stage.embedding),
+        ),
     )
 
 
@@ -285,7 +305,14 @@ def _merged(rank: RankMemory) -> int:
     has_magnitudes = any(each.magnitudes for each, _ in rank.stage.learning or ())
     if not (has_magnitudes and rank.recomputes):
         return 0
-    return 3 * rank.engine.weight_bytes * rank.stage.largest_in_block
+    largest = rank.stage.largest_expanded or rank.stage.largest_in_block
+    return 3 * rank.engine.weight_bytes * largest
+
+
+def _expanded(rank: RankMemory) -> int:
+    """Bytes of one matrix of 8 or 4 bits in the type that computes: each is expanded for a product,
+    and let go (`_Product`, train/quantized.py)."""
+    return compute_bytes(rank.plan) * rank.stage.largest_expanded
 
 
 def _sent_on(rank: RankMemory) -> int:
@@ -338,14 +365,16 @@ def _load(rank: RankMemory, runtime: int) -> Components:
     partition being copied to the master (converted, then cloned)."""
     engine, stage = rank.engine, rank.stage
     if engine.stage < 3:
-        whole = engine.weight_bytes * stage.parameters
+        whole = stage.bytes(engine.weight_bytes)
         moved = engine.weight_bytes * max((each.elements for each in rank.groups), default=0)
         if not engine.has_master:
             moved = 0
         weights = Components(parameters=whole, runtime=runtime)
     else:
         # One block at a time is whole while the model is built (zero.Init), before `defragment`.
-        one_block = engine.weight_bytes * max(stage.block_parameters, stage.embedding)
+        one_block = max(
+            stage.block_bytes(engine.weight_bytes), engine.weight_bytes * stage.embedding
+        )
         moved = max(rank.resident.parameters - one_block, 0)
         weights = Components(
             parameters=rank.resident.parameters,

@@ -29,6 +29,9 @@ class Piece:
         spread: Ranks that have a part of the whole tensor each, besides tensor ranks: as many times
             fewer share out this part.
         trains: Whether the optimizer updates it.
+        element_bytes: Bytes of one element, where it is not in the type that computes: a matrix in
+            8 or 4 bits is so many bytes.
+        expanded: Elements of the matrix that such bytes stand for.
     """
 
     numel: int
@@ -41,6 +44,13 @@ class Piece:
     is_expert: bool = False
     spread: int = 1
     trains: bool = True
+    element_bytes: int | None = None
+    expanded: int = 0
+
+    def bytes(self, elements: int, weight_bytes: int) -> int:
+        """Of so many of its elements, where others' have `weight_bytes`."""
+        each = weight_bytes if self.element_bytes is None else self.element_bytes
+        return each * elements
 
     @property
     def total(self) -> int:
@@ -107,6 +117,11 @@ class Stage:
         return sum(piece.total for piece in self.pieces)
 
     @property
+    def weights(self) -> int:
+        """What `parameters` says, of matrices in 8 or 4 bits what they stand for."""
+        return sum((piece.expanded or piece.numel) * piece.count for piece in self.pieces)
+
+    @property
     def tensors(self) -> int:
         return sum(piece.count for piece in self.pieces)
 
@@ -134,9 +149,29 @@ class Stage:
         """Elements of one block."""
         return sum(piece.total for piece in self.pieces if piece.in_block) // max(self.blocks, 1)
 
-    def below(self, threshold: int) -> int:
-        """Elements in tensors of at most `threshold` elements."""
-        return sum(piece.total for piece in self.pieces if piece.numel <= threshold)
+    @property
+    def largest_expanded(self) -> int:
+        """Elements of the largest matrix that is expanded from 8 or 4 bits."""
+        return max((piece.expanded for piece in self.pieces), default=0)
+
+    def bytes(self, weight_bytes: int) -> int:
+        """Of all parameters; those in the type that computes have `weight_bytes` an element."""
+        return sum(piece.bytes(piece.total, weight_bytes) for piece in self.pieces)
+
+    def partitioned_bytes(self, weight_bytes: int) -> int:
+        """Of what ZeRO's ranks share out."""
+        return sum(piece.bytes(piece.partitioned, weight_bytes) for piece in self.pieces)
+
+    def block_bytes(self, weight_bytes: int) -> int:
+        """Of one block."""
+        inside = (piece for piece in self.pieces if piece.in_block)
+        size = sum(piece.bytes(piece.total, weight_bytes) for piece in inside)
+        return size // max(self.blocks, 1)
+
+    def bytes_below(self, threshold: int, weight_bytes: int) -> int:
+        """Of tensors of at most `threshold` elements."""
+        small = (piece for piece in self.pieces if piece.numel <= threshold)
+        return sum(piece.bytes(piece.total, weight_bytes) for piece in small)
 
 
 def stages(

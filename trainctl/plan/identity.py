@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.codec import to_plain
-from trainctl.config.schema import ModelConfig, RunConfig
+from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.schema import AdapterConfig, ModelConfig, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options import model as families
 from trainctl.options.optimizer import spec_of
@@ -176,9 +176,11 @@ def check_trained(config: RunConfig, name: str, manifest: Mapping[str, Any]) -> 
     """
     if "base" not in manifest and not is_partial(config):
         return
+    # Read as a section is, so that one of before a key has its default.
+    saved_adapter: AdapterConfig = from_plain(AdapterConfig, manifest.get("adapter", {}))
     had, now = (
-        {key: value for key, value in adapter.items() if key != "dropout"}
-        for adapter in (manifest.get("adapter", {"kind": "none"}), to_plain(config.adapter))
+        {key: value for key, value in to_plain(adapter).items() if key != "dropout"}
+        for adapter in (saved_adapter, config.adapter)
     )
     changes = list(_changes(had, now, "adapter."))
     if not changes:

@@ -16,6 +16,7 @@ from trainctl.config.schema import (
 )
 from trainctl.hardware import Hardware
 from trainctl.options.activation_checkpointing import by_what_they_keep, checkpointing_of
+from trainctl.options.adapter import BaseWeights, low_rank
 from trainctl.options.engine import engine_of
 from trainctl.options.launcher import launcher_for
 from trainctl.plan.nearest import divisors
@@ -113,8 +114,28 @@ def with_an_adapter(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
     """
     if config.model.initial_weights is None or is_partial(config) or not config.trains_itself:
         return
-    adapter = _change("adapter", 1, {"adapter.kind": "lora"})
-    yield adapter
+    yield from _beside(_change("adapter", 1, {"adapter.kind": "lora"}), config, batch)
+
+
+def with_a_quantized_base(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
+    """The same with frozen matrices in 4 bits (QLoRA), or an adapter that is there beside these."""
+    adapter = low_rank(config.adapter)
+    if adapter is None:
+        if config.model.initial_weights is None or is_partial(config):
+            return
+    elif adapter.is_quantized:
+        return
+    if not config.trains_itself:
+        return
+    values: dict[str, object] = {"adapter.base_weights": BaseWeights.nf4_double}
+    if adapter is None:
+        values = {"adapter.kind": "lora", **values}
+    yield from _beside(_change("base_weights", 1, values), config, batch)
+
+
+def _beside(first: KeyChange, config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
+    """A change, and with it what saves memory on these devices."""
+    yield first
     for change in _combinations(
         _smaller_batches(config, batch, 0),
         _more_recomputation(config),
@@ -122,7 +143,7 @@ def with_an_adapter(config: RunConfig, batch: Batch) -> Iterator[KeyChange]:
         _higher_stages(config),
     ):
         yield KeyChange(
-            values={**adapter.values, **change.values}, kinds=(*adapter.kinds, *change.kinds)
+            values={**first.values, **change.values}, kinds=(*first.kinds, *change.kinds)
         )
 
 

@@ -86,13 +86,14 @@ class Learnt:
 
 
 def learnt(config: RunConfig) -> Learnt:
-    """How much of a run's model trains; an adapter's own products are left out of the time."""
+    """How much of a run's model trains. An adapter's own products, and what it takes to expand a
+    base of 8 or 4 bits, are left out of the time."""
     if not is_partial(config):
         return Learnt()
     (stage,) = of_run(config, stages(config.model))
     reached = sum(count for _, count in stage.learning or ())
     return Learnt(
-        weights=stage.trained.parameters / max(stage.parameters, 1),
+        weights=stage.trained.parameters / max(stage.weights, 1),
         blocks=reached / max(stage.blocks, 1),
     )
 

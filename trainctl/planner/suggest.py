@@ -19,6 +19,7 @@ from trainctl.planner.changes import (
     KeyChange,
     that_save_memory,
     that_use_memory,
+    with_a_quantized_base,
     with_an_adapter,
 )
 from trainctl.planner.traces import traced_model
@@ -59,7 +60,8 @@ def what_fits(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
     """Up to four changes with which `config` fits `hardware`, the least costly first.
 
     All keep the global batch, so that the run learns the same; but of a model that starts from
-    weights the last of them is an adapter, if it fits. Empty when the configuration is not legal,
+    weights the last of them is an adapter, if it fits, beside a base in 4 bits if it fits with that
+    alone. Empty when the configuration is not legal,
     fits as it is, the device's memory is unknown, or nothing tried helps.
     """
     before = assess(config, hardware)
@@ -71,10 +73,13 @@ def what_fits(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
     suggestions: list[Suggestion] = []
     for changes, most in (
         (with_an_adapter(config, batch), 1),
+        (with_a_quantized_base(config, batch), 1),
         (that_save_memory(config, hardware, batch), MOST_SUGGESTIONS),
     ):
-        tries = sorted(_timed(changes, config, hardware), key=lambda item: _cost(*item))
         wanted = most - len(suggestions)
+        if not wanted:
+            continue
+        tries = sorted(_timed(changes, config, hardware), key=lambda item: _cost(*item))
         found = _first_that_fit(tries[:MOST_TRIES], before.budget, now, wanted=wanted)
         suggestions = [*found, *suggestions]
     return suggestions

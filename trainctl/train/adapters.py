@@ -90,7 +90,11 @@ class WithMagnitude(Adapted):
         if not (self.training and self.lora_dropout):
             return factor * (plain + self.added(inputs))
         dropped = self.dropped(inputs)
-        return plain + (factor - 1) * F.linear(dropped, weight) + factor * self.added(dropped)
+        return plain + (factor - 1) * self.plain(dropped, weight) + factor * self.added(dropped)
+
+    def plain(self, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """W x of other inputs than the layer's."""
+        return F.linear(inputs, weight)
 
 
 class DoraLinear(WithMagnitude, nn.Linear):

@@ -34,6 +34,7 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import digest
 from trainctl.train.adapters import Merged
 from trainctl.train.checkpoint import Checkpoint
+from trainctl.train.quantized import dequantized
 from trainctl.train.restore import weights_of
 from trainctl.train.weights import SafetensorsWeights, SeedWeights, WeightSource
 
@@ -174,7 +175,8 @@ def whole_weights(
     is_start: bool = False,
     merges: bool = True,
 ) -> WeightSource:
-    """All weights of a model from a checkpoint: with its base, and its adapter merged into that.
+    """All weights of a model from a checkpoint: with its base, and its adapter merged into that, as
+    it was trained beside it: quantized, if it was.
 
     Args:
         checkpoint: Of it.
@@ -210,7 +212,8 @@ def whole_weights(
     base = recorded_base(manifest["base"], whole, kept=kept, process=process)
     if adapter is None or not merges:
         return Layered(checkpoint, expected, base.source)
-    return Merged(checkpoint, base.source, layers, adapter, whole.shapes)
+    source = dequantized(base.source, whole.config, adapter)
+    return Merged(checkpoint, source, layers, adapter, whole.shapes)
 
 
 def adapter_of(manifest: Mapping[str, Any]) -> AdapterConfig:

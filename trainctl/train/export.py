@@ -24,6 +24,7 @@ from transformers.modeling_utils import PreTrainedModel
 from trainctl.config.quantities import disk_text
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerConfig
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.adapter import low_rank
 from trainctl.options.tokenizer import spec_of, tokenizer_facts
 from trainctl.runs.atomic import sync_directory, write_json
 from trainctl.runs.processes import is_alive
@@ -134,6 +135,12 @@ def export(
         notes += _write_chat(model, config, folder)
         if isinstance(source, Merged):
             notes.append("the adapter is merged into its base; --adapter writes it alone")
+            adapter = low_rank(config.adapter)
+            if adapter is not None and adapter.is_quantized:
+                notes.append(
+                    f"the base is what {adapter.base_weights.value} makes of it, beside which the "
+                    "adapter was trained"
+                )
     return Exported(
         files=sorted(path.name for path in out.iterdir()),
         size_bytes=total,

@@ -59,6 +59,7 @@ from trainctl.train.objective import loss_of
 from trainctl.train.optimizers import own_optimizer
 from trainctl.train.patience import Patience
 from trainctl.train.pipeline import PipelineStage, cut_to_stage, tied_weight
+from trainctl.train.quantized import dequantized, quantize, quantized
 from trainctl.train.recompute import wrap_blocks
 from trainctl.train.replay import Replay
 from trainctl.train.restore import newest_intact
@@ -175,8 +176,9 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     require_all_to_train(model)
     routers = Routers(model, config)
     tensor_group = mesh.tensor.group if mesh.tensor.size > 1 else None
-    source, beside, shapes = _weights(plan, run, process, model, checkpoint)
-    frozen = sum(each.numel() for each in model.parameters() if not each.requires_grad)
+    whole = Whole.of(config.model, model)
+    source, beside, shapes = _weights(plan, run, process, whole, checkpoint)
+    frozen = sum(math.prod(whole.shapes[name]) for name in whole.shapes.keys() - shapes.keys())
     buffers = persistent_buffers(model)
     wrapped = wrap_blocks(model, config.activation_checkpointing, tensor_group)
     if precision_of(config.precision).build:
@@ -320,7 +322,7 @@ def _weights(
     plan: RunPlan,
     run: RunPaths,
     process: Process,
-    model: PreTrainedModel,
+    whole: Whole,
     checkpoint: Checkpoint | None,
 ) -> tuple[WeightSource, dict[str, Any], dict[str, list[int]]]:
     """Where the values of a whole skeleton come from, which gets the run's adapter.
@@ -328,8 +330,7 @@ def _weights(
     Returns:
         The source; what manifests say of weights that do not train; the shapes of those that do.
     """
-    config = plan.config
-    whole = Whole.of(config.model, model)
+    config, model = plan.config, whole.skeleton
     if checkpoint is not None and not is_partial(config):
         checkpoint.check(config.model, whole.shapes)
         return checkpoint, {}, dict(whole.shapes)
@@ -346,9 +347,11 @@ def _weights(
         checkpoint.check(config.model, shapes)
         source = Layered(checkpoint, shapes, source)
     elif low_rank(config.adapter) is not None:
-        own = initial_adapter(config.training.seed, config, source, whole.shapes)
+        beside = dequantized(source, config.model, low_rank(config.adapter))
+        own = initial_adapter(config.training.seed, config, beside, whole.shapes)
         source = Layered(own, shapes, source)
-    return source, facts_of(config, base), shapes
+    quantize(model, config)
+    return quantized(source, config, process.device), facts_of(config, base), shapes
 
 
 def seed_step(seed: int, step: int, replica: int) -> None:

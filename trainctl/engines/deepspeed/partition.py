@@ -43,13 +43,13 @@ class Partitioner:
         self._experts = None if mesh is None else mesh.expert_replicas.group
         self._swapper: Any = None  # to NVMe, with buffers that all parameters share
         # One buffer for all of them in turn.
-        parameters = list(skeleton.parameters())
-        largest = max(parameter.numel() for parameter in parameters)
-        self._whole = torch.empty(largest, dtype=parameters[0].dtype, device=device)
+        largest = max(each.numel() * each.element_size() for each in skeleton.parameters())
+        self._whole = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def __call__(self, meta: nn.Parameter, piece: ParameterPiece, read: Read) -> nn.Parameter:
         """The parameter that takes a skeleton's place, with the values of this rank's partition."""
-        unset = self._whole[: meta.numel()].view(meta.shape)
+        size = meta.numel() * meta.element_size()
+        unset = self._whole[:size].view(meta.dtype).view(meta.shape)
         parameter = nn.Parameter(unset, requires_grad=meta.requires_grad)
         if piece.is_expert:
             assert self._experts is not None

@@ -8,10 +8,20 @@ layers trains (arXiv:2106.09685): W x becomes W x + s B A x, with A of (rank, in
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from trainctl.config.registry import Spec, load
 from trainctl.config.schema import AdapterConfig
 from trainctl.config.schema.option import option
+
+
+class BaseWeights(Enum):
+    """How the frozen matrices beside an adapter are held."""
+
+    compute = "compute"
+    int8 = "int8"
+    nf4 = "nf4"
+    nf4_double = "nf4_double"
 
 
 @dataclass
@@ -35,6 +45,17 @@ class LowRank(AdapterConfig):
         minimum=0,
         maximum=0.9,
     )
+    base_weights: BaseWeights = option(
+        BaseWeights.compute,
+        "How the blocks' frozen linear layers are held: in the type that computes, in 8 bits, or "
+        "in 4 (QLoRA, arXiv:2305.14314), whose scales nf4_double holds in 8. They are expanded "
+        "where they are used.",
+    )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the frozen matrices take fewer bits than what computes with them."""
+        return self.base_weights is not BaseWeights.compute
 
 
 @dataclass(frozen=True, kw_only=True)
