@@ -56,8 +56,6 @@ def evaluate(
         Path | None,
         typer.Option(
             metavar="DIR",
-            exists=True,
-            file_okay=False,
             help="Tasks of your own, in lm-eval's YAML, beside its own.",
             show_default=False,
         ),

@@ -66,10 +66,16 @@ def evaluate_tasks(
     device: str,
     meter: Meter,
 ) -> dict[str, Any]:
-    """Do the tasks, and add what came of it to the run's records; gives the record."""
+    """Do the tasks, and add what came of it to the run's records; gives the record.
+
+    Raises:
+        TrainctlError: The folder of tasks is none, or as the process that does them says.
+    """
+    if tasks.include is not None and not tasks.include.is_dir():
+        raise TrainctlError(f"--include-path {tasks.include} is no folder")
     arguments: list[str | Path] = [run.root, checkpoint, "--weights", weights, "--device", device]
     for name in tasks.names:
-        arguments.append(f"--task={name}")
+        arguments.append(f"--name={name}")
     for option, value in (
         ("include", tasks.include.resolve() if tasks.include else None),
         ("keep", tasks.keep.resolve() if tasks.keep else None),

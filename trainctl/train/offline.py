@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--adapter", action="store_true")
     export.add_argument("--shard-bytes", type=int)
     tasks_of = tasks.add_parser("tasks", parents=[common])
-    tasks_of.add_argument("--task", action="append", required=True)
+    tasks_of.add_argument("--name", action="append", required=True)
     tasks_of.add_argument("--include", type=Path)
     tasks_of.add_argument("--shots", type=int)
     tasks_of.add_argument("--limit", type=int)
@@ -269,7 +269,7 @@ def _tasks(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> 
             hint="trainctl export, and lm_eval --trust_remote_code on that folder",
         )
     asked = Asked(
-        arguments.task,
+        arguments.name,
         arguments.include,
         arguments.shots,
         arguments.limit,
