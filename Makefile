@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: demo test check format docs install help
+.PHONY: demo test check format docs install trackers help
 
 demo: $(VENV)/.installed-run  ## Train the tiny recipe on this machine, in a few minutes
 	$(BIN)/trainctl launch recipe=tiny
@@ -29,6 +29,8 @@ docs: $(VENV)/.installed-run  ## Write docs/reference.md and docs/rules.md anew
 
 install: $(VENV)/.installed-all  ## Install all that running, tests and checks need, in one step
 
+trackers: $(VENV)-trackers/.installed  ## Install W&B, MLflow and Trackio, apart: their pins clash
+
 help:  ## Show this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
@@ -42,3 +44,8 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.$(EXTRAS_$*)'
 	@touch $@ $(STAMPS_$*)
+
+$(VENV)-trackers/.installed: scripts/trackers.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --requirement scripts/trackers.txt
+	@touch $@

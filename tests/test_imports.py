@@ -20,7 +20,7 @@ ORDER = [
     {"plan", "memory"},
     {"planner"},
     {"runs"},
-    {"data"},
+    {"data", "records"},
     {"engines", "loggers"},
     {"launch", "agent", "train", "reports"},
     {"cli"},

@@ -26,7 +26,8 @@ from trainctl.config.schema import RunConfig
 from trainctl.memory.runtime import band, fits
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
-DEFAULT = (DATA / "memory_measurements.csv", DATA / "memory_fits.csv")
+MEASURED = tuple(DATA / f"memory_{name}.csv" for name in ("measurements", "frameworks", "adapters"))
+DEFAULT = (*MEASURED, DATA / "memory_fits.csv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

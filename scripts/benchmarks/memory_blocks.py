@@ -27,10 +27,12 @@ class Code:
         dropout: Whether two masks of a byte an element are kept.
         scores: Kept of each attention score; 0 for a fused kernel.
         statistics: Kept of each head and token.
+        fp32_softmax: Whether probabilities are computed in fp32, and cast.
         gated: Whether the feed-forward layer has a gate.
         inner: Kept copies of the feed-forward width.
         sequence_parallel: Whether what tensor parallelism copies is split along the sequence.
         alternate: Whether selective recomputation keeps every other product only (torchtitan).
+        compiled: Whether a compiler sees that nothing needs the block's last product again.
     """
 
     norm: int
@@ -43,7 +45,9 @@ class Code:
     gated: bool = True
     inner: int = 4
     sequence_parallel: bool = False
+    fp32_softmax: bool = False
     alternate: bool = False
+    compiled: bool = False
 
 
 def block(
@@ -77,10 +81,14 @@ def block(
         + code.statistics * heads
     )
     scores = code.scores * heads * sequence_length
+    # Two gradients of the scores, in the format that the softmax runs in.
+    softmax = FP32 if code.fp32_softmax else element
+    score_gradients = 2 * softmax if code.scores else 0
     # Results of products with weights and of attention, which selective recomputation keeps.
     up = 2 if code.gated else 1
     if code.alternate:
-        products = element * (queries + keys + inner + hidden / whole)
+        last = 0 if code.compiled else hidden / whole
+        products = element * (queries + keys + inner + last)
     else:
         products = element * (queries + 2 * keys + up * inner + 2 * hidden / whole)
     products += 0 if code.scores else element * queries + FP32 * heads
@@ -94,7 +102,7 @@ def block(
         feed_forward_gradient=round(element * (2 * inner + 2 * hidden)),
         attention_gradient=round(
             element * (2 * queries + 2 * keys + 2 * hidden)
-            + 2 * code.scores * heads * sequence_length
+            + score_gradients * heads * sequence_length
         ),
     )
 
@@ -106,7 +114,14 @@ TORCH = Code(
 the queries scaled, and the probabilities kept once in the compute type."""
 
 TORCH_AUTOCAST = Code(
-    norm=6, norm_statistics=8, attention_copies=1, scores=6, statistics=0, gated=False, inner=2
+    norm=6,
+    norm_statistics=8,
+    attention_copies=1,
+    scores=6,
+    statistics=0,
+    fp32_softmax=True,
+    gated=False,
+    inner=2,
 )
 """The same under autocast, which computes norms and the softmax in fp32: a norm keeps its input in
 fp32, and the cast of its output for the product; probabilities are kept in fp32 and as they were
@@ -129,11 +144,11 @@ the result."""
 PLAIN_GELU = Code(norm=4, norm_statistics=8, gated=False, inner=2)
 """A GPT in plain PyTorch: LayerNorm, fused attention and torch's GELU."""
 
-COMPILED = Code(norm=2, inner=2)
+COMPILED = Code(norm=2, inner=2, compiled=True)
 """A compiled Llama block: the compiler keeps results of products and computes norms and activations
 again, since that is cheaper than reading them."""
 
-COMPILED_GELU = Code(norm=2, norm_statistics=8, gated=False, inner=1)
+COMPILED_GELU = Code(norm=2, norm_statistics=8, gated=False, inner=1, compiled=True)
 """The same with GELU."""
 
 FROZEN = Code(norm=5, inner=3)

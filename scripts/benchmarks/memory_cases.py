@@ -47,7 +47,7 @@ from trainctl.memory.constants import Fragmentation, LogitBytes, Range
 from trainctl.memory.engine import EngineMemory, read_engine
 from trainctl.memory.loss import loss_tokens
 from trainctl.memory.phases import phases, resident
-from trainctl.memory.runtime import fragmentation_of, reserved_bytes, runtime_of
+from trainctl.memory.runtime import band, fragmentation_of, reserved_bytes, runtime_of
 from trainctl.memory.stages import Stage
 from trainctl.options.optimizer import KERNEL
 from trainctl.plan.types import Batch, Mesh, Sketch
@@ -106,9 +106,20 @@ class Estimate:
         }.get(metric, self.driver)
 
 
-def estimate(case: Case) -> Estimate:
-    """The estimator's figures for a case."""
-    best: Estimate | None = None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensors:
+    """What tensors take on the fullest rank, which no fitted number of the runtime changes."""
+
+    after_step: float
+    peak: float
+    phase: str
+    components: Components
+    resident: Components
+
+
+def tensors_of(case: Case) -> Tensors:
+    """The fullest of the pipeline stages that a row looked at."""
+    best: Tensors | None = None
     workspace = 0 if isinstance(case.trainer, megatron.Job) else workspace_of(case.row)
     for stage in case.held:
         moments, base = _moments(case, stage)
@@ -120,21 +131,49 @@ def estimate(case: Case) -> Estimate:
             )
             + workspace
         )
-        reserved = reserved_bytes(
-            int(peak), fragmentation(case), case.runtime, case.plan.hardware.device_memory_bytes
-        )
-        current = Estimate(
+        current = Tensors(
             after_step=base.total + case.kept_after_step + workspace,
             peak=peak,
-            reserved=reserved,
-            driver=reserved + case.runtime.usual - constants.LIBRARY_WORKSPACE.usual,
             phase=name,
             components=moments[name],
+            resident=base,
         )
         if best is None or current.peak > best.peak:
             best = current
     assert best is not None  # a model has at least one stage
     return best
+
+
+def estimate(case: Case, tensors: Tensors | None = None) -> Estimate:
+    """The estimator's figures for a case, of whose tensors the bytes may be known already."""
+    held = tensors or tensors_of(case)
+    reserved = reserved_bytes(
+        int(held.peak), fragmentation(case), case.runtime, case.plan.hardware.device_memory_bytes
+    )
+    return Estimate(
+        after_step=held.after_step,
+        peak=held.peak,
+        reserved=reserved,
+        driver=reserved + case.runtime.usual - constants.LIBRARY_WORKSPACE.usual,
+        phase=held.phase,
+        components=held.components,
+    )
+
+
+def bounds(case: Case, tensors: Tensors) -> tuple[float, float]:
+    """The least and most that the figure of a row may be, by the budget's own doubts
+    (`trainctl.memory.runtime.band`): of tensors alone, with the allocator's waste, or with all."""
+    metric, none = case.row.metric, Range(low=0, usual=0, high=0)
+    waste, outside = Fragmentation(low=0, usual=0, high=0), none
+    if metric not in (Metric.after_step, Metric.peak):
+        waste = fragmentation(case)
+    if metric is Metric.driver:
+        outside = case.runtime
+    of_step = metric is Metric.after_step
+    parts = tensors.resident if of_step else tensors.components
+    missing = (tensors.after_step if of_step else tensors.peak) - parts.allocated
+    low, high = band(parts, outside, waste)
+    return low + missing, high + missing * (1 + waste.high)
 
 
 def fragmentation(case: Case) -> Fragmentation:

@@ -1,11 +1,13 @@
-"""How far fitted constants carry: each source of measurements is predicted unseen.
+"""How far the budget's numbers carry: rows in three groups, and each source predicted unseen.
 
     python scripts/benchmarks/memory_holdout.py [CSV ...]
 
 Four constants of the budget were fitted to published measurements, not read off code. Here they are
 fitted again to all sources but one, in turn, and the one left out is scored with what came of it,
 next to its score with the constants as they are. A constant that the other sources tell nothing
-about has no value of its own then: it is put to what is said of it elsewhere, or to 0.
+about has no value of its own then: it is put to what is said of it elsewhere, or to 0. Then all
+rows are scored in three groups: fitted to, unseen, and refused with the reason; with how many of
+the unseen lie within the budget's band, and how many are falsely said to fit.
 """
 
 from __future__ import annotations
@@ -14,21 +16,22 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import memory_megatron
-from memory_accuracy import DATA, summary
-from memory_cases import Case, case_of, estimate
+from memory_accuracy import MEASURED, summary
+from memory_cases import Case, Tensors, bounds, case_of, estimate, tensors_of
 from memory_kernels import is_kernel
 from memory_metrics import NotExpressible
-from memory_rows import GIB, read_rows
+from memory_rows import GIB, Metric, Row, read_rows
 
 from trainctl.memory import constants
 from trainctl.memory.runtime import runtime_of
 
 MIB = 2**20
+SHIPPED_REMAINDER = memory_megatron.REMAINDER
 Values = Mapping[str, float]
 
 GRID: dict[str, Sequence[float]] = {
@@ -80,19 +83,49 @@ def put(values: Values) -> Iterator[None]:
         memory_megatron.REMAINDER = before[3]
 
 
-def errors(cases: Sequence[Case], values: Values) -> list[float]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A row, and what its tensors take with the constants as they are."""
+
+    case: Case
+    tensors: Tensors
+
+    def at(self) -> tuple[Case, Tensors]:
+        """The same with the constants of now, of which only a remainder is part of the tensors."""
+        case, tensors = replace(self.case, runtime=runtime_of(self.case.plan)), self.tensors
+        if not isinstance(case.trainer, memory_megatron.Job):
+            return case, tensors
+        more = memory_megatron.REMAINDER - SHIPPED_REMAINDER
+        return case, replace(
+            tensors, after_step=tensors.after_step + more, peak=tensors.peak + more
+        )
+
+
+def errors(known: Sequence[Known], values: Values) -> list[float]:
     """Relative errors of some rows with these constants."""
     with put(values):
         found = []
-        for case in cases:
+        for each in known:
+            case, tensors = each.at()
             row = case.row
             assert row.metric is not None and row.measured is not None
-            current = replace(case, runtime=runtime_of(case.plan))
-            found.append(estimate(current).of(row.metric) / row.measured - 1)
+            found.append(estimate(case, tensors).of(row.metric) / row.measured - 1)
     return found
 
 
-def fit(cases: Sequence[Case]) -> dict[str, float]:
+def sides(known: Sequence[Known], values: Values) -> list[int]:
+    """Of each row whether it lies below the band (-1), within (0) or above (1)."""
+    with put(values):
+        found = []
+        for each in known:
+            case, tensors = each.at()
+            low, high = bounds(case, tensors)
+            measured = case.row.measured or 0
+            found.append((measured > high) - (measured < low))
+    return found
+
+
+def fit(cases: Sequence[Known]) -> dict[str, float]:
     """The constants with the least mean error over some rows, one after another until none moves;
     those that make no difference to them stay unseen."""
     values = dict(UNSEEN)
@@ -107,50 +140,87 @@ def fit(cases: Sequence[Case]) -> dict[str, float]:
     return values
 
 
-def _loss(cases: Sequence[Case], values: Values) -> float:
+def _loss(cases: Sequence[Known], values: Values) -> float:
     sizes = [abs(error) for error in errors(cases, values)]
     return sum(sizes) / len(sizes)
 
 
-def read_cases(paths: Sequence[Path]) -> list[Case]:
-    """Training jobs of some CSVs that can be scored."""
-    cases = []
+def read_cases(paths: Sequence[Path]) -> tuple[list[Known], list[tuple[Row, str]]]:
+    """Training jobs of some CSVs that can be scored, and the others with the reason."""
+    known, refused = [], []
     for row in (row for path in paths for row in read_rows(path)):
-        if row.measured is None or is_kernel(row):
+        if row.metric in (Metric.fits, Metric.out_of_memory) or is_kernel(row):
             continue
         try:
-            cases.append(case_of(row))
-        except NotExpressible:
+            case = case_of(row)
+        except NotExpressible as reason:
+            refused.append((row, str(reason)))
             continue
-    return cases
+        known.append(Known(case=case, tensors=tensors_of(case)))
+    return known, refused
 
 
-def print_fold(title: str, held_out: Sequence[Case], values: Values) -> None:
+def percent(sizes: Sequence[float]) -> str:
+    """Median, 90th percentile and worst."""
+    median, ninetieth, worst = (f"{100 * figure:.1f} %" for figure in summary(sizes))
+    return f"median {median:>7}, 90th {ninetieth:>7}, worst {worst:>7}"
+
+
+def print_fold(title: str, held_out: Sequence[Known], values: Values) -> None:
     """Errors of the rows left out, as shipped and with the constants of the others."""
-    shipped = summary(errors(held_out, as_shipped()))
-    unseen = summary(errors(held_out, values))
     print(f"\n{title}: {len(held_out)} rows")
-    for name, figures in (("as shipped", shipped), ("left out", unseen)):
-        median, ninetieth, worst = (f"{100 * figure:.1f} %" for figure in figures)
-        print(f"  {name:<11} median {median:>7}, 90th {ninetieth:>7}, worst {worst:>7}")
+    print(f"  as shipped  {percent(errors(held_out, as_shipped()))}")
+    print(f"  left out    {percent(errors(held_out, values))}")
     print("  " + ", ".join(f"{name} {value:g}" for name, value in values.items()))
+
+
+def is_ours(known: Known) -> bool:
+    """Full training, or adapters, on DeepSpeed: what trainctl does."""
+    return known.case.trainer is None
+
+
+def print_groups(
+    known: Sequence[Known],
+    unseen: Sequence[tuple[Known, Values]],
+    refused: Sequence[tuple[Row, str]],
+) -> None:
+    """Scores of the rows fitted to, of each source left out, and the rows that have none."""
+    print(f"\nFitted to: {len(known)} rows of {len(known) + len(refused)}")
+    shipped = errors(known, as_shipped())
+    print(f"  all          {len(known):>3}  {percent(shipped)}")
+    ours = [error for error, each in zip(shipped, known, strict=True) if is_ours(each)]
+    print(f"  on DeepSpeed {len(ours):>3}  {percent(ours)}")
+    alone = [(each, errors([each], values)[0], sides([each], values)[0]) for each, values in unseen]
+    print("\nUnseen: constants fitted without the row's source")
+    for name, some in (("all", alone), ("on DeepSpeed", [row for row in alone if is_ours(row[0])])):
+        print(f"  {name:<12} {len(some):>3}  {percent([error for _, error, _ in some])}")
+        inside = sum(side == 0 for _, _, side in some)
+        above = sum(side > 0 for _, _, side in some)
+        print(
+            f"  {'':<12}      within the band {100 * inside / len(some):.0f} %, above it {above},"
+            f" below it {len(some) - inside - above}"
+        )
+    print("  above the band, so falsely said to fit a device of just its upper end:")
+    for each, error, side in alone:
+        if side > 0:
+            print(f"    {100 * error:>+6.1f} %  {each.case.row.id}")
+    print(f"\nRefused: {len(refused)} rows")
+    for row, reason in refused:
+        print(f"  {row.id}: {reason}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "csv", nargs="*", type=Path, default=[DATA / "memory_measurements.csv"], help="measurements"
-    )
-    cases = read_cases(parser.parse_args(argv).csv)
-    print(f"All {len(cases)} rows fitted together: {fit(cases)}")
-    left_out: list[float] = []
-    for source in sorted({case.row["source_repo"] for case in cases}):
-        mine = [case for case in cases if case.row["source_repo"] == source]
-        values = fit([case for case in cases if case.row["source_repo"] != source])
+    parser.add_argument("csv", nargs="*", type=Path, default=MEASURED, help="measurements")
+    known, refused = read_cases(parser.parse_args(argv).csv)
+    print(f"All {len(known)} rows fitted together: {fit(known)}")
+    unseen: list[tuple[Known, Values]] = []
+    for source in sorted({each.case.row["source_repo"] for each in known}):
+        mine = [each for each in known if each.case.row["source_repo"] == source]
+        values = fit([each for each in known if each.case.row["source_repo"] != source])
         print_fold(source, mine, values)
-        left_out += errors(mine, values)
-    median, ninetieth, worst = (100 * figure for figure in summary(left_out))
-    print(f"\nAll left out: median {median:.1f} %, 90th {ninetieth:.1f} %, worst {worst:.1f} %")
+        unseen += [(each, values) for each in mine]
+    print_groups(known, unseen, refused)
     return 0
 
 

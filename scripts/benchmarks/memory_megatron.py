@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from memory_devices import workspace_of
 from memory_rows import NotExpressible, Recompute, Row
 from memory_settings import (
     context_of,
@@ -28,8 +29,8 @@ from trainctl.memory.components import Components
 FACTS = Path(__file__).parents[2] / "tests" / "data" / "megatron_cases.csv"
 MIB = 2**20
 CUBLAS_WORKSPACE = 2 * 32 * MIB
-"""`CUBLAS_WORKSPACE_CONFIG=:4096:8`, 8 buffers of 4096 KiB, which torch takes on an H100 anyway,
-for the thread of the forward pass and for autograd's."""
+"""`CUBLAS_WORKSPACE_CONFIG=:4096:8`, 8 buffers of 4096 KiB, for the thread of the forward pass and
+for autograd's. Most tests set it; others have torch's own choice."""
 ENGINE_WORKSPACE = {"h100": 32 * MIB, "gb200": 32 * MIB, "b200": 32 * MIB}
 """Transformer Engine's own workspace for cuBLAS, by device; 4 MiB on others (its
 pytorch/module/base.py)."""
@@ -78,6 +79,7 @@ class Job:
     recompute: str
     device: str
     gradient_bytes: int
+    cublas_workspace: int
 
     @property
     def width(self) -> int:
@@ -172,6 +174,9 @@ def job_of(row: Row) -> Job:
         recompute=facts.get("recompute") or RECOMPUTE[recompute_of(row)[0]],
         device=device,
         # Of 16-bit gradients only those of bf16 are accumulated in fp32 unasked (arguments.py).
+        cublas_workspace=(
+            CUBLAS_WORKSPACE if facts.get("cublas_config") == "1" else workspace_of(row)
+        ),
         gradient_bytes=2 if re.match(r"fp16(?!.*(fp32|main))", precision_words(row)) else FP32,
     )
 
@@ -285,7 +290,7 @@ def moments(job: Job) -> tuple[dict[str, Components], Components]:
     """Phases of the last pipeline rank, and what is there after a step."""
     count = parameters(job)
     shard = -(-count // (job.data * job.context)) if job.distributed_optimizer else count
-    workspace = REMAINDER + CUBLAS_WORKSPACE + ENGINE_WORKSPACE.get(job.device, 4 * MIB)
+    workspace = REMAINDER + job.cublas_workspace + ENGINE_WORKSPACE.get(job.device, 4 * MIB)
     scores = 2 * job.heads // job.tensor * job.micro_batch * job.sequence**2
     base = Components(
         parameters=2 * count,

@@ -89,7 +89,10 @@ class Row:
         return float(found.group()) or None if found else None
 
 
-NUMBER = re.compile(r"(?P<digits>\d[\d_,]*(?:\.\d+)?(?:e\+?\d+)?)(?:\s?(?P<prefix>[km])(?![a-z]))?")
+NUMBER = re.compile(
+    r"(?<![a-z])(?P<digits>\d[\d_,]*(?:\.\d+)?(?:e\+?\d+)?)(?:\s?(?P<prefix>[km])(?![a-z]))?"
+)
+"""No part of a name: `GPT2BPE (50257 padded to 128*tp)` is 50257."""
 
 
 def read_rows(path: Path) -> list[Row]:

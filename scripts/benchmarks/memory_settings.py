@@ -69,6 +69,10 @@ def frozen_bytes(row: Row) -> float | None:
     return 1.0 if re.search(r"int8|8-?bit", text) else 2.0
 
 
+TOMLS = {"llama3_8b.toml": "selective (op)"}
+"""What torchtitan's own job files recompute (activation_checkpoint, at e7c0cae)."""
+
+
 def recompute_of(row: Row) -> tuple[Recompute, int]:
     """What is recomputed, in one of how many blocks.
 
@@ -78,11 +82,18 @@ def recompute_of(row: Row) -> tuple[Recompute, int]:
     text = row.words("ac_mode")
     if not text or NOTHING.match(text):
         return Recompute.none, 1
+    if "per toml" in text:
+        text = next(
+            (mode for name, mode in TOMLS.items() if name in row.words("caveat")), "unknown"
+        )
     if re.match(r"\?|unknown|see\b", text) or re.search(r"partial|budget|\bauto|moe_act", text):
         raise NotExpressible(f"ac_mode '{text}' does not say what is recomputed")
     if re.search(r"\bblock[ =]\s*\d", text):
         raise NotExpressible(f"ac_mode '{text}': a number of blocks that is not one in so many")
-    every = re.search(r"every\s+(\d+)|selective[^\d]{0,4}(\d)", text)
+    every = re.search(
+        r"every\s+(\d+)(?!\d|\s*(?:nd|rd|th)?\s+(?:mm|matmul|product|op))|selective[^\d]{0,4}(\d)",
+        text,
+    )
     if every:
         return Recompute.full, int(next(filter(None, every.groups())))
     if re.search(r"core|\battention\b|\battn\b", text) or (
@@ -205,9 +216,17 @@ def check_sharding(row: Row) -> None:
         raise NotExpressible(f"sharding '{row['sharding']}' is not known")
 
 
+LIGHTNING = {"reduce_bucket_size": 200_000_000, "sub_group_size": 1_000_000_000_000}
+"""Lightning's own sizes of DeepSpeed's buffers (DeepSpeedStrategy, pytorch/strategies/deepspeed.py
+of lightning)."""
+
+
 def set_buffers(row: Row, config: RunConfig) -> None:
     """Buffers: DeepSpeed's defaults, and what the caveat says of the row's JSON."""
     zero, caveat = config.zero_stage, row.words("caveat")
+    if "lightning" in row.words("framework"):
+        for key, size in LIGHTNING.items():
+            setattr(zero, key, size)
     for key, name in (
         ("reduce_bucket_size", "reduce_bucket_size"),
         ("stage3_param_persistence_threshold", "param_persistence_threshold"),
@@ -231,6 +250,9 @@ def set_loss(row: Row, config: RunConfig) -> None:
         NotExpressible: The model learns by something else than the cross entropy of its tokens.
     """
     loss = row.words("loss")
+    told = re.search(r"reward model|\b(dpo|orpo|ppo|grpo)\b", row.words("id", "caveat"))
+    if told:
+        raise NotExpressible(f"{told[0]}: no cross entropy of tokens")
     if re.search(r"\b(dpo|grpo|ppo|orpo|kto|rlhf|mse|reward|contrastive|distill\w*)\b", loss):
         raise NotExpressible(f"loss '{row['loss']}': no cross entropy of tokens")
     if "liger" in loss and "no liger" not in loss:
@@ -309,7 +331,7 @@ def partition_of(row: Row) -> int | None:
     """Ranks that the states are divided over, where that is not all of the data-parallel ones."""
     text = row.words("sharding", "dp")
     found = re.search(r"(?:dp_)?shard(?:ed|ing)?(?:_degree|_size)?\s*[=:x ]\s*(\d+)", text)
-    found = found or re.search(r"(\d+)\s*(?:-way )?shard", text)
+    found = found or re.search(r"(?<![a-z\d])(\d+)\s*(?:-way )?shard", text)  # not `fp32 sharded`
     return int(found[1]) if found else None
 
 

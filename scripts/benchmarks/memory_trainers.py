@@ -35,6 +35,8 @@ from trainctl.memory.constants import LogitBytes
 from trainctl.memory.engine import EngineMemory
 from trainctl.plan.types import Sketch
 
+FP32 = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
@@ -165,14 +167,19 @@ def logit_bytes_of(row: Row, engine: EngineMemory) -> LogitBytes:
     if "llm-foundry" in framework or "mosaic" in framework or re.match(r"fused(?!.*linear)", loss):
         # flash-attn's loss: 16-bit logits and their gradient.
         return LogitBytes(forward=2, backward=4)
-    if "compile" in loss or is_compiled(row):
+    if "shift copy" in loss and not is_autocast(row) and engine.weight_bytes < FP32:
+        # The logits, their copy without the last token and the log-softmax, in 16 bits; in backward
+        # the log-softmax and two gradients.
+        return LogitBytes(forward=6, backward=6)
+    if "compile" in loss or (is_compiled(row) and not re.search(r"block|layer", row["compile"])):
         return LogitBytes(forward=4, backward=6)
     return constants.LOGIT_BYTES[engine.weight_bytes]
 
 
 def block_of(row: Row, plan: Sketch, engine: EngineMemory) -> BlockActivations | None:
     """Activations of a block of the row's own code; None is transformers'."""
-    code = _code(row, plan.config.model)
+    model = plan.config.model
+    code = _code(row, model)
     if code is None:
         return None
     if recompute_of(row)[0] is Recompute.attention:
@@ -180,15 +187,22 @@ def block_of(row: Row, plan: Sketch, engine: EngineMemory) -> BlockActivations |
     elif plan.config.model.attention is AttentionKind.eager and not code.scores:
         # The softmax runs in fp32 under autocast, and its result is cast for the product.
         autocast = trainer_of(row) in AUTOCAST
-        code = replace(code, scores=6 if autocast else compute_bytes(plan))
+        code = replace(code, scores=6 if autocast else compute_bytes(plan), fp32_softmax=autocast)
+        if _is_opt(model):
+            # The scores above the least number, of which the larger is taken; and of fp16 the
+            # softmax in fp32 (modeling_opt.py of transformers before 4.48).
+            fp16 = "fp16" in precision_words(row)
+            code = replace(code, scores=8 if fp16 else 2 * compute_bytes(plan), fp32_softmax=fp16)
+        elif code.dropout:
+            code = replace(code, scores=code.scores + 1 + compute_bytes(plan))
     text = row.words("cp_sp", "sharding", "caveat", "id", "model")
     titan = "torchtitan" in row.words("framework")
     if titan or re.search(r"sequence[-_ ]parallel|\btp\+sp\b|\bsp\b", text):
         code = replace(code, sequence_parallel=True)
     return blocks.block(
-        plan.config.model,
+        model,
         replace(code, alternate=titan),
-        key_heads=_key_heads(row, plan.config.model),
+        key_heads=_key_heads(row, model),
         sequence_length=plan.batch.sequence_length,
         element=2 if engine.weight_bytes == 2 or engine.autocast else 4,
         tensor=plan.mesh.tensor,
@@ -224,7 +238,7 @@ def _code(row: Row, model: ModelConfig) -> blocks.Code | None:
     if is_compiled(row) and not adapts:
         return blocks.COMPILED if gated else blocks.COMPILED_GELU
     if any(word in framework for word in TRANSFORMERS):
-        return None if gated or "gpt2" in model.name.lower() else _other_gelu(model)
+        return None if gated else _gelu(row, model)
     if adapts and "litgpt" in framework:
         return blocks.LITGPT_LORA if gated else blocks.LITGPT_LORA_GELU
     if adapts:
@@ -236,8 +250,17 @@ def _code(row: Row, model: ModelConfig) -> blocks.Code | None:
     return replace(code, norm=code.norm + 2) if trainer_of(row) in AUTOCAST else code
 
 
-def _other_gelu(model: ModelConfig) -> blocks.Code:
-    """transformers' models without a gate other than GPT-2: torch's GELU, or OPT's ReLU, whose
-    result is all that it keeps."""
-    is_relu = model.name.lower().startswith(("opt", "facebook/opt"))
-    return replace(blocks.PLAIN_GELU, inner=1) if is_relu else blocks.PLAIN_GELU
+def _gelu(row: Row, model: ModelConfig) -> blocks.Code | None:
+    """transformers' models without a gate; None is GPT-2 without dropout, which the budget knows.
+    GPT-2 and OPT drop out a tenth of what blocks add unless told not to; OPT's ReLU keeps its
+    result alone, GPT-2's GELU is written out in Python, others have torch's."""
+    drops = not re.search(r"dropout[ =:]*(0\b|none|off)|no dropout", row.words("caveat"))
+    if _is_opt(model):
+        return replace(blocks.PLAIN_GELU, inner=1, dropout=drops)
+    if re.search(r"gpt-?2", model.name.lower()):
+        return replace(blocks.PLAIN_GELU, inner=5, dropout=True) if drops else None
+    return blocks.PLAIN_GELU
+
+
+def _is_opt(model: ModelConfig) -> bool:
+    return model.name.lower().startswith(("opt", "facebook/opt"))

@@ -41,6 +41,8 @@ def test_fine_tuning_learns_to_answer_what_is_held_out(base, tmp_path, how):
     assert answers == [("twice 7 for ann", "14"), ("next 2 for tom", "3")]
     if "adapter=lora" in how:
         asks_lm_eval(tmp_path, held_out)
+        said = trainctl("sample", "run", "twice 7 for ann", "--temperature", "0", cwd=tmp_path)
+        assert said.splitlines()[-1] == "14", "the answer alone, up to the end of its turn"
     merge = ["--merge"] if "adapter=lora" in how else []
     trainctl("export", "run", "out", *merge, cwd=tmp_path)
     assert share_right(tmp_path / "out", held_out) >= 0.95

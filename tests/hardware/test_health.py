@@ -101,13 +101,17 @@ def test_every_rule_of_the_machine_has_one_place() -> None:
 
 
 def test_what_a_logger_imports_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = config("logging.to=[csv,tensorboard]")
-    assert list(packages.loggers_are_installed(chosen, CPU)) == ["csv, tensorboard"]
+    chosen = config("logging.to=[csv,wandb]")
+    monkeypatch.setattr(logger, "find_spec", lambda module: module)
+    assert list(packages.loggers_are_installed(chosen, CPU)) == ["csv, wandb"]
     monkeypatch.setattr(logger, "find_spec", lambda module: None)
     finding = only(packages.loggers_are_installed(chosen, CPU))
     assert (finding.rule, finding.key) == ("TC124", "logging.to")
-    assert "'trainctl[tensorboard]'" in finding.hint
-    assert list(packages.loggers_are_installed(config(), CPU)) == []
+    assert "'trainctl[wandb]'" in finding.hint
+    assert list(packages.loggers_are_installed(config(), CPU)) == ["tensorboard"]
+    elsewhere = config("logging.to=[csv,wandb]", f"logging.python={sys.base_prefix}/bin/python3")
+    finding = only(packages.loggers_are_installed(elsewhere, CPU))
+    assert finding.key == "logging.python" and "wandb" in finding.message
 
 
 def put_package(folder: Path, name: str, version: str, *requires: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.schema import RunConfig
+from trainctl.config.schema import LoggingConfig, RunConfig
 from trainctl.runs.directory import create_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter, number, read_events, step_curve
@@ -18,7 +18,8 @@ EVALUATED = 7
 
 def new_run(folder: Path) -> RunPaths:
     """A run without attempts."""
-    return create_run(RunConfig(), run_dir=folder / "run", folder=folder)
+    config = RunConfig(logging=LoggingConfig(to=[]))
+    return create_run(config, run_dir=folder / "run", folder=folder)
 
 
 def draw(seed: int, steps: int) -> Iterator[tuple[int, str, dict[str, Any]]]:

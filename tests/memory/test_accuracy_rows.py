@@ -126,6 +126,21 @@ def test_a_value_is_read_with_its_unit_or_named(
 
 # One row stands for what each setting changes: a column's text, a base, and a text that means the
 # same or takes clearly less than the base.
+GPT2 = LLAMA | {
+    "model": "gpt2-xl",
+    "params_b": "1.558",
+    "layers": "48",
+    "hidden": "1600",
+    "heads": "25",
+    "kv_heads": "25",
+    "ffn": "6400",
+    "vocab": "50257",
+    "seq_len": "1024",
+    "micro_batch": "8",
+    "precision": "fp16",
+    "attention": "eager",
+}
+OPT = GPT2 | {"model": "opt-1.3b", "ac_mode": "none", "params_b": ""}
 SAME = [
     (LLAMA, {"seq_len": "8k"}),
     (LLAMA, {"seq_len": "8192 (packed)"}),
@@ -145,6 +160,11 @@ SAME = [
     (TITAN, {"sharding": ""}),
     (TITAN, {"ac_mode": "selective"}),
     (ALONE, {"dp": "", "tp": "", "pp": ""}),
+    (MEGATRON, {"vocab": "tokenizer: GPT2BPE (128256 padded to 128*tp)"}),
+    (TITAN, {"sharding": "FSDP2 (ZeRO-3 equiv), fp32 sharded params"}),
+    (TITAN, {"ac_mode": "selective op (saves every 2nd mm + SDPA)"}),
+    (TITAN, {"ac_mode": "per toml at e7c0cae", "caveat": "AC from llama3_8b.toml"}),
+    (LLAMA | {"framework": "Lightning"}, {"caveat": "reduce_bucket_size=2e8"}),
 ]
 LESS = [
     (LLAMA, {"optimizer": "Lion"}),
@@ -165,6 +185,11 @@ LESS = [
     (TITAN, {"precision": "bf16-true"}),
     (TITAN, {"offload": "CPU (params, optimizer)"}),
     (TITAN, {"compile": "model"}),
+    (TITAN, {"compile": "per block"}),
+    (TITAN | {"compile": "per block"}, {"compile": "model"}),
+    (OPT, {"caveat": "dropout 0"}),
+    (OPT, {"precision": "bf16"}),
+    (GPT2 | {"loss": "CrossEntropyLoss"}, {"loss": "CrossEntropyLoss with shift copy"}),
     (TITAN | {"sharding": "FSDP2 ZeRO-2"}, {"sharding": "FSDP2 ZeRO-3"}),
     (TITAN | {"sharding": "HSDP (2 replicate x 4 shard)"}, {"sharding": "FSDP2"}),
     (MEGATRON, {"precision": "fp16"}),
@@ -212,6 +237,7 @@ def test_what_a_row_says_is_in_its_plan(
         ({"ac_mode": "none", "offload": "activations->CPU"}, "not recomputed"),
         ({"offload": "NVMe"}, "does not say of what"),
         ({"loss": "DPO"}, "no cross entropy"),
+        ({"caveat": "reward model: chosen + rejected"}, "no cross entropy"),
         ({"seq_len": "8192-16384"}, "seq_len is 8192-16384"),
         ({"micro_batch": "0.5"}, "no whole number"),
         ({"layers": "0"}, "layers is 0"),

@@ -26,6 +26,32 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_gradients_of_scores_are_in_the_format_of_the_softmax(family: str) -> None:
+    """transformers' eager attention casts Llama's scores to fp32 for the softmax, GPT-2's not."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    model = replace(MODELS[family], attention=AttentionKind.eager)
+    heads, length = model.num_attention_heads, 256
+    scores = torch.randn(heads, length, length, dtype=torch.bfloat16, requires_grad=True)
+    values = torch.randn(heads, length, 4, dtype=torch.bfloat16)
+    to_fp32 = torch.float32 if family == "llama" else None
+    result = torch.softmax(scores * 1.0, dim=-1, dtype=to_fp32).to(torch.bfloat16) @ values
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        torch.autograd.grad(result, scores, torch.ones_like(result))
+    held = most = 0
+    for event in record.profiler.kineto_results.events():
+        held += event.nbytes() if event.name() == "[memory]" else 0
+        most = max(most, held)
+    of_length = [
+        block_activations(model, sequence_length=tokens, element=2).attention_gradient
+        for tokens in (length, 2 * length)
+    ]
+    planned = (of_length[1] - of_length[0]) * length
+    assert most == pytest.approx(planned, rel=0.05)
+
+
 def traced_bytes_per_token(
     model: ModelConfig,
     attention: str,

@@ -1509,6 +1509,20 @@ ERRORS = [
         "both set",
         "leave one",
     ),
+    (
+        "TC394",
+        {"deepspeed": {"tensorboard": {"enabled": True}}},
+        gpus(),
+        "nothing but the learning rate",
+        "name tensorboard in logging.to",
+    ),
+    (
+        "TC394",
+        {"deepspeed": {"csv_monitor": {"enabled": True}}},
+        gpus(),
+        "deepspeed.csv_monitor would get",
+        "name csv in logging.to",
+    ),
     ("TC078", {"logging__deepspeed_level": "loud"}, gpus(), "loud", "warning"),
     (
         "TC077",

@@ -13,6 +13,7 @@ from typing import Any, Self
 from trainctl.cli.activity import Activity
 from trainctl.cli.console import print_json, printable, put
 from trainctl.cli.live_line import LiveLine, Refresher
+from trainctl.runs.interventions import account as intervention
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import number
 from trainctl.runs.stragglers import account
@@ -137,14 +138,27 @@ class Progress:
 
 def step_line(event: Event, *, stop_step: int | None, seconds_left: float | None) -> str:
     """One optimizer step, such as ``step 20/200 loss 2.8123 lr 9.1e-04 …``."""
-    norm = event.get("grad_norm")
+    loss, rate, norm = (event.get(name) for name in ("loss", "learning_rate", "grad_norm"))
+    speed = event.get("tokens_per_second")
     return (
-        f"step {event['step']}/{stop_step or '?'} loss {number(event['loss']):.4f}"
-        f" lr {event['learning_rate']:.1e}"
+        f"step {event['step']}/{stop_step or '?'}"
+        + (f" loss {number(loss):.4f}" if loss is not None else "")  # a program may leave it out
+        + (f" lr {number(rate):.1e}" if rate is not None else "")
         + (f" grad_norm {number(norm):.2f}" if norm is not None else "")
-        + f" {event['tokens_per_second']:,.0f} tokens/s"
-        + (f" MFU {event['mfu']:.1%}" if event.get("mfu") is not None else "")
+        + (f" {number(speed):,.0f} tokens/s" if speed is not None else "")
+        + (f" MFU {number(event['mfu']):.1%}" if event.get("mfu") is not None else "")
+        + _own_values(event)
         + f" eta {clock(seconds_left)}"
+    )
+
+
+def _own_values(event: Event) -> str:
+    """Those of a program of the user's: ` accuracy 0.93`."""
+    own = event.get("values", {}).items()
+    return "".join(
+        f" {printable(name)} {number(value):.4g}"
+        for name, value in own
+        if isinstance(value, int | float | str)
     )
 
 
@@ -177,7 +191,10 @@ def event_lines(event: Event) -> list[str]:
         case "corpus":
             return [printable(event["message"])]
         case "evaluation":
-            line = f"evaluation at step {event['step']}: held-out loss {number(event['loss']):.4f}"
+            line = f"evaluation at step {event['step']}:"
+            if "loss" in event:
+                line += f" held-out loss {number(event['loss']):.4f}"
+            line += _own_values(event)
             if "ema_loss" in event:
                 line += f", of the average {number(event['ema_loss']):.4f}"
             if "sources" in event:
@@ -199,7 +216,7 @@ def event_lines(event: Event) -> list[str]:
         case "weights":
             return [f"weights at step {event['step']}: {event['path']}"]
         case "intervention":
-            return [_intervention_line(event)]
+            return [intervention(event)]
         case "plateau":
             return [
                 f"step {event['step']}: in {event['evaluations_since']} evaluations the held-out "
@@ -278,22 +295,6 @@ def bad_text_lines(event: Event) -> list[str]:
         if bad[name]
     ]
     return [f"bad text: {', '.join(did)}; the first: {printable(bad['examples'][0])}"]
-
-
-def _intervention_line(event: Event) -> str:
-    """Such as ``step 7: loss 21.5 above 8.2 on rank 1 (samples 96 to 104): skip_batch``."""
-    quantity = "loss" if event["kind"].startswith("loss") else "gradient norm"
-    limit = "" if event["limit"] is None else f" above {number(event['limit']):.4g}"
-    ranks = ", ".join(map(str, event["ranks"]))
-    where = f" on rank {ranks}" if ranks else ""
-    back = f" to step {event['to_step']}" if "to_step" in event else ""
-    if "lr_factor" in event:
-        back += f", learning rate x {event['lr_factor']:.3g} from there"
-    first, end = event["samples"]
-    return (
-        f"step {event['step']}: {quantity} {number(event['value']):.6g}{limit}{where} "
-        f"(samples {first} to {end}): {event['policy']}{back}"
-    )
 
 
 def _memory_lines(event: Event) -> list[str]:

@@ -11,7 +11,7 @@ from trainctl.cli.console import put, say
 from trainctl.config.registry import load
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.loggers.cursor import read_cursor
-from trainctl.loggers.sending import send
+from trainctl.loggers.sending import ALERTS, send
 from trainctl.runs.attempts import config_of
 from trainctl.runs.directory import open_run
 from trainctl.runs.layout import RunPaths
@@ -38,7 +38,8 @@ def sync(
     Example: trainctl runs sync runs/NAME --to csv
     """
     for name in to or []:
-        load("logger", name)
+        if name != ALERTS:
+            load("logger", name)
     failed = []
     for paths in [open_run(run) for run in runs]:
         names = to or config_of(paths).logging.to
@@ -55,7 +56,7 @@ def sync(
 
 def _send(run: RunPaths, name: str, again: bool) -> bool:
     """Send to one logger, and say how far it is; whether it has all, or a launch sends it."""
-    code = send(run, name, again=again)
+    code = send(run, name, config=config_of(run), again=again)
     if code == ExitCode.run_state:
         say(f"{run.root}: another process sends to {name} now", style="warning")
         return True

@@ -15,7 +15,7 @@ from trainctl.config.keys import (
     sections,
 )
 from trainctl.config.schema import GROUPS
-from trainctl.config.secrets import ENVIRONMENT
+from trainctl.config.secrets import ENVIRONMENT, SECRET_LISTS
 from trainctl.config.suggest import DEEPSPEED_KEYS, OTHER_NAMES, did_you_mean, nearest_keys
 from trainctl.errors import Finding
 
@@ -155,12 +155,16 @@ def _refused(setting: Setting) -> Iterator[Finding]:
 def wrong_value(key: str, source: str, problem: ValueProblem) -> Finding:
     """The finding for a value that its key does not accept."""
     is_variable = f"{key}.".startswith(f"{ENVIRONMENT}.")
+    message, hint = problem.message, problem.hint
+    if is_variable:  # a value that was meant for a variable may be a secret
+        message = "this is no mapping of names to texts"
+    if key in SECRET_LISTS:
+        message, hint = "this is no list of texts", "write it as ['${oc.env:NAME}']"
     return Finding(
         rule=OUT_OF_RANGE if problem.out_of_range else WRONG_VALUE,
         key=key,
-        # A value that was meant for a variable may be a secret.
-        message="this is no mapping of names to texts" if is_variable else problem.message,
-        hint=problem.hint,
+        message=message,
+        hint=hint,
         source=source,
     )
 

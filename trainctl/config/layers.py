@@ -10,7 +10,13 @@ from typing import Any
 
 from trainctl.config.check import WRONG_VALUE, Setting, check_setting, has_reference
 from trainctl.config.keys import leaf_of, leaves, leaves_under
-from trainctl.config.secrets import ENVIRONMENT, is_kept, is_secret_name
+from trainctl.config.secrets import (
+    ENVIRONMENT,
+    SECRET_LISTS,
+    is_kept,
+    is_kept_list,
+    is_secret_name,
+)
 from trainctl.config.suggest import first_line
 from trainctl.config.yaml_files import read_scalar
 from trainctl.errors import Finding
@@ -119,9 +125,18 @@ class Stack:
 
     def _without_secrets(self) -> dict[str, Any]:
         """The configuration without the variables that only a launch resolves."""
-        launcher = self.plain["launcher"]
-        variables = {k: v for k, v in launcher["environment"].items() if not has_reference(v)}
-        return {**self.plain, "launcher": {**launcher, "environment": variables}}
+        plain = deepcopy(self.plain)
+        variables = plain["launcher"]["environment"]
+        plain["launcher"]["environment"] = {
+            name: value for name, value in variables.items() if not has_reference(value)
+        }
+        for key in SECRET_LISTS:
+            *parents, name = key.split(".")
+            section = plain
+            for parent in parents:
+                section = section[parent]
+            section[name] = []
+        return plain
 
     def _place(self, setting: Setting) -> None:
         node = self.plain
@@ -134,6 +149,7 @@ class Stack:
             return  # an empty mapping adds nothing to one that is there
         node[name] = deepcopy(setting.value)
         is_variable = setting.key.startswith(f"{ENVIRONMENT}.") and is_kept(setting.value)
+        is_variable |= setting.key in SECRET_LISTS and is_kept_list(setting.value)
         if has_reference(setting.value) and not is_variable:
             self.references[setting.key] = setting
         else:
@@ -156,7 +172,7 @@ def _keep_secrets() -> None:
 
 def _unresolved(setting: Setting, why: str) -> Finding:
     # What stands there may be a secret, as the default of a variable.
-    is_variable = setting.key.startswith(ENVIRONMENT)
+    is_variable = setting.key.startswith((ENVIRONMENT, *SECRET_LISTS))
     shown = "the reference" if is_variable else repr(setting.value)
     return Finding(
         rule=WRONG_VALUE,

@@ -11,6 +11,7 @@ from trainctl.config.secrets import (
     ENVIRONMENT,
     URL_PASSWORD,
     is_kept,
+    is_kept_list,
     is_plain_variable,
     is_secret_name,
     secret_words,
@@ -39,6 +40,15 @@ def literal_secrets(config: RunConfig) -> Iterator[Finding]:
             hint="refer to a variable, as in --token '${oc.env:TOKEN}': it is resolved at the "
             "start; or have the script read the variable",
         )
+    if not is_kept_list(config.logging.alerts.urls):
+        yield Finding(
+            rule=LITERAL,
+            key="logging.alerts.urls",
+            message="whoever has a webhook's URL can post to it, and it would be written with the "
+            "run",
+            hint="refer to a variable, as in 'logging.alerts.urls=[\"${oc.env:ALERT_URL}\"]': "
+            "it is resolved where it is needed",
+        )
     for key in _secret_keys(config.deepspeed, "deepspeed"):
         name = key.rpartition(".")[2].upper()
         yield Finding(
@@ -47,6 +57,14 @@ def literal_secrets(config: RunConfig) -> Iterator[Finding]:
             message=f"{key} is a secret, and DeepSpeed's JSON is written with the run",
             hint=f"leave it out, and give ranks the variable that stands for it, such as "
             f"{ENVIRONMENT}.{name}='${{oc.env:{name}}}'",
+        )
+    for key in _urls_with_passwords(to_plain(config.logging), "logging"):
+        yield Finding(
+            rule=LITERAL,
+            key=key,
+            message=f"{key} has a URL with a password, which would be written with the run",
+            hint="leave out what stands before its @: a tracker's client has variables and files "
+            "of its own for it, such as MLFLOW_TRACKING_PASSWORD",
         )
     for key in _urls_with_passwords(to_plain(config.data), "data"):
         yield Finding(

@@ -11,4 +11,5 @@ def references(config: RunConfig) -> list[str]:
     words = config.script_arguments
     texts = [word for word, used in zip(words, secret_words(words), strict=True) if used]
     texts += config.launcher.environment.values()
+    texts += config.logging.alerts.urls
     return sorted({name for text in texts if is_kept(text) for name in names_in(text)})

@@ -16,6 +16,8 @@ from trainctl.errors import ExitCode, TrainctlError
 REDACTED = "redacted"
 ENVIRONMENT = "launcher.environment"
 """The mapping of variables for ranks, whose values are secrets unless their names are plain."""
+SECRET_LISTS = ("logging.alerts.urls",)
+"""Lists of texts that are secrets as they are, whatever their names."""
 
 PLAIN_VARIABLES = (
     "CC",
@@ -139,6 +141,15 @@ def is_kept(text: object) -> bool:
     return isinstance(text, str) and "${" in text and "${" not in _REFERENCE.sub("", text)
 
 
+def is_kept_list(value: object) -> bool:
+    """Whether a list, or one as it is typed, has references to variables and nothing else."""
+    if isinstance(value, str):
+        return is_kept(value) and not re.search(r"\w", _REFERENCE.sub("", value))
+    return isinstance(value, list) and all(
+        is_kept(each) and not _REFERENCE.sub("", each) for each in value
+    )
+
+
 def resolve_text(text: str, environment: Mapping[str, str]) -> str:
     """The text with the values of the variables that it refers to.
 
@@ -181,6 +192,8 @@ def redact_setting(text: str) -> str:
     if not mark or (is_single and is_kept(value)):
         return URL_PASSWORD.sub(REDACTED, text)
     key = name.strip().lstrip("+~")
+    if _may_be_secret_list(key) and not is_kept_list(value) and value.strip() not in ("", "[]"):
+        return f"{name}{mark}{REDACTED}"
     if _is_of_variables(key) and not is_plain_variable(key.rpartition(".")[2]):
         return f"{name}{mark}{REDACTED}"
     is_list = key == "script_arguments" and any(secret_words(re.split(r"[\[\],]\s*", value)))
@@ -233,6 +246,11 @@ def _split(text: str) -> tuple[str, str, str]:
     if not mark and re.match(r"[\w.]+:(?!//)", text):
         name, mark, value = text.partition(":")
     return name, mark, value
+
+
+def _may_be_secret_list(key: str) -> bool:
+    """Such a list, or a section that it is in."""
+    return any(name == key or name.startswith(f"{key}.") for name in SECRET_LISTS)
 
 
 def _is_of_variables(key: str) -> bool:

@@ -40,7 +40,6 @@ TRAINERS_OWN = (
     "launcher.stop_grace_seconds",
     "launcher.straggler_factor",
     "logging.profile_steps",
-    "logging.to",
     "model.factory",
     "model.initial_weights",
     "model.mup",

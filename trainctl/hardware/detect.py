@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import psutil
-
 from trainctl.config.schema import Accelerator
 
 TOOL_TIMEOUT_SECONDS = 20.0
@@ -77,6 +75,8 @@ def host_memory_limit(root: Path = Path("/")) -> int:
     Args:
         root: Where `/proc` and `/sys` are looked up; for tests.
     """
+    import psutil  # not there in the environment of `logging.python`, which imports this module
+
     return min([psutil.virtual_memory().total, *_control_group_limits(root)])
 
 

@@ -15,7 +15,7 @@ from trainctl.errors import Finding
 from trainctl.hardware.detect import driver_cuda_version
 from trainctl.hardware.facts import Hardware
 from trainctl.hardware.finding import problem
-from trainctl.options.logger import missing
+from trainctl.options.logger import missing, python_of
 
 ASKED = ("trainctl", "deepspeed", "transformers", "accelerate")
 """Packages whose requirements are compared with what is installed; the last one is optional."""
@@ -65,7 +65,8 @@ def _compared() -> Iterator[str | Finding]:
 
 def loggers_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """What the loggers of `logging.to` import is there, on the machine that sends to them."""
-    found = [missing(load("logger", name)) for name in config.logging.to]
+    names = config.logging.to
+    found = [missing(load("logger", name), python_of(name, config)) for name in names]
     if found and not any(found):
         yield ", ".join(config.logging.to)
     yield from filter(None, found)

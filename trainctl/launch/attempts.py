@@ -75,7 +75,7 @@ def run_attempts(
     run, plan, launcher = launch.run, launch.plan, launch.plan.config.launcher
     with hold(run) as lock:
         identity = run_id(run)
-        loggers = Loggers(run, plan.config.logging.to, RunTag(identity, run.root), launch.on_event)
+        loggers = Loggers(run, plan.config, RunTag(identity, run.root), launch.on_event)
         launch = replace(launch, on_event=loggers.on_event)
 
         def run_one(attempt: AttemptPaths, plan: RunPlan, stop: Stop) -> Outcome:

@@ -13,10 +13,11 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.launch.processes import Process, start_tied
 from trainctl.loggers.cursor import read_cursor
-from trainctl.loggers.sending import command
+from trainctl.loggers.sending import ALERTS, command
 from trainctl.runs.access import ensure_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import RunTag
@@ -31,12 +32,17 @@ _RESTARTS = 5
 _POLL_SECONDS = 0.05
 
 
+def followers(config: RunConfig) -> list[str]:
+    """The names of the processes: those of the loggers, and of what tells of alerts."""
+    return [*config.logging.to, *([ALERTS] if config.logging.alerts.are_wanted else [])]
+
+
 class Loggers:
     """The processes, from entering to leaving. No method raises or waits while the run goes on.
 
     Args:
         run: The run.
-        names: Its loggers.
+        config: Its configuration, which names its loggers.
         tag: What their processes carry: of no attempt, as they live through all.
         on_event: Called with the records of what goes wrong with them.
     """
@@ -44,11 +50,11 @@ class Loggers:
     def __init__(
         self,
         run: RunPaths,
-        names: list[str],
+        config: RunConfig,
         tag: RunTag,
         on_event: Callable[[Event], None],
     ) -> None:
-        self._loggers = [_Logger(run, name, tag) for name in names]
+        self._loggers = [_Logger(run, name, config, tag) for name in followers(config)]
         self._run, self._on_event = run, on_event
         self._looked = time.monotonic()
         self._attempt = 1
@@ -112,10 +118,10 @@ class Loggers:
 class _Logger:
     """One of the processes."""
 
-    def __init__(self, run: RunPaths, name: str, tag: RunTag) -> None:
+    def __init__(self, run: RunPaths, name: str, config: RunConfig, tag: RunTag) -> None:
         self.name = name
         self.told = ""
-        self._run, self._tag = run, tag
+        self._run, self._config, self._tag = run, config, tag
         self._paths = run.logger(name)
         self._process: Process | None = None
         self._failure = ""
@@ -127,7 +133,7 @@ class _Logger:
 
     def start(self) -> None:
         """Start the process; a disk or a system that has no room for it is a problem to be told."""
-        argv = command(self._run, self.name, "--follow")
+        argv = command(self._run, self.name, "--follow", config=self._config)
         try:
             ensure_folder(self._paths.folder)
             self._process = start_tied(argv, tag=self._tag, log=self._paths.log, has_input=True)

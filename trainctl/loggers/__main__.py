@@ -18,7 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.loggers.alerts import Alerter
 from trainctl.loggers.follower import Follower
+from trainctl.loggers.sending import ALERTS
 from trainctl.runs.access import ensure_folder, open_lock
 from trainctl.runs.directory import open_run
 from trainctl.runs.layout import LoggerPaths, RunPaths
@@ -65,13 +67,14 @@ def _lock(paths: LoggerPaths, *, waits: bool) -> bool:
 
 
 def _send(run: RunPaths, name: str, *, follows: bool) -> int:
-    follower = Follower(run, name)
+    follower = Alerter(run) if name == ALERTS else Follower(run, name)
     pause, is_last = _FIRST_PAUSE_SECONDS, not follows
     while True:
         try:
             while follower.send():
                 pause = _FIRST_PAUSE_SECONDS
             if is_last:
+                follower.end()
                 follower.close()
                 return ExitCode.success
             is_last = _has_ended(_POLL_SECONDS)

@@ -22,6 +22,7 @@ class Cursor:
         attempt: The newest attempt in them.
         step: The last step of the run's curve in them; 0 before the first.
         points: How many points were sent, those that others have replaced among them.
+        ended: Offset, and time of the run's status, at which the logger was told that it has all.
         state: What the logger needs to go on; None before its first commit.
         problem: Why it could not send what follows; empty if nothing is in its way.
     """
@@ -30,6 +31,7 @@ class Cursor:
     attempt: int = 0
     step: int = 0
     points: int = 0
+    ended: str = ""
     state: dict[str, Any] | None = None
     problem: str = ""
 

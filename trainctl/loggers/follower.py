@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from trainctl.config.registry import function_of, load
 from trainctl.errors import TrainctlError
+from trainctl.loggers.about import about
 from trainctl.loggers.cursor import Cursor, read_cursor
-from trainctl.loggers.points import point_of
+from trainctl.loggers.curve import CurveReader, curve
 from trainctl.options.logger import Followed, Point, Sink, missing
 from trainctl.runs.access import ensure_folder
 from trainctl.runs.attempts import config_of
 from trainctl.runs.directory import run_id
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import Event, events_after
+from trainctl.runs.status import State, read_status
 
 BATCH_BYTES = 1 << 20
 """Read and committed at a time: about 1,700 steps."""
@@ -71,6 +74,23 @@ class Follower:
         self.cursor = after
         return True
 
+    def end(self) -> None:
+        """Tell the sink that it has all there is, and how the run stands.
+
+        Raises:
+            Exception: Whatever the logger raises, or writing the cursor.
+        """
+        cursor, status = self.cursor, read_status(self._run)
+        told = f"{cursor.offset} {status.updated if status else 0}"
+        if cursor.state is None or cursor.ended == told:
+            return
+        if self._sink is None:
+            self._sink = self._build(cursor.state)
+        if hasattr(self._sink, "end"):
+            self._sink.end(status.state.value if status else State.running.value)
+        self.cursor = replace(cursor, state=dict(self._sink.commit()), ended=told, problem="")
+        self.cursor.write(self._path)
+
     def give_up(self, problem: str) -> None:
         """Let go of the sink, of which nothing can be expected, and write down why.
 
@@ -102,28 +122,24 @@ class Follower:
             name=run.root.name,
             keys=getattr(config.logging, self._name, None),
             config=config,
+            about=about(run),
+            curve=partial(curve, run.events),
         )
         sink: Sink = function_of("logger", self._name)(followed, state)
         return sink
 
     def _pass_on(self, events: list[Event], sink: Sink) -> Cursor:
-        """Hand over the metrics of records; the cursor behind them.
-
-        The last attempt wins, and in it what came last: as `runs.records.step_curve` has it.
-        """
-        attempt, step, points = self.cursor.attempt, self.cursor.step, self.cursor.points
+        """Hand over the metrics of records; the cursor behind them."""
+        before = self.cursor
+        reading = CurveReader(before.attempt, before.step, before.points)
         waiting: list[Point] = []
-        for event in events:
-            point = point_of(event, points + 1)
-            if point is None or event["attempt"] < attempt:
-                continue
-            if event["event"] == "step":
-                if point.step <= step:
-                    sink.write(waiting)
-                    waiting = []
-                    sink.go_back(point.step)
-                step = point.step
-            attempt, points = event["attempt"], points + 1
+        for point, goes_back in reading.points_of(events):
+            if goes_back:
+                sink.write(waiting)
+                waiting = []
+                sink.go_back(point.step)
             waiting.append(point)
         sink.write(waiting)
-        return Cursor(attempt=attempt, step=step, points=points)
+        return Cursor(
+            attempt=reading.attempt, step=reading.step, points=reading.points, ended=before.ended
+        )

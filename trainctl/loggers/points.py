@@ -25,12 +25,14 @@ TRAIN = {
     "mfu": "throughput/mfu",
     "seconds": "seconds",
     "peak_bytes": "memory/peak_bytes",
+    "values": "train",
 }
 EVALUATION = {
     "loss": "evaluation/loss",
     "ema_loss": "evaluation/ema_loss",
     "objective": "evaluation/objective",
     "sources": "evaluation/loss",
+    "values": "evaluation",
 }
 KINDS = {"step": ("train", TRAIN), "evaluation": ("evaluation", EVALUATION)}
 """Kinds of records that have metrics: the kind of the points that they become, and their fields

@@ -5,22 +5,38 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.loggers import elsewhere
+from trainctl.options.logger import python_of
 from trainctl.runs.access import ensure_folder
 from trainctl.runs.layout import RunPaths
 
-
-def command(run: RunPaths, name: str, *options: str) -> list[str]:
-    """The command line of the process."""
-    return [sys.executable, "-m", "trainctl.loggers", str(run.root), name, *options]
+ALERTS = "alerts"
+"""The process that tells people, and no logger."""
 
 
-def send(run: RunPaths, name: str, *, again: bool = False) -> int:
+def command(run: RunPaths, name: str, *options: str, config: RunConfig) -> list[str]:
+    """The command line of the process.
+
+    Args:
+        run: The run.
+        name: The logger.
+        options: Of the process.
+        config: The configuration, which may name another Python.
+    """
+    python = sys.executable if name == ALERTS else python_of(name, config)
+    start = ["-m", "trainctl.loggers"] if python == sys.executable else ["-P", elsewhere.__file__]
+    return [python, *start, str(run.root), name, *options]
+
+
+def send(run: RunPaths, name: str, *, config: RunConfig, again: bool = False) -> int:
     """Send what is not sent yet, in a process of its own; its exit code.
 
     Args:
         run: The run.
         name: The logger.
+        config: The run's configuration.
         again: Whether what was sent before is sent too.
 
     Raises:
@@ -30,7 +46,8 @@ def send(run: RunPaths, name: str, *, again: bool = False) -> int:
     try:
         ensure_folder(paths.folder)
         with paths.log.open("ab") as log:
-            return subprocess.run(command(run, name, *options), stdout=log, stderr=log).returncode
+            argv = command(run, name, *options, config=config)
+            return subprocess.run(argv, stdout=log, stderr=log).returncode
     except OSError as error:
         raise TrainctlError(
             f"{run.root} cannot be written: {error.strerror}",

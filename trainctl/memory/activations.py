@@ -26,7 +26,7 @@ from trainctl.plan.types import Sketch
 
 FP32 = 4
 SCORE_GRADIENT_COPIES = 2
-"""fp32 gradients of attention scores alive at once when attention is eager."""
+"""Gradients of attention scores alive at once when attention is eager, in the softmax's format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +117,10 @@ def block_activations(
     eager = model.attention is AttentionKind.eager
 
     scores = 0.0
+    softmax = FP32 if autocast or spec.softmax_in_fp32 else element
     if eager:
         # Where softmax runs in fp32, as autocast has it, the result is cast for the product.
-        fp32_copy = FP32 if element < FP32 and (autocast or spec.softmax_in_fp32) else 0
+        fp32_copy = FP32 if element < softmax else 0
         scores = heads * sequence_length * (element + fp32_copy)
     if eager or _expands_keys(model, sequence_length):
         key_heads = heads
@@ -182,7 +183,7 @@ def block_activations(
         attention_gradient=round(
             qkvo
             + hidden * (element + residual)
-            + (SCORE_GRADIENT_COPIES * FP32 * heads * sequence_length if eager else 0)
+            + (SCORE_GRADIENT_COPIES * softmax * heads * sequence_length if eager else 0)
         ),
     )
 

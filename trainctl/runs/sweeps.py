@@ -213,5 +213,6 @@ def results(folder: Path) -> list[Result]:
 
 
 def _held_out_loss(run: RunPaths) -> float | None:
-    losses = [event["loss"] for event in read_events(run.events, "evaluation")]
+    evaluations = read_events(run.events, "evaluation")
+    losses = [event["loss"] for event in evaluations if "loss" in event]
     return number(losses[-1]) if losses else None

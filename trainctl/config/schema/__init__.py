@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import Field, dataclass, fields, is_dataclass
 from typing import Any
 
+from trainctl.config.schema.alerts import AlertKind, AlertsConfig
 from trainctl.config.schema.hardware import (
     Accelerator,
     HardwareConfig,
@@ -79,6 +80,8 @@ __all__ = [
     "ActivationCheckpointingConfig",
     "AdapterConfig",
     "AdaptiveClipping",
+    "AlertKind",
+    "AlertsConfig",
     "AttentionKind",
     "CheckpointConfig",
     "CompileKind",

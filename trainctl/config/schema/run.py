@@ -7,7 +7,8 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from trainctl.config.registry import load
-from trainctl.config.schema.option import option
+from trainctl.config.schema.alerts import AlertsConfig
+from trainctl.config.schema.option import option, section
 from trainctl.config.schema.sources import SourceConfig, StageConfig
 
 
@@ -390,11 +391,17 @@ class LoggingConfig:
     parts: ClassVar[str] = "logger"
 
     to: list[str] = option(
-        [],
+        ["tensorboard"],
         "Where the metrics go beside `events.jsonl`: the names of loggers.",
-        example="[csv]",
+        example="[tensorboard,csv]",
         units="logger",
     )
+    python: str | None = option(
+        None,
+        "Python of another environment, for loggers whose packages are not in trainctl's own.",
+        example="/opt/trackers/bin/python",
+    )
+    alerts: AlertsConfig = section(AlertsConfig)
     every_steps: int = option(
         1,
         "Progress lines when the output is not a terminal; records are of every step.",

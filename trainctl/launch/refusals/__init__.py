@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from trainctl.config.references import references
 from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
+from trainctl.config.secrets import names_in
 from trainctl.errors import ExitCode, Finding
 from trainctl.hardware import Hardware
 from trainctl.launch.words import UNSET
@@ -46,4 +47,6 @@ def _key_of(config: RunConfig, name: str) -> str:
     for variable, value in config.launcher.environment.items():
         if f"oc.env:{name}" in value.replace(" ", ""):
             return f"launcher.environment.{variable}"
+    if any(name in names_in(url) for url in config.logging.alerts.urls):
+        return "logging.alerts.urls"
     return "script_arguments"

@@ -8,13 +8,15 @@ that it has already as the one that counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainctl.config.registry import Spec
+from trainctl.config.registry import Spec, load
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding
 
@@ -55,6 +57,11 @@ class Followed:
         name: The run directory's name.
         keys: The logger's own keys, `logging.NAME`; None if it has none.
         config: The configuration of its newest attempt; secrets are references in it.
+        about: What else is known of it, as plain JSON: `config`, that configuration, `plan`, its
+            mesh, batch and steps, `memory`, what is predicted, `run`, where it comes from. Without
+            secrets.
+        curve: The points of the run as it stood after so many points (`Point.number`), in order,
+            each step once: for what has to be written anew.
     """
 
     folder: Path
@@ -62,6 +69,8 @@ class Followed:
     name: str
     keys: Any
     config: RunConfig
+    about: Mapping[str, Any] = field(default_factory=dict)
+    curve: Callable[[int], Iterator[Point]] = lambda points: iter(())
 
 
 class Sink(Protocol):
@@ -85,6 +94,19 @@ class Sink(Protocol):
         """Let go of files and connections; called after errors too."""
 
 
+class Closing(Protocol):
+    """A sink that is told more than it has to be."""
+
+    def end(self, state: str) -> None:
+        """All that there is was written and committed, and no more comes for now; called again
+        when more has come since.
+
+        Args:
+            state: How the newest attempt stands: `finished`, `failed`, `stopped`, or that it is
+                not known to have ended: `running`.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class Logger(Spec):
     """What one metrics logger needs.
@@ -101,16 +123,68 @@ class Logger(Spec):
     modules: tuple[str, ...] = ()
 
 
-def missing(spec: Logger) -> Finding | None:
-    """What it imports and is not installed here; looks for packages and imports none."""
-    lacking = [module for module in spec.modules if find_spec(module) is None]
+def python_of(name: str, config: RunConfig) -> str:
+    """The Python that a logger's process runs in: this one where it has what the logger imports,
+    else that of `logging.python`, if there is one.
+
+    Raises:
+        TrainctlError: There is no such logger.
+    """
+    own = config.logging.python
+    if not own or not _lacking(load("logger", name)):
+        return sys.executable
+    return str(Path(own).expanduser())
+
+
+def missing(spec: Logger, python: str = sys.executable) -> Finding | None:
+    """What it imports and is not installed; looks for packages and imports none.
+
+    Args:
+        spec: The logger's.
+        python: The Python that it would run in.
+    """
+    lacking = _lacking(spec) if python == sys.executable else _lacking_in(python, spec)
     if not lacking:
         return None
+    if python != sys.executable:
+        return Finding(
+            rule="TC124",
+            key="logging.python",
+            message=f"the logger {spec.name} needs {', '.join(lacking)}, which {python} has not",
+            hint=f"{python} -m pip install {' '.join(lacking)}, or leave {spec.name} out of "
+            "logging.to",
+            exit_code=ExitCode.environment,
+        )
     what = f"trainctl[{spec.extra}]" if spec.extra else " ".join(lacking)
     return Finding(
         rule="TC124",
         key="logging.to",
         message=f"the logger {spec.name} needs {', '.join(lacking)}, which is not installed here",
-        hint=f"pip install '{what}', or leave it out of logging.to",
+        hint=f"pip install '{what}', or leave it out of logging.to; or name another environment's "
+        "Python in logging.python",
         exit_code=ExitCode.environment,
     )
+
+
+def _lacking(spec: Logger) -> list[str]:
+    return [module for module in spec.modules if find_spec(module) is None]
+
+
+_LOOK = """
+import importlib.util, sys
+print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])
+sys.exit(sys.version_info < (3, 11))
+"""
+_LOOK_SECONDS = 30
+
+
+def _lacking_in(python: str, spec: Logger) -> list[str]:
+    """The same of another Python, which trainctl's own code has to run in too."""
+    command = [python, "-c", _LOOK, "yaml", *spec.modules]
+    try:
+        look = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LOOK_SECONDS, text=True
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ["a Python that can be started"]
+    return ["Python 3.11 or newer"] if look.returncode else look.stdout.split()

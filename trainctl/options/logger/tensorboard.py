@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.options.logger import Followed, Logger, Point
-
-SPEC = Logger(
-    name="tensorboard",
-    build="trainctl.options.logger.tensorboard:EventFile",
-    extra="tensorboard",
-    modules=("tensorboard",),
+from trainctl.options.logger._event_file import (
+    scalars_record,
+    session_start_record,
+    version_record,
 )
 
-FORMAT = "brain.Event:2"
-"""What the first record of a file says of those that follow."""
+SPEC = Logger(name="tensorboard", build="trainctl.options.logger.tensorboard:EventFile")
 
 
 class EventFile:
@@ -36,29 +33,16 @@ class EventFile:
     """
 
     def __init__(self, run: Followed, state: Mapping[str, Any] | None) -> None:
-        # What torch.utils.tensorboard writes with, too; without numpy's and torch's part of it.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._session, self._summary = Event, SessionLog, Summary
         self._path = _begin(run.folder, state)
         self._stream = self._path.open("xb")
-        self._records = RecordWriter(self._stream)
-        self._write(Event(wall_time=time.time(), file_version=FORMAT))
+        self._stream.write(version_record(time.time()))
 
     def write(self, points: Sequence[Point]) -> None:
         for point in points:
-            values = [
-                self._summary.Value(tag=name, simple_value=value)
-                for name, value in point.values.items()
-            ]
-            summary = self._summary(value=values)
-            self._write(self._event(wall_time=point.time, step=point.step, summary=summary))
+            self._stream.write(scalars_record(point.time, point.step, point.values))
 
     def go_back(self, step: int) -> None:
-        log = self._session(status=self._session.START)
-        self._write(self._event(wall_time=time.time(), step=step, session_log=log))
+        self._stream.write(session_start_record(time.time(), step))
 
     def commit(self) -> Mapping[str, Any]:
         self._stream.flush()
@@ -67,9 +51,6 @@ class EventFile:
 
     def close(self) -> None:
         self._stream.close()
-
-    def _write(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())
 
 
 def _event_files(folder: Path) -> list[Path]:

@@ -156,6 +156,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC391", experts.balance_is_that_of_whole_sequences),
     ("TC392", objective.objective_goes_with_the_rest),
     ("TC393", objective.objective_has_its_samples),
+    ("TC394", escape.monitors_are_left_to_programs),
     ("TC400", experts.balance_can_be_kept),
     ("TC401", architecture.first_weights_can_be_drawn),
     ("TC405", engine.engine_has_what_is_asked),

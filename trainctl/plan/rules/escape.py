@@ -19,6 +19,9 @@ OWNED_KEYS = {
 }
 """Keys that would work against trainctl even where it does not write them, and what to use."""
 
+MONITORS = {"comet": "", "csv_monitor": "csv", "tensorboard": "tensorboard", "wandb": "wandb"}
+"""DeepSpeed's own, and the logger that has what each is for."""
+
 KEY_RULES = (
     keys.removed_keys_are_gone,
     keys.checked_sections_hold_known_keys,
@@ -43,6 +46,23 @@ def pass_through_has_no_auto(draft: Draft) -> Iterator[Finding]:
                 f"deepspeed.{key}",
                 f'deepspeed.{key} is "auto", which only other tools fill in',
                 "give the value, or leave the key out: trainctl derives what it can",
+            )
+
+
+def monitors_are_left_to_programs(draft: Draft) -> Iterator[Finding]:
+    """DeepSpeed's own monitors are for programs of the user's: of trainctl's steps they get the
+    learning rate alone, and count samples from zero again after a resume."""
+    if not draft.config.trains_itself:
+        return
+    for name, instead in MONITORS.items():
+        monitor = draft.config.deepspeed.get(name)
+        if isinstance(monitor, dict) and monitor.get("enabled"):
+            yield error(
+                f"deepspeed.{name}.enabled",
+                f"deepspeed.{name} would get nothing but the learning rate, and begin again at 0 "
+                "after a resume",
+                "leave it out, and name "
+                + (f"{instead} in logging.to" if instead else "a logger in logging.to, as wandb"),
             )
 
 

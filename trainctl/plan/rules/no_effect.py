@@ -184,6 +184,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "training.stop_patience",
     ),
     (
+        ("logging.alerts.kinds", "logging.alerts.no_progress_minutes"),
+        lambda c: bool(c.logging.alerts.urls or c.logging.alerts.command),
+        "logging.alerts.urls or logging.alerts.command",
+    ),
+    (
         ("logging.profile_ranks",),
         lambda c: bool(c.logging.profile_steps),
         "logging.profile_steps",
@@ -305,7 +310,7 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
     for key, (item, _) in changed.items():
         needs = item.metadata.get("needs")
         group, *part, _ = key.split(".") if "." in key else (key, "")
-        if part and part[0] not in config.logging.to:
+        if part and part[0] not in ("alerts", *config.logging.to):
             idle.append((key, f"{part[0]} in logging.to"))
         if needs is not None and not needs[0](getattr(config, group)):
             idle.append((key, needs[1]))

@@ -1,0 +1,58 @@
+"""Who is told what happens to a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from trainctl.config.schema.option import option
+
+
+class AlertKind(Enum):
+    """What may be told while a run goes on."""
+
+    failure = "failure"
+    """An attempt failed."""
+    restart = "restart"
+    """A failed attempt is replaced."""
+    spike = "spike"
+    """The trainer intervened: a loss or a gradient norm that is not finite, or jumped."""
+    straggler = "straggler"
+    """A rank is slower than the others."""
+    no_progress = "no_progress"
+    """No step for `no_progress_minutes`."""
+    end = "end"
+    """The launch has ended, however."""
+
+
+@dataclass
+class AlertsConfig:
+    """Who is told what happens to a run, by a process beside the launcher."""
+
+    urls: list[str] = option(
+        [],
+        "Webhooks that get a JSON by POST, with a `text` as Slack takes it; a secret, so a "
+        "reference to a variable.",
+        example="['${oc.env:SLACK_URL}']",
+    )
+    command: list[str] = option(
+        [],
+        "A program and its arguments, started with the same JSON as its input; no shell.",
+        example="[notify-send,trainctl]",
+    )
+    kinds: list[AlertKind] = option(
+        list(AlertKind),
+        "What is told.",
+        example="[failure,no_progress,end]",
+    )
+    no_progress_minutes: float = option(
+        30.0,
+        "Time without a step after which `no_progress` is told.",
+        unit="minutes",
+        above=0,
+    )
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether there is anyone to tell."""
+        return bool(self.kinds and (self.urls or self.command))

@@ -1,0 +1,90 @@
+"""TensorBoard's event files, byte by byte, so that no package is needed to write them.
+
+A file is a sequence of records (tensorflow/core/lib/io/record_writer.h): the length, its checksum,
+the data, its checksum. The data is an `Event` (tensorflow/core/util/event.proto) in protocol
+buffers' encoding.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from functools import cache
+
+FORMAT = "brain.Event:2"
+"""What the first record of a file says of those that follow."""
+
+_CASTAGNOLI = 0x82F63B78
+_MASK_DELTA = 0xA282EAD8
+_VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
+_LARGEST_FLOAT = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
+_SESSION_START = 1
+
+
+def version_record(time: float) -> bytes:
+    """The first record of a file."""
+    return _record(_event(time, None, _field(3, _BYTES, FORMAT.encode())))
+
+
+def scalars_record(time: float, step: int, values: Mapping[str, float]) -> bytes:
+    """A record of numbers of a step, by tag."""
+    summary = b"".join(_field(1, _BYTES, _value(tag, value)) for tag, value in values.items())
+    return _record(_event(time, step, _field(5, _BYTES, summary)))
+
+
+def session_start_record(time: float, step: int) -> bytes:
+    """A record that says that steps from this one on come again."""
+    log = _field(1, _VARINT, _varint(_SESSION_START))
+    return _record(_event(time, step, _field(7, _BYTES, log)))
+
+
+def _event(time: float, step: int | None, what: bytes) -> bytes:
+    at = _field(2, _VARINT, _varint(step)) if step is not None else b""
+    return _field(1, _DOUBLE, struct.pack("<d", time)) + at + what
+
+
+def _value(tag: str, value: float) -> bytes:
+    if math.isfinite(value) and abs(value) > _LARGEST_FLOAT:
+        value = math.copysign(math.inf, value)
+    return _field(1, _BYTES, tag.encode()) + _field(2, _FLOAT, struct.pack("<f", value))
+
+
+def _field(number: int, kind: int, content: bytes) -> bytes:
+    head = _varint(number << 3 | kind)
+    return head + _varint(len(content)) + content if kind == _BYTES else head + content
+
+
+def _varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest first; all but the last have the highest bit set."""
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+def _record(data: bytes) -> bytes:
+    length = struct.pack("<Q", len(data))
+    return b"".join((length, _checksum(length), data, _checksum(data)))
+
+
+def _checksum(data: bytes) -> bytes:
+    """The CRC-32C of bytes, masked: a checksum of data with checksums in it would mean little."""
+    table, crc = _table(), 0xFFFFFFFF
+    for byte in data:
+        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    masked = ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
+    return struct.pack("<I", masked)
+
+
+@cache
+def _table() -> tuple[int, ...]:
+    found = []
+    for byte in range(256):
+        for _ in range(8):
+            byte = byte >> 1 ^ (_CASTAGNOLI if byte & 1 else 0)
+        found.append(byte)
+    return tuple(found)

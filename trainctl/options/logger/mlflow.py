@@ -1,0 +1,151 @@
+"""MLflow: one run of it for a run, in a database or on a server.
+
+It keeps every value that a step ever had, and shows that of the highest step as the latest. So the
+steps of a run that went back and came out otherwise are sent to a new run, with the whole curve,
+and the one before it is deleted (which MLflow can take back, until `mlflow gc`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainctl.config.schema.option import option
+from trainctl.options.logger import Followed, Logger, LoggerConfig, Point
+from trainctl.options.logger._tracker import Tracker, flat
+
+RUN_TAG, BRANCH_TAG = "trainctl.run_id", "trainctl.branch"
+
+_STATES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+_METRICS_AT_ONCE, _PARAMETERS_AT_ONCE, _PARAMETER_LENGTH = 1000, 100, 6000
+"""Limits of its interface."""
+
+
+@dataclass
+class MlflowConfig(LoggerConfig):
+    """Its own keys. Who logs in is for MLFLOW_TRACKING_USERNAME and the like."""
+
+    tracking_uri: str | None = option(
+        None,
+        "Server or database; none is MLFLOW_TRACKING_URI, else `mlflow.db` in the runs' folder.",
+        example="http://mlflow:5000",
+    )
+    experiment: str = option("trainctl", "The experiment; made if there is none of the name.")
+    tags: dict[str, str] = option({}, "Tags.", example="{team: speech}")
+
+
+SPEC = Logger(
+    name="mlflow",
+    keys=MlflowConfig,
+    build="trainctl.options.logger.mlflow:build",
+    extra="mlflow",
+    modules=("mlflow",),
+)
+
+
+def build(run: Followed, state: Mapping[str, Any] | None) -> Tracker:
+    """The sink of a run."""
+    return Tracker(run, state, Server(run))
+
+
+class Server:
+    """A tracker (`_tracker.Client`)."""
+
+    def __init__(self, run: Followed) -> None:
+        from mlflow import MlflowClient
+
+        uri = run.keys.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = MlflowClient(uri or f"sqlite:///{run.folder.parents[1] / 'mlflow.db'}")
+        self._followed = run
+        self._experiment = self._experiment_of(run.keys.experiment)
+        self._run = ""
+
+    def begin(self, branch: int) -> int | None:
+        if branch == 0:
+            for old in self._runs():
+                self._client.delete_run(old.info.run_id)
+        return self.open(branch)
+
+    def open(self, branch: int) -> int | None:
+        found = self._runs(branch)
+        known = dict(flat(self._followed.about))
+        if found:
+            self._run = found[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+            self._tag_what_changed(found[0].data.params, known)
+            return None
+        tags = {RUN_TAG: self._followed.id, BRANCH_TAG: str(branch), **self._followed.keys.tags}
+        created = self._followed.about["run"]["created"]
+        made = self._client.create_run(
+            self._experiment, int(created * 1000), tags, run_name=self._followed.name
+        )
+        self._run = made.info.run_id
+        from mlflow.entities import Param
+
+        parameters = [Param(name, _text(value)) for name, value in known.items()]
+        for some in _in_parts(parameters, _PARAMETERS_AT_ONCE):
+            self._client.log_batch(self._run, params=some)
+        return None
+
+    def send(self, points: Sequence[Point]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name, value, int(point.time * 1000), point.step)
+            for point in points
+            for name, value in point.values.items()
+        ]
+        for some in _in_parts(metrics, _METRICS_AT_ONCE):
+            self._client.log_batch(self._run, metrics=some)
+
+    def give_up(self, branch: int) -> None:
+        for old in self._runs(branch):
+            self._client.delete_run(old.info.run_id)
+
+    def flush(self) -> None:
+        """A batch has arrived when its call returns."""
+
+    def end(self, state: str) -> None:
+        self._client.set_tag(self._run, "trainctl.state", state)
+        if state in _STATES:
+            self._client.set_terminated(self._run, _STATES[state])
+
+    def close(self) -> None:
+        """It has no connection of its own."""
+
+    def _experiment_of(self, name: str) -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(name))
+            except MlflowException:  # another run made it meanwhile
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def _runs(self, branch: int | None = None) -> list[Any]:
+        """Those of the run, or of one of its branches, that are not deleted."""
+        which = f"tags.`{RUN_TAG}` = '{self._followed.id}'"
+        if branch is not None:
+            which += f" and tags.`{BRANCH_TAG}` = '{branch}'"
+        return list(self._client.search_runs([self._experiment], which))
+
+    def _tag_what_changed(self, before: Mapping[str, str], known: Mapping[str, Any]) -> None:
+        """A resume may have another configuration, and MLflow's parameters never change."""
+        for name, value in known.items():
+            if before.get(name) != _text(value):
+                self._client.set_tag(self._run, f"changed.{name}", _text(value))
+
+
+def _text(value: Any) -> str:
+    return str(value)[:_PARAMETER_LENGTH]
+
+
+def _in_parts(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for begin in range(0, len(items), size):
+        yield items[begin : begin + size]

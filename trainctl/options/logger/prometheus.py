@@ -1,0 +1,104 @@
+"""Prometheus: the newest values as a text file, for node_exporter's textfile collector.
+
+`--collector.textfile.directory` reads `*.prom`; the file is replaced as a whole. It has no history:
+Prometheus keeps what it scrapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.schema.option import option
+from trainctl.options.logger import Followed, Logger, LoggerConfig, Point
+
+
+@dataclass
+class PrometheusConfig(LoggerConfig):
+    """Its own keys."""
+
+    folder: str | None = option(
+        None,
+        "Folder of the file `trainctl-ID.prom`, which the collector reads; none is "
+        "RUN/prometheus/.",
+        example="/var/lib/node_exporter/textfile",
+    )
+
+
+SPEC = Logger(
+    name="prometheus",
+    keys=PrometheusConfig,
+    build="trainctl.options.logger.prometheus:TextFile",
+)
+
+STATES = ("running", "finished", "failed", "stopped")
+
+
+class TextFile:
+    """The file of a run: a gauge a metric.
+
+    Args:
+        run: The run.
+        state: The values of before; None to begin anew.
+    """
+
+    def __init__(self, run: Followed, state: Mapping[str, Any] | None) -> None:
+        known = state or {}
+        values = known.get("values", {}).items()
+        self._values = {name: float(value) for name, value in values}
+        self._state: str = known.get("state", "running")
+        folder = Path(run.keys.folder).expanduser() if run.keys.folder else run.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"trainctl-{run.id}.prom"
+        self._labels = f'run="{_escaped(run.name)}",id="{run.id}"'
+
+    def write(self, points: Sequence[Point]) -> None:
+        for point in points:
+            self._state = "running"
+            self._values |= {_gauge(name): value for name, value in point.values.items()}
+            self._values[_gauge(f"{point.kind}/step")] = point.step
+            self._values[_gauge("last_record_seconds")] = point.time
+
+    def go_back(self, step: int) -> None:
+        """A gauge goes down."""
+
+    def commit(self) -> Mapping[str, Any]:
+        lines = [
+            f"# TYPE {name} gauge\n{name}{{{self._labels}}} {_number(value)}\n"
+            for name, value in self._values.items()
+        ]
+        lines.append("# TYPE trainctl_state gauge\n")
+        lines += [
+            f'trainctl_state{{{self._labels},state="{state}"}} {int(state == self._state)}\n'
+            for state in STATES
+        ]
+        whole = self._path.with_suffix(".tmp")  # an ending that no collector reads
+        whole.write_text("".join(lines), encoding="utf-8")
+        whole.replace(self._path)
+        # JSON has no NaN.
+        values = {name: repr(value) for name, value in self._values.items()}
+        return {"values": values, "state": self._state}
+
+    def end(self, state: str) -> None:
+        self._state = state
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+def _gauge(name: str) -> str:
+    """The metric's name: `trainctl_train_loss` of `train/loss`."""
+    return "trainctl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    """As the format has it: `NaN`, `+Inf`, `-Inf`."""
+    text = repr(float(value))
+    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text, text)

@@ -1,0 +1,187 @@
+"""Weights & Biases: one run of it for a run, or one for each branch.
+
+It takes no step twice, nor one below its last: the steps of a run that went back and came out
+otherwise are sent to a new run of the same group, with the whole curve; the one before it is tagged
+`superseded`. Offline there is no server to ask how far it is, and folders of which one begins below
+the end of another are renumbered by `wandb sync`; so there is one, written anew when the run ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.schema.option import option
+from trainctl.options.logger import Followed, Logger, LoggerConfig, Point
+from trainctl.options.logger._tracker import Tracker
+
+SUPERSEDED = "superseded"
+
+
+class Mode(Enum):
+    """When what is logged goes to its server."""
+
+    online = "online"
+    offline = "offline"
+
+
+@dataclass
+class WandbConfig(LoggerConfig):
+    """Its own keys. Who logs in, and where, is for `wandb login` or WANDB_API_KEY and
+    WANDB_BASE_URL."""
+
+    mode: Mode = option(
+        Mode.online,
+        "Whether it is sent while the run goes on; `offline` writes RUN/wandb/ at its end, for "
+        "`wandb sync`.",
+    )
+    project: str = option("trainctl", "The project.")
+    entity: str | None = option(None, "User or team; none is the default of who is logged in.")
+    group: str | None = option(None, "Group of the run and its branches; none is the run's name.")
+    tags: list[str] = option([], "Tags.", example="[ablation,125m]")
+
+
+SPEC = Logger(
+    name="wandb",
+    keys=WandbConfig,
+    build="trainctl.options.logger.wandb:build",
+    extra="wandb",
+    modules=("wandb",),
+)
+
+
+def build(run: Followed, state: Mapping[str, Any] | None) -> Any:
+    """The sink of a run."""
+    if "offline" in (run.keys.mode.value, os.environ.get("WANDB_MODE")):
+        return OfflineFolder(run)
+    return Tracker(run, state, Online(run))
+
+
+def _init(run: Followed, identity: str, mode: Mode, **more: Any) -> Any:
+    """A run of W&B's, without what it would find out about the process that sends."""
+    import wandb
+
+    keys = run.keys
+    return wandb.init(
+        project=keys.project,
+        entity=keys.entity,
+        id=identity,
+        name=run.name,
+        group=keys.group or run.name,
+        tags=keys.tags,
+        config=dict(run.about),
+        mode=mode.value,
+        dir=run.folder.parent,  # it adds a folder `wandb`
+        settings=wandb.Settings(
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            quiet=True,
+            save_code=False,
+            x_disable_machine_info=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+        ),
+        **more,
+    )
+
+
+def _exit_code(state: str) -> int:
+    return int(state == "failed")
+
+
+class Online:
+    """A tracker (`_tracker.Client`)."""
+
+    def __init__(self, run: Followed) -> None:
+        self._followed, self._last = run, -1
+        self._run: Any = None
+
+    def begin(self, branch: int) -> int | None:
+        return self.open(branch)
+
+    def open(self, branch: int) -> int | None:
+        self.close()
+        self._run = run = _init(self._followed, self._identity(branch), Mode.online, resume="allow")
+        self._last = run.step - 1
+        return self._last
+
+    def send(self, points: Sequence[Point]) -> None:
+        for point in points:
+            if point.step > self._last:
+                self._run.log(dict(point.values), step=point.step)
+
+    def give_up(self, branch: int) -> None:
+        import wandb
+
+        keys = self._followed.keys
+        path = "/".join(filter(None, (keys.entity, keys.project, self._identity(branch))))
+        old = wandb.Api().run(path)
+        old.tags = [*old.tags, SUPERSEDED]
+        old.update()
+
+    def flush(self) -> None:
+        """Its service sends by itself; what of it got lost is seen at the next `open`."""
+
+    def end(self, state: str) -> None:
+        self._run.summary["state"] = state
+        self._run.finish(exit_code=_exit_code(state))
+        self._run = None
+
+    def close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+    def _identity(self, branch: int) -> str:
+        return f"{self._followed.id}-{branch}" if branch else self._followed.id
+
+
+class OfflineFolder:
+    """Writes a folder for `wandb sync` at the end, and nothing before; a sink.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Followed) -> None:
+        self._run = run
+        self._points = 0
+
+    def write(self, points: Sequence[Point]) -> None:
+        """Nothing: all of them are read again at the end."""
+
+    def go_back(self, step: int) -> None:
+        """Nothing either."""
+
+    def commit(self) -> Mapping[str, Any]:
+        return {}
+
+    def end(self, state: str) -> None:
+        identity = self._run.id
+        for folder in _folders(self._run.folder, identity):
+            if any(folder.glob("*.wandb.synced")):  # its server has it, and takes no step twice
+                identity = f"{self._run.id}-{folder.name.split('-')[2]}"
+            else:
+                shutil.rmtree(folder)
+        run = _init(self._run, identity, Mode.offline)
+        for point in self._run.curve(_ALL):
+            run.log(dict(point.values), step=point.step)
+        run.summary["state"] = state
+        run.finish(exit_code=_exit_code(state))
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+_ALL = 1 << 62
+
+
+def _folders(folder: Path, identity: str) -> list[Path]:
+    """Those that were written for a run, the first one first: `offline-run-DATE_TIME-ID`."""
+    return sorted(folder.glob(f"offline-run-*-{identity}*"))
