@@ -24,8 +24,8 @@ class Prompts:
     """How prompts become ids, and where what is drawn after them ends.
 
     Attributes:
-        tokenizer: Of the run.
-        template: By which a prompt is written; None takes it as it stands.
+        tokenizer: The run's.
+        template: The chat template that writes a prompt; None takes it as it stands.
         ends: Ids, any of which ends what is drawn.
     """
 
