@@ -57,6 +57,8 @@ def test_configuration_is_inside(wheel: Path) -> None:
     for folder in ("conf", "recipes"):
         for path in (ROOT / folder).rglob("*.yaml"):
             assert f"trainctl/_shipped/{path.relative_to(ROOT).as_posix()}" in names
+    for path in (ROOT / "trainctl").rglob("assets/**/*"):
+        assert path.is_dir() or path.relative_to(ROOT).as_posix() in names
     assert not [name for name in names if name.startswith(("tests/", "conf/", "recipes/"))]
 
 

@@ -134,6 +134,20 @@ ERRORS = [
         "adapter.base_weights=int8",
     ),
     (
+        "TC384",
+        {**LORA, "adapter__also_train": ["embed_tokns"]},
+        gpus(),
+        "'embed_tokns' is found in no parameter's name",
+        "did you mean embed_tokens",
+    ),
+    (
+        "TC384",
+        {**LORA, "adapter__targets": ["q_proj"], "adapter__also_train": ["self_attn"]},
+        gpus(),
+        "'self_attn' meets model.layers.0.self_attn.q_proj.weight",
+        "adapter.also_train=[embeddings,head]",
+    ),
+    (
         "TC380",
         {"training__freeze": ["all_but_last_blocks:1"], **TWO_STAGES},
         gpus(2),

@@ -34,7 +34,7 @@ from trainctl.train.evaluation import evaluate_sources
 from trainctl.train.export import export
 from trainctl.train.export_adapter import export_adapter, peft_config
 from trainctl.train.loaded import load
-from trainctl.train.model import TORCH_TYPES, skeleton
+from trainctl.train.model import TORCH_TYPES, skeleton, transformers_config
 from trainctl.train.weights import SeedWeights
 
 STEPS = 6
@@ -206,8 +206,30 @@ def test_it_goes_on_bit_for_bit_and_elsewhere(tmp_path: Path, trained, base: Pat
         assert difference.loss < 1e-5 and difference.norm < 1e-5, (stage, tensor)
 
 
+@pytest.mark.parametrize("model", ["llama", "llama-untied"])
+def test_what_trains_beside_an_adapter_is_exported_with_it(tmp_path: Path, model: str) -> None:
+    """Embedding and head, tied and not: PEFT reads them, and a merged model has them."""
+    base, run = tmp_path / "base", RunPaths(tmp_path / "run")
+    config = config_of(Adapting("lora-also", model=model), STEPS)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(transformers_config(config.model)).save_pretrained(base)
+    config.model.initial_weights, config.checkpoint.at_end = str(base), True
+    plan = tiny_plan(config, 1)
+    train_cases(1, [Case(plan, run)])
+    assert "model.embed_tokens.weight" in read_manifest(newest(run))["shapes"]
+    export_adapter(plan.config, newest(run), tmp_path / "adapter", dtype=torch.float32)
+    export(plan.config, newest(run), tmp_path / "merged", dtype=torch.float32)
+    start, merged = (AutoModelForCausalLM.from_pretrained(p) for p in (base, tmp_path / "merged"))
+    for part in ("get_input_embeddings", "get_output_embeddings"):
+        before, after = (getattr(each, part)().weight for each in (start, merged))
+        assert (before - after).abs().max() > 1e-3
+    theirs = peft.PeftModel.from_pretrained(start, tmp_path / "adapter")
+    assert (logits_of(merged) - logits_of(theirs)).abs().max() < 5e-6
+
+
 LAYOUTS = (
     Adapting("lora-all", "DP2", "3", "full"),
+    Adapting("lora-also", "TP2", "2"),
     Adapting("dora", "TP2", "2"),
     Adapting("some", "PP2", "0"),
     Adapting("last-blocks", "DP2", "2"),

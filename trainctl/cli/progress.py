@@ -23,7 +23,7 @@ Event = Mapping[str, Any]
 _BAR = 11
 """Characters of the bar and a space, where there is room for it."""
 
-_PLAIN_TERMINALS = ("dumb", "unknown")
+PLAIN_TERMINALS = ("dumb", "unknown")
 """Values of TERM of terminals in which no line can be drawn anew, such as an editor's."""
 
 
@@ -57,7 +57,7 @@ class Progress:
         self._step: Event | None = None
         self._left: float | None = None
         self._live: LiveLine | None = None
-        if sys.stdout.isatty() and not as_json and os.environ.get("TERM") not in _PLAIN_TERMINALS:
+        if sys.stdout.isatty() and not as_json and os.environ.get("TERM") not in PLAIN_TERMINALS:
             self._live = LiveLine(sys.stdout)
             self._refresher = Refresher(self._live, self._live_text)
         self._seconds_per_step = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -84,6 +85,8 @@ def report(
             hint="at least 64, or 0 for every step",
             exit_code=ExitCode.bad_input,
         )
+    if price is not None and not math.isfinite(price):
+        raise TrainctlError(f"--price {price} is no price")
     histories = _read(runs or [])
     made = report_document(histories, price=price, most=buckets, is_packed=form is _Form.html)
     if form is _Form.html:

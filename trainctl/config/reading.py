@@ -60,11 +60,17 @@ def parse_json(text: bytes | str) -> Any:
     Raises:
         ValueError: It is no UTF-8, no JSON, nested too deeply, or has a NaN.
     """
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return _DECODER.decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+"""One for all: a long run has millions of records, and `json.loads` would make one for each."""

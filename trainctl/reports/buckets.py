@@ -92,7 +92,8 @@ def reduce(values: Numbers, at: Edges) -> Reduced:
 
 def last_of(values: Numbers, at: Edges) -> Numbers:
     """The last number of each bucket: of a column that only grows."""
-    last: Numbers = values[np.append(at[1:], len(values)) - 1]
+    ends = np.append(at[1:], len(values)) if len(at) else at
+    last: Numbers = values[ends - 1]
     return last
 
 

@@ -23,27 +23,32 @@ STEP = (
 PARTS = {"seconds": "seconds", "peak_bytes": "peak", "objective": "objective"}
 """Fields that are numbers by name, and what stands before it: `seconds/forward`."""
 
+_NAMES: dict[str, dict[str, str]] = {field: {} for field in PARTS}
+"""Whole names of the parts that have been seen."""
+
 OTHER_RATES = "learning_rates"
 """Of parameter groups; drawn where they differ from the run's."""
 
 EVALUATION = ("loss", "ema_loss")
 
-NOT_NUMBERS = (None, True, False)
-
 
 def of_step(event: Event) -> dict[str, float]:
     """The numbers of a `step` record, `step` and `time` among them; what it lacks is left out."""
-    found = {"step": float(event["step"]), "time": float(event["time"])}
+    found = _placed(event)
+    # Of a million records: what is a number, as nearly all is, goes the shortest way.
     for name in STEP:
         value = event.get(name)
-        if value is not None:
+        if type(value) is float:
+            found[name] = value
+        elif value is not None:
             _add(found, name, value)
-    for field, prefix in PARTS.items():
+    for field, names in _NAMES.items():
         parts = event.get(field)
-        if isinstance(parts, Mapping):
+        if type(parts) is dict:
             for name, value in parts.items():
                 if value is not None:
-                    _add(found, f"{prefix}/{name}", value)
+                    full = names.get(name) or names.setdefault(name, f"{PARTS[field]}/{name}")
+                    _add(found, full, value)
     rates = event.get(OTHER_RATES)
     if isinstance(rates, Mapping):
         for name, value in rates.items():
@@ -54,7 +59,7 @@ def of_step(event: Event) -> dict[str, float]:
 
 def of_evaluation(event: Event) -> dict[str, float]:
     """The numbers of an `evaluation` record, of each source too: `loss/NAME`."""
-    found = {"step": float(event["step"]), "time": float(event["time"])}
+    found = _placed(event)
     for name in EVALUATION:
         if event.get(name) is not None:
             _add(found, name, event[name])
@@ -63,6 +68,12 @@ def of_evaluation(event: Event) -> dict[str, float]:
     for name, value in _items(event.get("objective")):
         _add(found, f"objective/{name}", value)
     return found
+
+
+def _placed(event: Event) -> dict[str, float]:
+    """When and where it was; what no record lacks, but a person may have changed."""
+    time = event.get("time")
+    return {"step": event["step"], "time": time if isinstance(time, int | float) else 0.0}
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:

@@ -33,7 +33,8 @@ def memory_beside(plan: RunPlan | None, record: Event | None) -> dict[str, Any] 
         None where neither is known.
     """
     found: dict[str, Any] = {}
-    measured = (record or {}).get("phases", {}).get("measured", {})
+    phases = (record or {}).get("phases")
+    measured = phases.get("measured", {}) if isinstance(phases, Mapping) else {}
     planned = _budget(plan) if plan is not None else None
     if planned is not None:
         found = {

@@ -23,6 +23,8 @@ from trainctl.plan.trainable import (
     adapted_layers,
     added_tensors,
     linear_layers,
+    ties,
+    trainable,
 )
 from trainctl.runs.atomic import write_json
 from trainctl.train.base import adapter_of
@@ -70,6 +72,11 @@ def export_adapter(
         )
     layers = adapted_layers(config.model, adapter)
     tensors = {tensor.name: tensor for layer in layers for tensor in added_tensors(layer, adapter)}
+    also = [t for t in trainable(config).trained if t.name not in tensors]
+    tensors |= {tensor.name: tensor for tensor in also}
+    # PEFT reads a tied weight that trains under both of its names.
+    tied = {alias: tensors[name] for alias, name in ties(config.model) if name in tensors}
+    tensors |= tied
     layout = {_published(name): (dtype, tensor.shape) for name, tensor in tensors.items()}
     total = sum(tensor.numel for tensor in tensors.values()) * dtype.itemsize
     base = source.manifest["base"]
@@ -77,26 +84,30 @@ def export_adapter(
 
         def values() -> Iterator[torch.Tensor]:
             done = 0
-            for name, tensor in tensors.items():
+            for tensor in tensors.values():
                 shape = torch.Size(tensor.shape)
-                yield source.read(name, shape, 0, shape.numel()).to(dtype)
+                yield source.read(tensor.name, shape, 0, shape.numel()).to(dtype)
                 done += shape.numel() * dtype.itemsize
                 progress(done, total)
 
         write_stream(folder / "adapter_model.safetensors", layout, values(), {"format": "pt"})
         every = tuple(linear_layers(config.model))
-        write_json(folder / "adapter_config.json", peft_config(adapter, layers, every, base))
+        settings = peft_config(adapter, layers, every, base)
+        if also:
+            modules = dict.fromkeys(tensor.name.rpartition(".")[0] for tensor in also)
+            settings |= {"modules_to_save": [*modules], "ensure_weight_tying": bool(tied)}
+        write_json(folder / "adapter_config.json", settings)
     return Exported(
         files=sorted(path.name for path in out.iterdir()),
         size_bytes=total,
-        num_parameters=sum(tensor.numel for tensor in tensors.values()),
+        num_parameters=sum({each.name: each.numel for each in tensors.values()}.values()),
         notes=list(_notes(base)),
     )
 
 
 def _published(name: str) -> str:
     layer, _, tensor = name.rpartition(".")
-    return f"{PREFIX}{layer}.{ENDS[tensor]}"
+    return f"{PREFIX}{layer}.{ENDS.get(tensor, tensor)}"
 
 
 def peft_config(

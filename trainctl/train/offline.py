@@ -1,8 +1,9 @@
-"""What is done with a checkpoint outside training, on one process: evaluate, sample, export, tasks.
+"""What is done with weights outside training, on one process: losses, samples, exports, tasks.
 
-`python -m trainctl.train.offline TASK RUN_DIR CHECKPOINT ...`, started by the command line, which
-loads no torch. It answers in lines of JSON on stdout: any number of `{"progress": [what, done,
-total]}`, then one `{"result": {...}}` or `{"error": {...}}`. What libraries print goes to stderr.
+`python -m trainctl.train.offline TASK RUN_DIR CHECKPOINT ...`, or `add-tokens DIR OUT TOKENS`,
+started by the command line, which loads no torch. It answers in lines of JSON on stdout: any number
+of `{"progress": [what, done, total]}`, then one `{"result": {...}}` or `{"error": {...}}`. What
+libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -94,11 +96,18 @@ def _parser() -> argparse.ArgumentParser:
     tasks_of.add_argument("--chat", action="store_true")
     tasks_of.add_argument("--keep", type=Path)
     tasks_of.add_argument("--device", choices=DEVICES, default="auto")
+    tokens = tasks.add_parser("add-tokens")
+    tokens.add_argument("folder", type=Path)
+    tokens.add_argument("out", type=Path)
+    tokens.add_argument("tokens", type=json.loads)
+    tokens.add_argument("--multiple-of", type=int, default=1)
     return parser
 
 
 def _do_while_it_is_there(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Do the task; the run may be training and rotate the checkpoint away meanwhile."""
+    if arguments.task == "add-tokens":
+        return _add_tokens(arguments, progress)
     try:
         return _do(arguments, progress)
     except (FileNotFoundError, ValueError):  # a file of it, or its manifest
@@ -133,6 +142,19 @@ def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             return _tasks(plan, arguments, progress)
         case _:
             return _export(plan, arguments, progress)
+
+
+def _add_tokens(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    from trainctl.train.new_tokens import add_tokens
+
+    grown = add_tokens(
+        arguments.folder,
+        arguments.out,
+        arguments.tokens,
+        multiple_of=arguments.multiple_of,
+        progress=lambda done, total: progress("writing", done, total),
+    )
+    return {"out": str(arguments.out), **asdict(grown)}
 
 
 def _weights(arguments: argparse.Namespace) -> str:

@@ -152,6 +152,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC381", trainable.tied_weights_freeze_together),
     ("TC382", quantized.quantized_base_goes_with_the_rest),
     ("TC383", quantized.blocks_divide_the_base),
+    ("TC384", trainable.also_trained_meet_parameters),
     ("TC390", experts.expert_axis_goes_with_the_rest),
     ("TC391", experts.balance_is_that_of_whole_sequences),
     ("TC392", objective.objective_goes_with_the_rest),

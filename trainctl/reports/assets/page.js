@@ -97,6 +97,7 @@
     if (seconds < 0.9995) return `${Number((seconds * 1000).toPrecision(3))} ms`;
     if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;
     const minutes = Math.round(seconds / 60);
+    if (seconds < 600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
     if (minutes < 60) return `${minutes} min`;
     const hours = Math.floor(minutes / 60);
     if (hours < 48) return `${hours} h ${minutes % 60} min`;
@@ -106,6 +107,10 @@
   const bytes = (size) =>
     !Number.isFinite(size) ? "–" : size >= 0.1 * GIB ? `${(size / GIB).toFixed(2)} GiB` : `${short(size / 2 ** 20, 3)} MiB`;
   const clock = (time) => (Number.isFinite(time) ? new Date(time * 1000).toLocaleString(undefined, { dateStyle: "short", timeStyle: "medium" }) : "–");
+  /** Parts of a step: their order, and a colour that is theirs everywhere. */
+  const PARTS = ["forward", "backward", "optimizer", "data", "evaluation", "checkpoint"];
+  const partRank = (name) => (PARTS.includes(name) ? PARTS.indexOf(name) : name === "other" ? 99 : 50);
+  const partColour = (name) => `--part-${PARTS.includes(name) ? PARTS.indexOf(name) : name === "other" ? 8 : 6}`;
   const share = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(part / whole < 0.0995 ? 1 : 0)} %` : "–");
   const say = (text) => { $("#spoken").textContent = text; };
 
@@ -123,6 +128,7 @@
   /** A number below which this share of the values lies. */
   function quantile(values, part) {
     if (!values.length) return NaN;
+    if (part === 0 || part === 1) return values.reduce((one, other) => (other < one === (part === 0) ? other : one));
     const sorted = Float64Array.from(values).sort();
     return sorted[Math.min(sorted.length - 1, Math.max(0, Math.round(part * (sorted.length - 1))))];
   }
@@ -160,7 +166,7 @@
 
   async function decodeRun(run, number) {
     const axes = await decodeAll(run.axes);
-    const evaluations = { step: await decode(run.evaluations.step), series: await decodeSeries(run.evaluations.series) };
+    const evaluations = { ...run.evaluations, step: await decode(run.evaluations.step), series: await decodeSeries(run.evaluations.series) };
     const branches = [];
     for (const branch of run.branches) {
       branches.push({ ...branch, step: await decode(branch.step), series: await decodeAll(branch.series) });
@@ -204,13 +210,14 @@
   function reduced(xs, series, count, [low, high], most) {
     const first = Math.max(0, above(xs, low - 1e-12) - 1);
     const end = Math.min(xs.length, above(xs, high) + 1);
-    const made = { x: [], mean: [], min: [], max: [] };
+    const made = { x: [], mean: [], min: [], max: [], count: 0 };
     const push = (x, mean, min, max) => {
       made.x.push(x);
       made.mean.push(Number.isFinite(mean) ? mean : null);
       made.min.push(Number.isFinite(min) ? min : null);
       made.max.push(Number.isFinite(max) ? max : null);
     };
+    for (let at = first; at < end; at++) made.count += count(at);
     if (end - first <= most) {
       for (let at = first; at < end; at++) push(xs[at], series.mean[at], series.min[at], series.max[at]);
       return made;
@@ -235,6 +242,20 @@
     return made;
   }
 
+  /** The mean of each value and its neighbours, as many on either side; of fewer at the ends. */
+  function smoothed(values, radius) {
+    const sums = [0], counts = [0];
+    values.forEach((value, at) => {
+      sums.push(sums[at] + (value ?? 0));
+      counts.push(counts[at] + (value === null ? 0 : 1));
+    });
+    return values.map((value, at) => {
+      const reach = Math.min(radius, at, values.length - 1 - at);
+      const [first, end] = [at - reach, at + reach + 1], count = counts[end] - counts[first];
+      return count ? (sums[end] - sums[first]) / count : null;
+    });
+  }
+
   const counter = (run) => (at) => run.axes.step[at] - run.axes.first_step[at] + 1;
 
   // ---------------------------------------------------------------- a chart
@@ -244,13 +265,16 @@
       this.spec = spec;
       this.isLog = false;
       this.isFull = Boolean(spec.full);
+      this.isSmooth = !spec.full && !spec.stacked;
       this.plot = null;
+      this.row = this.x = null; // where the keys have put the cursor
       this.signature = "";
       this.height = spec.wide ? 330 : 220;
       const name = `chart-${spec.id.replace(/\W/g, "-")}`;
       this.reading = make("div", { class: "read" });
       this.logButton = make("button", { type: "button", "aria-pressed": "false", title: "Logarithm (L)", text: "log", onclick: () => this.toggle("isLog") });
       this.fullButton = make("button", { type: "button", "aria-pressed": String(this.isFull), title: "Full range (F)", text: "full", onclick: () => this.toggle("isFull") });
+      this.smoothButton = make("button", { type: "button", "aria-pressed": String(this.isSmooth), title: "Mean of neighbouring steps, where single ones are drawn (S)", text: "smooth", onclick: () => this.toggle("isSmooth") });
       this.box = make("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart", "data-chart": spec.id, id: name });
       this.image = make("div", { role: "img" });
       this.box.append(this.image);
@@ -259,9 +283,9 @@
       this.table = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${spec.title}: numbers` });
       this.numbers = make("details", { ontoggle: () => this.tabulate() }, make("summary", { text: "Numbers" }), this.table);
       const unit = spec.unit ? make("span", { class: "unit", text: ` ${spec.unit}` }) : null;
-      const buttons = spec.stacked ? [] : [this.logButton, this.fullButton];
+      const buttons = spec.stacked ? [] : spec.full ? [this.logButton, this.fullButton] : [this.logButton, this.fullButton, this.smoothButton];
       this.card = make("section", { class: `card${spec.wide ? " wide" : ""}`, "aria-label": spec.title },
-        make("header", {}, make("h2", {}, spec.title, unit), ...buttons, this.reading), this.box, this.said, this.key, this.numbers);
+        make("header", {}, make("h2", {}, spec.title, unit), ...buttons, this.reading), this.box, make("div", { class: "below" }, this.said, this.key), this.numbers);
       this.box.addEventListener("keydown", (event) => this.pressed(event));
       this.box.addEventListener("blur", () => this.point(null));
       this.box.addEventListener("wheel", (event) => this.wheeled(event), { passive: false });
@@ -272,7 +296,9 @@
       this[what] = !this[what];
       this.logButton.setAttribute("aria-pressed", this.isLog);
       this.fullButton.setAttribute("aria-pressed", this.isFull);
+      this.smoothButton.setAttribute("aria-pressed", this.isSmooth);
       this.draw();
+      this.tell();
     }
 
     /** What is drawn: a list of lines, each of a run, a series of it, and how. */
@@ -307,16 +333,15 @@
       const run = selectedRun();
       const names = Object.keys(run.series).filter((name) => name.startsWith("seconds/") && name !== "seconds/total");
       if (!names.length) return [];
-      const order = ["forward", "backward", "optimizer", "data", "evaluation", "checkpoint"];
-      const rank = (name) => (order.indexOf(name) + 99) % 99 + (order.includes(name) ? 0 : 50);
-      names.sort((one, other) => rank(one.slice(8)) - rank(other.slice(8)));
-      const lines = names.map((name, at) => ({ run, name, series: run.series[name], kind: "layer", colour: `--part-${at % 8}`, label: name.slice(8) }));
+      names.sort((one, other) => partRank(one.slice(8)) - partRank(other.slice(8)));
+      const lines = names.map((name) => ({ run, name, series: run.series[name], kind: "layer", colour: partColour(name.slice(8)), label: name.slice(8) }));
       if (run.series["seconds/total"]) lines.push({ run, name: "seconds/other", rest: run.series["seconds/total"], kind: "layer", colour: "--part-8", label: "other" });
       return lines;
     }
 
     points() {
-      return Math.max(120, Math.round((this.box.clientWidth || 800) / POINTS));
+      this.width ||= this.box.clientWidth; // asked for once: it costs a layout
+      return Math.max(120, Math.round((this.width || 800) / POINTS));
     }
 
     /** The lines as one table for uPlot, and how each of its columns is drawn. */
@@ -329,9 +354,14 @@
         if (line.kind === "band" || line.kind === "line") {
           const found = reduced(line.run.axes[state.axis], line.series, counter(line.run), range, most);
           if (line.kind === "band") {
-            tables.push([found.x, scaled(found.max), scaled(found.min), scaled(found.mean)]);
+            const mean = scaled(found.mean), radius = this.radius(line, found);
+            tables.push([found.x, scaled(found.max), scaled(found.min), mean]);
             bands.push([columns.length + 1, columns.length + 2, line]);
-            columns.push({ line, part: "max" }, { line, part: "min" }, { line, part: "mean" });
+            columns.push({ line, part: "max" }, { line, part: "min" }, { line, part: "mean", pale: radius > 0 });
+            if (radius) {
+              tables[tables.length - 1].push(smoothed(mean, radius));
+              columns.push({ line, part: "smooth" });
+            }
           } else {
             tables.push([found.x, scaled(found.mean)]);
             columns.push({ line, part: "mean" });
@@ -348,6 +378,13 @@
       }
       const data = tables.length > 1 ? uPlot.join(tables) : tables[0] || [[0, 1]];
       return { data, columns, bands };
+    }
+
+    /** How many steps to each side the bold line is a mean of: none where a point is many steps. */
+    radius(line, found) {
+      if (!this.isSmooth || found.x.length < 60) return 0;
+      const steps = found.count / found.x.length;
+      return steps > 4 ? 0 : Math.round(found.x.length / 70);
     }
 
     assembleStack(lines, range, most) {
@@ -383,7 +420,7 @@
       this.lineList = lines;
       this.columns = made.columns;
       this.y = this.vertical(made, range);
-      const signature = [lines.map((line) => [line.run.id, line.name, line.colour]), made.columns.map((each) => (each.points || 0) <= 60), this.isLog, document.documentElement.dataset.theme].join("|");
+      const signature = [lines.map((line) => [line.run.id, line.name, line.colour]), made.columns.map((each) => [each.part, each.pale, (each.points || 0) <= 60]), this.isLog, document.documentElement.dataset.theme].join("|");
       if (signature === this.signature && this.plot) {
         this.plot.batch(() => {
           this.plot.setData(made.data, false);
@@ -394,9 +431,17 @@
         this.signature = signature;
         this.build(made, range);
       }
-      this.describe(lines, made);
-      this.legend(lines);
-      this.point(null);
+      this.data = made.data;
+      this.isStale = false;
+      if (this.x !== null) this.point(this.rowAt(this.x));
+    }
+
+    /** All that stands around the picture and in place of it. */
+    tell() {
+      if (this.card.hidden) return;
+      this.describe(this.lineList, this);
+      this.legend(this.lineList);
+      if (this.x === null) this.point(null);
       if (this.numbers.open) this.tabulate();
     }
 
@@ -409,14 +454,17 @@
           if (this.isLog && value <= 0) return;
           if (line.limit) limits.push(value);
           else {
+            if (part === "smooth") return;
             if (part !== "max" || points !== undefined) lows.push(value);
             if (part !== "min") highs.push(value);
           }
         });
       });
       if (!highs.length) return [0, 1];
+      // Of many steps a point, spikes are in many points; of one, the first steps are the highest.
+      const isThinned = columns.some(({ part }, at) => part === "max" && data[at + 1].filter((value, row) => value > data[at + 2][row]).length > 100);
       const robust = !this.isFull && !this.spec.stacked && highs.length > 40;
-      let bottom = quantile(lows, robust ? 0.002 : 0), top = quantile(highs, robust ? 0.985 : 1);
+      let bottom = quantile(lows, robust ? 0.002 : 0), top = quantile(highs, robust ? (isThinned ? 0.93 : 0.985) : 1);
       const most = quantile(highs, 1);
       if (robust && most - top < 0.6 * (top - bottom)) top = most; // nothing stands out
       if (this.spec.stacked) { bottom = 0; top = quantile(highs, 0.99) * 1.05; }
@@ -445,15 +493,17 @@
       const focused = document.activeElement === this.box;
       this.plot?.destroy();
       const ink = colour("--ink-2"), grid = colour("--grid"), surface = colour("--surface");
-      const series = columns.map(({ line, part, points }) => {
+      const series = columns.map(({ line, part, points, pale }) => {
         const stroke = colour(line.colour);
         if (line.kind === "layer") return { stroke: surface, width: 0.6, fill: stroke, points: { show: false }, spanGaps: true };
+        if (part === "smooth") return { stroke, width: 2, points: { show: false }, spanGaps: true };
+        if (pale) return { stroke: faded(stroke, 0.32), width: 1.1, points: { show: false }, spanGaps: true };
         if (part !== "mean") return { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
         const held = line.kind === "points";
         return {
-          stroke: line.kind === "line" && line.limit ? faded(stroke, 0.8) : stroke,
+          stroke: (line.kind === "line" && line.limit) || (held && points > 60) ? faded(stroke, 0.7) : stroke,
           width: held ? 1.4 : line.kind === "constant" || line.limit ? 1.2 : 1.7,
-          dash: line.dash || (held ? [6, 4] : undefined),
+          dash: line.dash || (held && points <= 60 ? [6, 4] : undefined),
           spanGaps: true,
           points: held && points <= 60 ? { show: true, size: 7, stroke, fill: surface, width: 1.6 } : { show: false },
         };
@@ -666,6 +716,7 @@
 
     /** The text that stands for the picture. */
     describe(lines, { data }) {
+      if (!data) return;
       const [low, high] = shownRange();
       const where = `from ${AXES[state.axis].toLowerCase()} ${big(low)} to ${big(high)}`;
       const told = lines.filter((line) => line.kind !== "constant").map((line) => {
@@ -691,8 +742,9 @@
         swatch.style.background = colour(line.colour);
         items.push(make("li", {}, swatch, line.label));
       }
+      if (this.columns.some((column) => column.part === "smooth")) items.unshift(make("li", { text: "bold: mean of neighbouring steps" }));
       if (shownRuns().some((run) => run.branches.length) && ["loss", "grad_norm", "tokens_per_second"].includes(this.spec.id)) {
-        items.push(make("li", {}, "┈ pale: steps that were done again"));
+        items.push(make("li", { text: "dotted: steps that were done again" }));
       }
       this.key.replaceChildren(...items);
     }
@@ -718,22 +770,31 @@
     }
 
     resize() {
-      const width = this.box.clientWidth;
+      const width = (this.width = this.box.clientWidth);
       if (this.plot && width && Math.abs(width - this.plot.width) > 1) this.plot.setSize({ width, height: this.height });
     }
 
     // -------- keys and wheel
 
+    /** The row of the table that is nearest to a place that is shown; null for none. */
+    rowAt(x) {
+      const xs = this.plot.data[0], [low, high] = shownRange();
+      if (x === null || x < low || x > high || !xs.length) return null;
+      const after = Math.min(xs.length - 1, above(xs, x - 1e-9));
+      return after && x - xs[after - 1] < xs[after] - x ? after - 1 : after;
+    }
+
     point(row) {
       if (!this.plot) return;
       if (row === null) {
         this.plot.setCursor({ left: -10, top: -10 });
-        this.row = null;
+        this.row = this.x = null;
         this.show(null);
         this.said.textContent = "";
         return;
       }
       this.row = row;
+      this.x = this.plot.data[0][row];
       this.plot.setCursor({ left: this.plot.valToPos(this.plot.data[0][row], "x"), top: this.plot.bbox.height / devicePixelRatio / 2 });
       const text = [...this.reading.children].map((part) => part.textContent).join(", ");
       say(`${text}. ${this.said.textContent}`);
@@ -749,7 +810,7 @@
 
     pressed(event) {
       if (event.altKey || event.ctrlKey || event.metaKey || !this.plot) return;
-      const centre = this.row !== null && this.row !== undefined ? this.plot.data[0][this.row] : null;
+      const centre = this.x;
       const keys = {
         ArrowLeft: () => (event.shiftKey ? pan(-0.2) : this.move(-1)),
         ArrowRight: () => (event.shiftKey ? pan(0.2) : this.move(1)),
@@ -765,6 +826,7 @@
         0: () => zoomTo(null),
         l: () => !this.spec.stacked && this.toggle("isLog"),
         f: () => !this.spec.stacked && this.toggle("isFull"),
+        s: () => !this.spec.stacked && !this.spec.full && this.toggle("isSmooth"),
       };
       const action = keys[event.key] || keys[event.key.toLowerCase()];
       if (!action) return;
@@ -833,16 +895,39 @@
     return NaN;
   };
 
+  /** Of several runs: a row each. */
+  function comparison() {
+    const money = (value) => value.toLocaleString("en", { maximumFractionDigits: 2 });
+    const priced = state.runs.some((run) => run.account.price);
+    const heads = ["Run", "State", "#Step", "#Loss", "#Held-out loss", "#Lowest", "#Tokens/s", "#Tokens", "#Time", "#To come", "#Device hours", ...(priced ? ["#Price"] : []), "#Lost to faults", "#Peak memory"];
+    const bests = state.runs.map((run) => run.evaluations.best?.loss ?? Infinity), best = Math.min(...bests);
+    const rows = state.runs.map((run, at) => {
+      const { account } = run, held = run.evaluations.best;
+      const dot = make("span", { class: "dot" });
+      dot.style.color = `var(${run.colour})`;
+      const cells = [
+        `${run.step.toLocaleString("en")}${run.stop_step ? ` of ${run.stop_step.toLocaleString("en")}` : ""}`, short(lastOf(run, "loss")), held ? short(held.last) : "–",
+        held ? `${short(held.loss)}${bests[at] === best && state.runs.length > 1 ? " ★" : ""}` : "–", big(lastOf(run, "tokens_per_second")), big(account.tokens), duration(account.wall_seconds),
+        account.steps_to_come ? duration(account.seconds_to_come) : "–", short(account.device_hours, 3), ...(priced ? [account.price ? money(account.price.so_far) : "–"] : []),
+        account.repeated_steps ? `${duration(account.repeated_seconds + account.between_attempts_seconds)}, ${account.repeated_steps.toLocaleString("en")} steps` : "–", bytes(run.memory?.measured?.device_peak_bytes ?? NaN),
+      ];
+      return make("tr", {}, make("th", { scope: "row" }, make("span", { class: "run-name" }, dot, run.name)), make("td", { text: run.state }), ...cells.map((text) => make("td", { class: "number", text })));
+    });
+    $("#tiles").className = "card compared";
+    $("#tiles").replaceChildren(table(heads, rows, "The runs beside each other"));
+  }
+
   function tiles() {
+    if (state.runs.length > 1) return comparison();
+    $("#tiles").className = "tiles";
     const run = selectedRun(), account = run.account, found = [];
     const end = run.stop_step;
-    found.push(tile("Step", [run.step.toLocaleString("en"), ...(end ? [unit(`of ${end.toLocaleString("en")}`)] : [])], "", end ? { done: run.step / end } : {}));
+    found.push(tile("Step", [run.step.toLocaleString("en"), ...(end ? [unit(`of ${end >= 1e5 ? big(end) : end.toLocaleString("en")}`)] : [])], account.tokens ? `${big(account.tokens)} tokens${account.tokens_to_come ? `, ${big(account.tokens_to_come)} to come` : ""}` : "", end ? { done: run.step / end } : {}));
     if (run.series.loss) found.push(tile("Loss", short(lastOf(run, "loss")), "of the newest step"));
     const best = run.evaluations.best;
     if (best) found.push(tile("Held-out loss", short(best.last), `lowest ${short(best.loss)} at step ${best.step.toLocaleString("en")}`));
     const mfu = lastOf(run, "mfu");
-    if (run.series.tokens_per_second) found.push(tile("Throughput", [big(lastOf(run, "tokens_per_second")), unit("tokens/s")], Number.isFinite(mfu) ? `${(100 * mfu).toFixed(1)} % of the peak FLOP/s` : ""));
-    if (account.tokens) found.push(tile("Tokens", big(account.tokens), account.tokens_to_come ? `${big(account.tokens_to_come)} to come` : ""));
+    if (run.series.tokens_per_second) found.push(tile("Throughput", big(lastOf(run, "tokens_per_second")), `tokens/s${Number.isFinite(mfu) ? `, ${(100 * mfu).toFixed(1)} % MFU` : ""}`));
     found.push(tile("Time", duration(account.wall_seconds), account.seconds_to_come && run.step < (end || 0) ? `about ${duration(account.seconds_to_come)} to come` : ""));
     if (account.price) {
       const cost = account.price;
@@ -952,10 +1037,38 @@
     }
   }
 
+  /**
+   * Draw the curves anew: those that are seen in the next frame, however often this is asked for
+   * before it, and the others, with all that is said about them, when nothing has changed for a while.
+   */
+  let frame = 0, rest = 0;
   function drawCharts() {
+    document.documentElement.dataset.busy = "";
+    frame ||= requestAnimationFrame(() => { frame = 0; drawSeen(); });
+    clearTimeout(rest);
+    rest = setTimeout(drawAll, 150);
+  }
+
+  function drawSeen() {
+    if (!state.runs.length) return;
+    for (const chart of state.charts) {
+      const { top, bottom } = chart.card.getBoundingClientRect();
+      chart.isStale = true;
+      if (bottom > 0 && top < innerHeight) chart.draw();
+    }
+  }
+
+  function drawAll() {
+    clearTimeout(rest);
+    cancelAnimationFrame(frame);
+    frame = 0;
     for (const chart of state.charts) chart.card.hidden = !chart.lines().some((line) => line.kind !== "constant");
     widen();
-    for (const chart of state.charts) chart.draw();
+    for (const chart of state.charts) {
+      if (chart.isStale !== false) chart.draw();
+      chart.tell();
+    }
+    delete document.documentElement.dataset.busy;
   }
 
   /** The last card of an odd number takes the whole row. */
@@ -1022,8 +1135,8 @@
       ["between attempts", account.between_attempts_seconds, "--warn"],
       ["other", account.other_seconds, "--part-8"],
     ], account.wall_seconds, duration);
-    const parts = Object.entries(account.parts), total = parts.reduce((sum, [, value]) => sum + value, 0);
-    const hues = parts.map(([name, value], at) => [name, value, name === "other" ? "--part-8" : `--part-${at % 8}`]);
+    const parts = Object.entries(account.parts).sort(([one], [other]) => partRank(one) - partRank(other)), total = parts.reduce((sum, [, value]) => sum + value, 0);
+    const hues = parts.map(([name, value]) => [name, value, partColour(name)]);
     const facts = [`${account.attempts} ${account.attempts === 1 ? "attempt" : "attempts"}, ${short(account.device_hours, 4)} device hours`];
     if (account.repeated_steps) facts.push(`${account.repeated_steps.toLocaleString("en")} steps were done again: ${duration(account.repeated_seconds)}`);
     if (account.seconds_to_come) facts.push(`to come: ${account.steps_to_come.toLocaleString("en")} steps, about ${duration(account.seconds_to_come)}${account.device_hours_to_come ? ` and ${short(account.device_hours_to_come, 3)} device hours` : ""}`);
@@ -1069,7 +1182,7 @@
           tick.style.left = `${(100 * at) / withLimit}%`;
           bar.append(tick);
         }
-        if (withLimit > most || found.capacity_bytes < most) {
+        if (found.capacity_bytes && found.capacity_bytes <= withLimit) {
           const limit = make("div", { class: "limit", title: "capacity" });
           limit.style.left = `${(100 * found.capacity_bytes) / withLimit}%`;
           bar.append(limit);
@@ -1177,7 +1290,6 @@
     document.documentElement.dataset.theme = name;
     const button = $("#theme");
     button.textContent = `Theme: ${theme}`;
-    button.setAttribute("aria-label", theme === "auto" ? "Theme: as the system has it" : `Theme: ${theme}`);
     drawCharts();
   }
 
@@ -1204,17 +1316,20 @@
     document.body.style.width = begins ? `${PAPER}px` : "";
     for (const each of document.querySelectorAll("#details details")) if (begins) each.open = true;
     applyTheme(begins ? "light" : undefined);
+    for (const chart of state.charts) chart.isStale = true;
+    drawAll();
     for (const chart of state.charts) chart.resize();
   }
 
   // ---------------------------------------------------------------- beginning
 
   function render() {
+    for (const chart of state.charts) chart.isStale = true;
     heading();
     tiles();
     bar();
     charts();
-    drawCharts();
+    drawAll();
     details();
   }
 
