@@ -137,10 +137,12 @@ LATE = (
     "rich",
     "plotext",
     "trainctl.cli.complete",
+    "trainctl.cli.curves_view",
     "trainctl.data",
     "trainctl.train",
     "trainctl.reports.figure",
     "trainctl.reports.memory_chart",
+    "trainctl.reports.plan_chart",
 )
 """What a function of the command line may import: what loads numpy or draws, and what every command
 brings, whose listing is light."""

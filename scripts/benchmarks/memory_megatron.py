@@ -290,7 +290,9 @@ def moments(job: Job) -> tuple[dict[str, Components], Components]:
     """Phases of the last pipeline rank, and what is there after a step."""
     count = parameters(job)
     shard = -(-count // (job.data * job.context)) if job.distributed_optimizer else count
-    workspace = REMAINDER + job.cublas_workspace + ENGINE_WORKSPACE.get(job.device, 4 * MIB)
+    workspace = REMAINDER + job.cublas_workspace
+    if job.attention != "local":  # `--transformer-impl local` has none of Transformer Engine
+        workspace += ENGINE_WORKSPACE.get(job.device, 4 * MIB)
     scores = 2 * job.heads // job.tensor * job.micro_batch * job.sequence**2
     base = Components(
         parameters=2 * count,

@@ -6,6 +6,7 @@ import pytest
 
 from trainctl.cli.main import run as command
 from trainctl.config.compose import compose, recompose
+from trainctl.config.references import references
 from trainctl.config.secrets import (
     is_plain_variable,
     is_secret_name,
@@ -80,6 +81,11 @@ def test_names_that_only_look_alike_are_none(name: str) -> None:
         f"HF_TOKEN={CANARY}",
         f"script_arguments=[--token,{CANARY}]",
         f"deepspeed.comet.api_key={CANARY}",
+        f"logging.alerts.urls=['https://hooks/{CANARY}']",
+        f"logging.alerts.urls=['${{oc.env:HOME}}','https://hooks/{CANARY}']",
+        f"logging.alerts.urls=https://hooks/{CANARY}",
+        f"logging.alerts={{urls: ['https://hooks/{CANARY}']}}",
+        f"logging.mlflow.tracking_uri=http://me:{CANARY}@host:5000",
         f"deepspeed={{comet: {{api_key: {CANARY}}}}}",
         "data.name=${oc.env:HF_TOKEN}",
         "recipe=${oc.env:HF_TOKEN}",
@@ -131,6 +137,15 @@ def test_a_password_in_a_url_of_a_corpus_is_refused(key: str, override: str) -> 
     (finding,) = caught.value.findings
     assert (finding.rule, finding.key) == ("TC167", key)
     assert CANARY not in repr(finding)
+
+
+def test_a_webhook_is_a_reference_that_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALERT_URL", CANARY)
+    override = "logging.alerts.urls=['${oc.env:ALERT_URL}']"
+    config = compose([override]).config
+    assert config.logging.alerts.urls == ["${oc.env:ALERT_URL}"]
+    assert CANARY not in dump_config(config) and references(config) == ["ALERT_URL"]
+    assert redact_setting(override) == override
 
 
 def test_a_url_with_a_user_is_none() -> None:

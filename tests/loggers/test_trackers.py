@@ -195,20 +195,12 @@ def check_wandb(run: RunPaths) -> None:
     found: Curves = {}
     last = -1
     for record in (each for each in records if each["type"] == "history"):
-        row = row_of(record)
+        row = record["history"]["item"]
         assert row["_step"] > last, "a step twice"
         last = row["_step"]
         for name, value in row.items():
             found.setdefault(name, {})[last] = value
     check(run, found)
-
-
-def row_of(record: dict) -> dict:
-    history = record["history"]
-    return {
-        item.get("key") or "/".join(item["nested_key"]): json.loads(item["value_json"])
-        for item in history["item"]
-    }
 
 
 def check_prometheus(run: RunPaths) -> None:

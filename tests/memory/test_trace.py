@@ -80,7 +80,21 @@ def test_the_closed_form_is_what_a_trace_finds(family: str, attention: str, tmp_
         assert len(traced.anatomy.blocks) == 3
 
 
-@pytest.mark.parametrize("kind", ["phi3", "gemma", "olmo2", "mixtral"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "phi3",
+        "gemma",
+        "olmo2",
+        "mixtral",
+        "opt",
+        "gpt_neox",
+        "stablelm",
+        "starcoder2",
+        "cohere",
+        "glm",
+    ],
+)
 def test_other_architectures_are_traced_as_autograd_finds_them(kind: str, tmp_path: Path) -> None:
     """Against real tensors, in a real forward pass of the whole model."""
     import torch

@@ -134,6 +134,20 @@ ERRORS = [
         "adapter.base_weights=int8",
     ),
     (
+        "TC384",
+        {**LORA, "adapter__also_train": ["embed_tokns"]},
+        gpus(),
+        "'embed_tokns' is found in no parameter's name",
+        "did you mean embed_tokens",
+    ),
+    (
+        "TC384",
+        {**LORA, "adapter__targets": ["q_proj"], "adapter__also_train": ["self_attn"]},
+        gpus(),
+        "'self_attn' meets model.layers.0.self_attn.q_proj.weight",
+        "adapter.also_train=[embeddings,head]",
+    ),
+    (
         "TC380",
         {"training__freeze": ["all_but_last_blocks:1"], **TWO_STAGES},
         gpus(2),
@@ -258,6 +272,17 @@ ERRORS = [
         gpus(),
         "data.packing=stream with data.kind=chat cuts conversations anywhere",
         "data.packing=best_fit",
+    ),
+    (
+        "TC369",
+        {
+            "data__kind": "chat",
+            "data__paths": ["a.jsonl"],
+            "data__template_arguments": {"enable_thinking": False, "tools": []},
+        },
+        gpus(),
+        "data.template_arguments names tools, which the template is given anyway",
+        "leave it out",
     ),
     (
         "TC363",

@@ -45,6 +45,11 @@ TRAINED: Mapping[str, Mapping[str, Any]] = {
         "targets": ["q_proj", "down_proj"],
         "base_weights": BaseWeights.nf4_double,
     },
+    "lora-also": {
+        "kind": "lora",
+        "targets": ["q_proj", "down_proj"],
+        "also_train": ["embeddings", "head"],
+    },
     "embeddings": {"freeze": ["embeddings"]},
     "last-blocks": {"freeze": ["all_but_last_blocks:2"]},
     "some": {"freeze": ["mlp", "norm", "embeddings"]},
@@ -128,7 +133,17 @@ def train(case: Adapting, folder: Path, *, steps: int) -> Curve:
 
 def everything() -> list[Adapting]:
     """The whole product of `scripts/parity_adapters.py`; what plans refuse is among it."""
-    trained = ("full", "lora-all", "dora", "nf4-double", "dora-nf4", "int8", "last-blocks", "some")
+    trained = (
+        "full",
+        "lora-all",
+        "lora-also",
+        "dora",
+        "nf4-double",
+        "dora-nf4",
+        "int8",
+        "last-blocks",
+        "some",
+    )
     layouts = ("1", "DP2", "TP2", "PP2", "SP2")
     cells = itertools.product(trained, layouts, "0123", ("none", "full"))
     return [Adapting(*cell) for cell in cells] + [

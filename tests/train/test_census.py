@@ -41,7 +41,9 @@ def plan(
     config = tiny_config(steps=2)
     config.training.freeze = trains.get("freeze", [])
     if "adapter" in trains:
-        keys = {key: trains[key] for key in ("targets", "base_weights") if key in trains}
+        keys = {
+            key: trains[key] for key in ("targets", "base_weights", "also_train") if key in trains
+        }
         config.adapter = new_section("adapter", trains["adapter"], rank=4, **keys)
     config.model.hidden_size, config.model.intermediate_size = 128, 352
     config.precision = precision
@@ -122,7 +124,11 @@ PARTIAL: dict[str, dict[str, Any]] = {
     "LoRA": {"adapter": "lora"},
     "DoRA": {"adapter": "dora"},
     "LoRA beside int8": {"adapter": "lora", "base_weights": BaseWeights.int8},
-    "LoRA beside NF4": {"adapter": "lora", "base_weights": BaseWeights.nf4},
+    "LoRA and embeddings beside NF4": {
+        "adapter": "lora",
+        "base_weights": BaseWeights.nf4,
+        "also_train": ["embeddings"],
+    },
     "LoRA beside NF4, scales in 8 bits": {
         "adapter": "lora",
         "base_weights": BaseWeights.nf4_double,

@@ -251,7 +251,6 @@ LAYOUTS = (
     Adapting("nf4-double", "DP2", "3", "full"),
     Adapting("dora-nf4", "DP2", "3"),
     Adapting("nf4", "PP2", "1"),
-    Adapting("nf4", "SP2", "3", "selective"),
 )
 """The whole product is `scripts/parity_adapters.py`."""
 

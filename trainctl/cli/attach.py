@@ -11,7 +11,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.directory import last_attempt, read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.listing import LOST, NEW, summarise
-from trainctl.runs.records import EventFollower, read_events
+from trainctl.runs.records import EventFollower
 
 _POLL_SECONDS = 0.2
 
@@ -34,9 +34,7 @@ def follow_run(run: RunPaths, *, as_json: bool) -> int:
         )
     first = last_attempt(run)
     plan = read_plan(run.attempt(first).plan)
-    # Made first: what is written while the past is read is seen twice rather than never.
-    follower = EventFollower(run.events)
-    seen = [event for event in read_events(run.events) if event["attempt"] >= first]
+    follower = EventFollower(run.events, from_start=True)
     if not as_json:
         put(f"run directory: {run.root}")
         if summary.state == "queued":
@@ -45,14 +43,12 @@ def follow_run(run: RunPaths, *, as_json: bool) -> int:
     with Progress(
         stop_step=plan.stop_step, every_steps=every, as_json=as_json, run=run, attempt=first
     ) as progress:
-        for event in seen:
-            progress(event)
         while True:
             summary = summarise(run)
-            for event in follower.poll():
-                if event not in seen:
-                    progress(event)
-            seen = []
+            while events := follower.poll():
+                for event in events:
+                    if event["attempt"] >= first:
+                        progress(event)
             if not summary.is_live:
                 break
             time.sleep(_POLL_SECONDS)

@@ -19,7 +19,7 @@ from trainctl.runs.checkpoints import checkpoint_folders, delete, examine
 from trainctl.runs.directory import open_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold, holder
-from trainctl.runs.records import Event, EventFollower, read_events
+from trainctl.runs.records import Event, EventFollower, events_from_end
 from trainctl.runs.requests import Request, file_request, withdraw_request
 
 _POLL_SECONDS = 0.2
@@ -114,8 +114,8 @@ def now(run: Run = None, as_json: Json = False) -> None:
             exit_code=ExitCode.run_state,
         )
     follower = EventFollower(paths.events)
-    steps = read_events(paths.events, "step")
-    since = _place(steps[-1]) if steps else (0, 0)
+    last = next(events_from_end(paths.events, "step"), None)
+    since = _place(last) if last else (0, 0)
     file_request(paths, Request.checkpoint, "trainctl checkpoint now")
     say("asked; the run saves at its next step")
     saved = _wait_for_save(paths, follower, since)

@@ -31,13 +31,23 @@ COMMANDS = {
         "report:report",
         "Write one HTML file that shows one or several runs: curves, faults, memory, time, layout.",
     ),
+    "watch": (
+        TRAIN,
+        "watch:watch",
+        "Serve the page of runs, live, from their files alone; the address is printed.",
+    ),
     "data": (TRAIN, "data:app", "Look at what a run is trained on."),
-    "evaluate": (USE, "evaluate:evaluate", "Evaluate a checkpoint on the run's held-out text."),
-    "sample": (USE, "sample:sample", "Continue a text with the model of a checkpoint."),
+    "evaluate": (USE, "evaluate:evaluate", "Evaluate a checkpoint on held-out text, or on tasks."),
+    "sample": (USE, "sample:sample", "Continue a text, or answer a message, by a checkpoint."),
     "export": (
         USE,
         "export:export",
         "Write a checkpoint as a directory that transformers loads.",
+    ),
+    "add-tokens": (
+        USE,
+        "add_tokens:add_tokens",
+        "Write a transformers directory again with more special tokens.",
     ),
     "checkpoint": (USE, "checkpoint:app", "List, verify, remove and save checkpoints."),
     "validate": (

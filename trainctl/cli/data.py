@@ -18,7 +18,7 @@ from trainctl.errors import TrainctlError
 from trainctl.plan.mixture import SOLE
 from trainctl.runs.attempts import standing_attempt
 from trainctl.runs.directory import open_run, read_plan
-from trainctl.runs.records import iter_events
+from trainctl.runs.records import steps_from_end
 
 if TYPE_CHECKING:
     from trainctl.train.contents import ChatStretch, Passage, Sample
@@ -84,7 +84,7 @@ def show(
     counters = parse_counters(samples) if samples is not None else []
     paths = open_run(Path(name))
     if step is not None:
-        counters = counters_of_step(iter_events(paths.events, "step"), step)
+        counters = counters_of_step(steps_from_end(paths.events, [step]).values(), step)
     plan = read_plan(paths.attempt(standing_attempt(paths).number).plan)
     corpora = corpora_of(plan, paths)
     tokenizer = load_tokenizer(plan.config.tokenizer)

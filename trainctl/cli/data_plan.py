@@ -66,10 +66,10 @@ def plan(
     show_findings(name_sources(planned.composed, files))
     errors = [problem for problem in problems if problem.is_error]
     if plot is not None and found.stages:
-        from trainctl.reports.figure import save_figure
+        from trainctl.reports.figure import save_chart
 
         title = f"Data of {made.config.recipe or made.config.model.name}"
-        save_figure(chart(found, title), plot, title=title)
+        save_chart(lambda: chart(found, title), plot, title=title)
         say(f"wrote {plot}", style="good")
     if as_json:
         print_json(_document(found, problems))

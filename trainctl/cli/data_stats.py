@@ -53,10 +53,10 @@ def stats(
             lambda done, total: meter("looking through the tokens", done, total),
         )
     if plot is not None:
-        from trainctl.reports.figure import save_figure
+        from trainctl.reports.figure import save_chart
 
         title = f"Text of {config.recipe or config.model.name}"
-        save_figure(chart(found, title), plot, title=title)
+        save_chart(lambda: chart(found, title), plot, title=title)
         say(f"wrote {plot}", style="good")
     if as_json:
         print_json({"schema": 1, "sources": {name: asdict(each) for name, each in found.items()}})

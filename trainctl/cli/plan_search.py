@@ -32,6 +32,10 @@ Write = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Save the first as a recipe.", show_default=False),
 ]
+Plot = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Also draw it: .png, .svg or .html.", show_default=False),
+]
 Price = Annotated[
     float | None,
     typer.Option(metavar="AMOUNT", min=0, help="Of a device for an hour.", show_default=False),
@@ -56,6 +60,7 @@ def plan(
     config_dir: ConfigDir = None,
     top: Top = 5,
     write: Write = None,
+    plot: Plot = None,
     price: Price = None,
     as_json: Json = False,
 ) -> None:
@@ -72,6 +77,10 @@ def plan(
     is_open = training.steps is None and training.tokens is None
     if write is not None:
         _check_target(write, is_open, config_dir)
+    if plot is not None:
+        from trainctl.reports.figure import check_target
+
+        check_target(plot)
     hardware = resolve_hardware(composed.config.hardware)
     result = search(composed.config, hardware, fixed=_asked(composed), top=top)
     show_findings(composed.findings)
@@ -91,6 +100,11 @@ def plan(
     else:
         for line in _lines(result, hardware, price, show):
             put(line)
+    if plot is not None:
+        from trainctl.reports.plan_chart import save_plan_chart
+
+        save_plan_chart(result, hardware, plot, is_absolute=show.rates_are_known)
+        say(f"wrote {plot}", style="good")
     if write is not None:
         _write(write, composed, result.found[0], config_dir, show)
 

@@ -23,7 +23,7 @@ Event = Mapping[str, Any]
 _BAR = 11
 """Characters of the bar and a space, where there is room for it."""
 
-_PLAIN_TERMINALS = ("dumb", "unknown")
+PLAIN_TERMINALS = ("dumb", "unknown")
 """Values of TERM of terminals in which no line can be drawn anew, such as an editor's."""
 
 
@@ -57,7 +57,7 @@ class Progress:
         self._step: Event | None = None
         self._left: float | None = None
         self._live: LiveLine | None = None
-        if sys.stdout.isatty() and not as_json and os.environ.get("TERM") not in _PLAIN_TERMINALS:
+        if sys.stdout.isatty() and not as_json and os.environ.get("TERM") not in PLAIN_TERMINALS:
             self._live = LiveLine(sys.stdout)
             self._refresher = Refresher(self._live, self._live_text)
         self._seconds_per_step = 0.0
@@ -208,6 +208,9 @@ def event_lines(event: Event) -> list[str]:
                 each = (f"{name} {number(value):.4f}" for name, value in measures)
                 line += f" ({printable(', '.join(each))})"
             return [line]
+        case "tasks":
+            each = (f"{row['task']} {row['metric']} {row['value']:.4f}" for row in event["results"])
+            return [f"tasks at step {event['step']}: {printable(', '.join(each))}"]
         case "checkpoint":
             return [f"checkpoint at step {event['step']}: {event['path']}"]
         case "weights":

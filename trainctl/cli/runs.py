@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +15,7 @@ from trainctl.cli.arguments import Json, NamedRuns, Run
 from trainctl.cli.attach import follow_run
 from trainctl.cli.console import go_on_without_reader, print_json, print_table, printable, put, say
 from trainctl.cli.intact import open_or_newest
-from trainctl.cli.progress import record_lines
+from trainctl.cli.progress import PLAIN_TERMINALS, record_lines
 from trainctl.cli.sync import sync
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.schedulers import cancel
@@ -33,11 +35,14 @@ from trainctl.runs.listing import LOST, RunSummary, age_text, summaries, summari
 from trainctl.runs.lock import holder
 from trainctl.runs.logs import LogFollower, logs_of, tails
 from trainctl.runs.processes import RunTag, sweep
-from trainctl.runs.records import Event, EventFollower, read_events
+from trainctl.runs.records import Event, EventFollower, events_from_end, read_events
 from trainctl.runs.removal import remove_run
 from trainctl.runs.requests import Request, file_request
 from trainctl.runs.status import State, read_status, write_status
 from trainctl.runs.stragglers import account, still_slow
+
+LINES = 20
+"""Of each log, or of the records."""
 
 _POLL_SECONDS = 0.2
 _KILL_PATIENCE_SECONDS = 15.0
@@ -77,8 +82,9 @@ def status(run: Run = None, as_json: Json = False) -> None:
     """How a run stands: state, progress, what failed first, and what to do next."""
     paths = open_or_newest(run)
     summary = summarise(paths)
-    failure = _first_failure(paths, summary.attempt)
-    slow = still_slow(read_events(paths.events, "straggler"), summary.attempt)
+    told = read_events(paths.events, "failure", "straggler")
+    failure = _first_failure(told, summary.attempt)
+    slow = still_slow(told, summary.attempt)
     checkpoint, _ = newest_checkpoint(paths)
     if as_json:
         saved = checkpoint.step if checkpoint else None
@@ -106,7 +112,7 @@ def logs(
         list[int] | None,
         typer.Option(metavar="K", help="Of this rank only; may be repeated.", show_default=False),
     ] = None,
-    lines: Annotated[int, typer.Option(metavar="N", min=1, help="The last N of each log.")] = 20,
+    lines: Annotated[int, typer.Option(metavar="N", min=1, help="The last N of each log.")] = LINES,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")
     ] = False,
@@ -125,7 +131,7 @@ def logs(
             hint=f"attempts: 1 to {there}" if there else "nothing of it was started yet",
             exit_code=ExitCode.run_state,
         )
-    failure = _first_failure(paths, number)
+    failure = _first_failure(read_events(paths.events, "failure"), number)
     if failure is not None and not rank:
         _show_failure(failure)
     follower = LogFollower(chosen, rank or ())
@@ -153,13 +159,17 @@ def logs(
 
 def _show_records(run: RunPaths, attempt: AttemptPaths, most: int) -> None:
     """What the launch would have shown in its terminal: the last lines of it."""
-    stop_step, events = _stop_step(attempt), read_events(run.events)
-    own = [event for event in events if event["attempt"] == attempt.number]
-    own = [event for event in own if event["event"] != "sample"]  # which would push out the rest
-    shown = [line for event in own for line in record_lines(event, stop_step=stop_step)]
+    stop_step = _stop_step(attempt)
+    shown: list[str] = []  # the last one first
+    for event in events_from_end(run.events):
+        # A sample's text would push out the rest.
+        if event["attempt"] == attempt.number and event["event"] != "sample":
+            shown += reversed(record_lines(event, stop_step=stop_step))
+        if len(shown) >= most:
+            break
     if shown:
         put(f"==> records: {run.events}")
-    for line in shown[-most:]:
+    for line in reversed(shown[:most]):
         put(line)
 
 
@@ -233,6 +243,37 @@ def attach(run: Run = None, as_json: Json = False) -> None:
         raise typer.Exit(code)
 
 
+@app.command()
+def follow(run: Run = None) -> None:
+    """Draw the curves of a run in the terminal, until it ends; also of one that has ended.
+
+    Ctrl-C ends the view, and the run goes on. Where stdout is no terminal it prints the last
+    records, then those to come.
+    """
+    paths = open_or_newest(run)
+    if _is_drawn():
+        from trainctl.cli.curves_view import follow_curves
+
+        follow_curves(paths)
+        return
+    attempt = paths.attempt(last_attempt(paths))
+    records, stop_step = EventFollower(paths.events), _stop_step(attempt)
+    _show_records(paths, attempt, LINES)
+    while True:
+        is_live = summarise(paths).is_live
+        for event in records.poll():
+            for line in record_lines(event, stop_step=stop_step):
+                put(line)
+        if not is_live:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_drawn() -> bool:
+    """Whether stdout is a terminal in which a picture can be drawn anew."""
+    return sys.stdout.isatty() and os.environ.get("TERM") not in PLAIN_TERMINALS
+
+
 app.command()(sync)
 
 
@@ -276,9 +317,9 @@ def _status_lines(summary: RunSummary) -> list[str]:
     return [*lines, f"updated: {age_text(summary.updated)} ago"]
 
 
-def _first_failure(run: RunPaths, attempt: int) -> Event | None:
+def _first_failure(events: list[Event], attempt: int) -> Event | None:
     failures = [
-        event for event in read_events(run.events, "failure") if event["attempt"] == attempt
+        event for event in events if event["event"] == "failure" and event["attempt"] == attempt
     ]
     # What an agent says that has lost its launcher counts if nobody else says anything.
     return min(failures, key=lambda event: "launcher_lost" in event, default=None)

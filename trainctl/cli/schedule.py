@@ -54,7 +54,7 @@ def show(
     training.steps=2000 --plot schedule.png
     """
     if plot is not None:
-        from trainctl.reports.figure import check_target, save_figure
+        from trainctl.reports.figure import check_target, save_chart
 
         check_target(plot)
     name, overrides = split_target(target)
@@ -65,7 +65,7 @@ def show(
     show_findings([finding for finding in planned.findings if not finding.is_error])
     points = points_of(made)
     if plot is not None:
-        save_figure(chart(made, points), plot, title=title_of(made))
+        save_chart(lambda: chart(made, points), plot, title=title_of(made))
         say(f"wrote {plot}", style="good")
     if as_json:
         print_json(_document(made, points))

@@ -93,11 +93,13 @@ class Stop:
             return cls(run, stop_grace_seconds=0.0, limit=TimeLimit(None))
         minutes, launcher = plan.config.training.time_limit_minutes, plan.config.launcher
         saves = plan.config.checkpoint.saves_something
+        kinds = ("step", "checkpoint", "weights")
+        past = iter_events(run.events, *kinds) if minutes is not None else ()
         return cls(
             run,
             stop_grace_seconds=launcher.stop_grace_seconds,
             interrupt_grace_seconds=launcher.interrupt_grace_seconds if saves else 0.0,
-            limit=TimeLimit(minutes, iter_events(run.events, "step", "checkpoint", "weights")),
+            limit=TimeLimit(minutes, past),
         )
 
     @property

@@ -70,10 +70,13 @@ def flops_of_run(config: RunConfig, sequence_length: int) -> int:
         return flops_per_token(model, sequence_length)
     found, blocks, last = trainable(config), block_numbers(model), model.num_layers
     trained = {tensor.name for tensor in found.trained}
-    places = [-1 if t.embedding else blocks.get(t.name, last) for t in found.trained]
+    own = {tensor.name for tensor in all_tensors(model)}
+    places = [
+        -1 if t.embedding else blocks.get(t.name, last) for t in found.trained if t.name in own
+    ]
     adapted = [blocks[f"{layer.name}.weight"] for layer in found.adapted]
-    first = min(adapted or places)
-    total = 6 * sum(tensor.numel for tensor in found.trained) if adapted else 0
+    first = min(adapted + places)
+    total = 6 * sum(tensor.numel for tensor in found.trained if tensor.name not in own)
     for name, elements in _multiplied(model):
         has_backward = blocks.get(name, last) >= first
         total += round(elements * (2 + 2 * has_backward + 2 * (name in trained)))

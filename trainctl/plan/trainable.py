@@ -88,10 +88,17 @@ def trainable(config: RunConfig) -> Trainable:
     if adapter is not None:
         layers = adapted_layers(config.model, adapter)
         added = tuple(t for layer in layers for t in added_tensors(layer, adapter))
+        own = also_trained(config.model, adapter)
+        alone = f"adapter.also_train={adapter.also_train}" if own else "only it"
         why = (
-            f"adapter.kind={adapter.kind}: {len(layers)} linear layers have one, and only it trains"
+            f"adapter.kind={adapter.kind}: {len(layers)} linear layers have one, and {alone} trains"
         )
-        return Trainable(trained=added, frozen=tensors, adapted=layers, reasons=(why,))
+        return Trainable(
+            trained=(*(tensor for tensor in tensors if tensor.name in own), *added),
+            frozen=tuple(tensor for tensor in tensors if tensor.name not in own),
+            adapted=layers,
+            reasons=(why,),
+        )
     frozen = frozen_names(config)
     return Trainable(
         trained=tuple(tensor for tensor in tensors if tensor.name not in frozen),
@@ -125,11 +132,21 @@ def is_partial(config: RunConfig) -> bool:
 
 def frozen_names(config: RunConfig) -> frozenset[str]:
     """Canonical names of the parameters that `training.freeze` holds."""
+    return _met(config.model, config.training.freeze)
+
+
+def _met(model: ModelConfig, entries: Sequence[str]) -> frozenset[str]:
+    """Canonical names of the parameters that entries stand for."""
     found: set[str] = set()
-    for entry in config.training.freeze:
+    for entry in entries:
         with suppress(ValueError):
-            found.update(met_by(config.model, entry))
+            found.update(met_by(model, entry))
     return frozenset(found)
+
+
+def also_trained(model: ModelConfig, adapter: LowRank) -> frozenset[str]:
+    """Canonical names of the model's own parameters that train beside an adapter."""
+    return _met(model, adapter.also_train)
 
 
 def met_by(model: ModelConfig, entry: str) -> tuple[str, ...]:

@@ -101,12 +101,14 @@ class Search:
         found: The best plan of each layout, the fastest first; of equally fast ones the simplest.
         timed: Variants that were timed.
         budgeted: Variants whose memory was computed.
+        candidates: The variants that were timed.
         findings: What is wrong with the fastest variant, where nothing was found.
     """
 
     found: tuple[FoundPlan, ...]
     timed: int
     budgeted: int
+    candidates: tuple[Candidate, ...] = ()
     findings: tuple[Finding, ...] = ()
 
 
@@ -144,11 +146,11 @@ def search(
     """
     space = Space(config, hardware, fixed)
     state = _State()
-    count = 0
+    candidates: list[Candidate] = []
     # Offloading is never faster: it is only looked at when too little fits without.
     for offloads in space.offloads:
         queue = sorted(space.candidates(offloads), key=lambda candidate: candidate.order)
-        count += len(queue)
+        candidates += queue
         _go_through(queue, config, hardware, state, top)
         if len(state.found) >= top:
             break
@@ -156,8 +158,9 @@ def search(
     found = [state.found[layout] for layout in best]
     return Search(
         found=tuple(found),
-        timed=count,
+        timed=len(candidates),
         budgeted=state.budgeted,
+        candidates=tuple(candidates),
         findings=() if found else state.first or why_no_plan(space, state.least_bytes),
     )
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def chart(found: Mapping[str, SourceStatistics], title: str) -> Figure:
     """Documents of each source by their length, and below the tokens and copies of each."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     lengths, sizes = figure.subplots(2, 1, height_ratios=(3, 2))
@@ -27,7 +28,7 @@ def chart(found: Mapping[str, SourceStatistics], title: str) -> Figure:
     lengths.set_title(title)
     lengths.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     names = list(found)
-    sizes.barh(names, [source.tokens for source in found.values()])
+    sizes.barh(names, [source.tokens for source in found.values()], height=0.6, alpha=0.35)
     for number, source in enumerate(found.values()):
         copies = f", {source.copies / max(1, source.documents):.1%} copies" if source.copies else ""
         sizes.annotate(
@@ -37,6 +38,6 @@ def chart(found: Mapping[str, SourceStatistics], title: str) -> Figure:
         )
     sizes.invert_yaxis()
     sizes.set_xlabel("tokens")
-    for axes in (lengths, sizes):
-        axes.grid(alpha=0.3)
+    sizes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    sizes.grid(visible=False, axis="y")
     return figure

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import io
+from collections.abc import Callable
 from pathlib import Path
 
+from cycler import cycler
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
@@ -15,6 +17,33 @@ from trainctl.runs.atomic import write_bytes
 SUFFIXES = (".png", ".svg", ".html")
 
 DOTS_PER_INCH = 144
+
+INK, QUIET, GRID = "#15181c", "#545b65", "#e3e6ea"
+COLOURS = (
+    "#0b57d0", "#c2410c", "#0f766e", "#8b3fbf", "#b0215f", "#5f6b00", "#0e7490", "#7c4a12",
+)  # fmt: skip
+"""Of lines and points, in this order; dark enough on white for everybody."""
+
+_STYLE = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": QUIET,
+    "axes.grid": True,
+    "axes.labelcolor": QUIET,
+    "axes.prop_cycle": cycler(color=COLOURS),
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": "medium",
+    "axes.titleweight": "bold",
+    "font.size": 9.5,
+    "grid.color": GRID,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "text.color": INK,
+    "xtick.color": QUIET,
+    "ytick.color": QUIET,
+}
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -45,6 +74,12 @@ def check_target(path: Path) -> None:
             hint=f"mkdir -p {path.parent}",
             exit_code=ExitCode.bad_input,
         )
+
+
+def save_chart(draw: Callable[[], Figure], path: Path, *, title: str) -> None:
+    """Draw in the style that all charts share, and write the figure; see `save_figure`."""
+    with rc_context(_STYLE):
+        save_figure(draw(), path, title=title)
 
 
 def save_figure(figure: Figure, path: Path, *, title: str) -> None:

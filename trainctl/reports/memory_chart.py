@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from trainctl.memory.budget import MemoryBudget
 from trainctl.memory.components import NAMES, Components
 from trainctl.memory.constants import GIB
-from trainctl.reports.figure import save_figure
+from trainctl.reports.figure import save_chart
 
 LEAST_SHARE = 0.002
 """Of the highest bar: smaller parts are not in the legend."""
@@ -28,11 +28,15 @@ def save_memory_chart(budgets: Mapping[str, MemoryBudget], path: Path) -> None:
 
     Args:
         budgets: By the name that a panel carries; at least one.
-        path: Of the file; its suffix is its form, as for `save_figure`.
+        path: Of the file; its suffix is its form, PNG, SVG or HTML.
 
     Raises:
-        TrainctlError: As `save_figure`.
+        TrainctlError: As `trainctl.reports.figure.save_figure`.
     """
+    save_chart(lambda: _chart(budgets), path, title=f"Memory: {', '.join(budgets)}")
+
+
+def _chart(budgets: Mapping[str, MemoryBudget]) -> Figure:
     parts = _parts([budget.worst_stage.moments for budget in budgets.values()])
     palette = colormaps["tab20"]
     colours = {name: palette(index) for index, name in enumerate(NAMES)}
@@ -44,7 +48,7 @@ def save_memory_chart(budgets: Mapping[str, MemoryBudget], path: Path) -> None:
     panels[0].set_ylabel("memory of a device, GiB")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
-    save_figure(figure, path, title=f"Memory: {', '.join(budgets)}")
+    return figure
 
 
 def _parts(bars: Sequence[Mapping[str, Components]]) -> list[str]:
@@ -83,4 +87,4 @@ def _draw(
     axes.set_title(f"{name}\n{verdict}{stage}", fontsize="medium")
     axes.tick_params(axis="x", labelsize="small")
     axes.margins(y=0.08)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(visible=False, axis="x")

@@ -40,7 +40,6 @@ def chart(found: DataPlan, title: str) -> Figure:
     epochs.margins(x=0)
     for stage in found.stages[1:]:
         for axes in (shares, epochs):
-            axes.axvline(stage.first_step, color="tab:gray", linewidth=0.8, linestyle="--")
-    for axes in (shares, epochs):
-        axes.grid(alpha=0.3)
+            axes.axvline(stage.first_step, color="0.4", linewidth=0.8, linestyle="--")
+    epochs.xaxis.set_major_formatter("{x:,.0f}")
     return figure

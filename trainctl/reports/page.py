@@ -60,29 +60,35 @@ def page(
         "source": "" if source is None else _inline(asdict(source)),
     }
     # In one pass, so that nothing that is filled in is taken for a place to fill.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], _asset("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], asset("page.html"))
 
 
 def content_security_policy(*, has_source: bool) -> str:
     """What the page may do, for its `meta` element, or a server's header."""
-    scripts, styles = (
+    return policy_of(SCRIPTS, STYLES, has_source=has_source)
+
+
+def policy_of(scripts: tuple[str, ...], styles: tuple[str, ...], *, has_source: bool) -> str:
+    """The policy of a page that has these assets in it, and may ask its server or not."""
+    allowed_scripts, allowed_styles = (
         " ".join(f"'sha256-{_digest(text)}'" for text in _assets(names))
-        for names in (SCRIPTS, STYLES)
+        for names in (scripts, styles)
     )
     connect = "connect-src 'self'; " if has_source else ""
     return (
-        f"default-src 'none'; script-src {scripts}; style-src {styles}; img-src data:; {connect}"
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {allowed_scripts}; style-src {allowed_styles}; "
+        f"img-src data:; {connect}base-uri 'none'; form-action 'none'"
     )
 
 
 @cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """The text of a file of `trainctl/reports/assets`."""
     return files("trainctl.reports").joinpath("assets", *name.split("/")).read_text("utf-8")
 
 
 def _assets(names: tuple[str, ...]) -> list[str]:
-    return [_asset(name) for name in names]
+    return [asset(name) for name in names]
 
 
 def _digest(text: str) -> str:

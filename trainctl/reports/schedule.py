@@ -65,7 +65,7 @@ def chart(plan: RunPlan, points: list[CurvePoint]) -> Figure:
     axes = figure.subplots(rows, 1, sharex=True, squeeze=False, height_ratios=(3, 1)[:rows])
     rate = axes[0][0]
     steps = [point.step for point in points]
-    rate.plot(steps, [point.learning_rate for point in points], color="tab:blue")
+    rate.plot(steps, [point.learning_rate for point in points])
     rate.set_ylabel("learning rate")
     rate.set_title(title_of(plan))
     rate.set_ylim(bottom=0)
@@ -73,13 +73,13 @@ def chart(plan: RunPlan, points: list[CurvePoint]) -> Figure:
     ends = [("end of warmup", plan.warmup_steps), ("decay", Curve.of(plan).stable_end)]
     for label, step in ends:
         if step is not None and 0 < step < plan.total_steps:
-            rate.axvline(step, color="tab:gray", linewidth=0.8, linestyle="--")
+            rate.axvline(step, color="0.4", linewidth=0.8, linestyle="--")
             rate.annotate(
                 label,
                 (step, 0),
                 xytext=(4, 4),
                 textcoords="offset points",
-                color="tab:gray",
+                color="0.4",
                 fontsize="small",
             )
     if plan.ramp:
@@ -88,6 +88,6 @@ def chart(plan: RunPlan, points: list[CurvePoint]) -> Figure:
         sizes.set_ylabel("sequences\nin a step")
         sizes.set_ylim(bottom=0)
     axes[-1][0].set_xlabel("optimizer step")
-    for row in axes:
-        row[0].grid(alpha=0.3)
+    axes[-1][0].xaxis.set_major_formatter("{x:,.0f}")
+    rate.yaxis.set_major_formatter("{x:.3g}")
     return figure

@@ -19,7 +19,7 @@ from trainctl.runs.causes import Cause
 from trainctl.runs.directory import is_run, last_attempt, open_run, read_plan
 from trainctl.runs.failures import sentence
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.records import Event, parse_events
+from trainctl.runs.records import Event, events_from_end
 
 _TAIL_BYTES = 1 << 20
 """Attempts that failed at their start leave a few lines each, at the end of the records."""
@@ -129,8 +129,6 @@ def _is_the_machines(failure: Event) -> bool:
 def _last_records(path: Path) -> list[Event]:
     """Records near the end of the file, oldest first; none if there is no file."""
     try:
-        with path.open("rb") as stream:
-            stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            return list(parse_events(stream.read().split(b"\n")))
-    except OSError:
+        return list(events_from_end(path, most_bytes=_TAIL_BYTES))[::-1]
+    except TrainctlError:
         return []

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainctl.config.reading import open_file, read_json
+from trainctl.config.reading import read_json
 from trainctl.errors import TrainctlError
 from trainctl.runs.directory import last_attempt, read_record
 from trainctl.runs.job import SchedulerJob, read_job
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import Holder, holder
-from trainctl.runs.records import parse_events
+from trainctl.runs.records import events_from_end
 from trainctl.runs.status import State, read_status
 
 T = TypeVar("T")
@@ -159,12 +159,9 @@ def last_step(run: RunPaths) -> int:
 def _last_step(run: RunPaths) -> dict[str, Any]:
     """The last `step` record near the end of the records; empty if there is none."""
     try:
-        with open_file(run.events) as stream:
-            stream.seek(max(0, run.events.stat().st_size - _TAIL_BYTES))
-            lines = stream.read().split(b"\n")
-    except OSError:
+        return next(events_from_end(run.events, "step", most_bytes=_TAIL_BYTES), {})
+    except TrainctlError:
         return {}
-    return next((e for e in parse_events(reversed(lines)) if e["event"] == "step"), {})
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,7 +1,13 @@
 """`events.jsonl`: one JSON object a line, appended by launcher, agent and rank 0.
 
 Floats keep every digit (`repr`). JSON has no NaN and no infinity, so these are written as the
-strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``; `number` reads them back.
+strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``; `number` reads them back. Most numbers of a
+step are written as a row (`trainctl.runs.rows`), and every reader here gives them their names back;
+lines of older versions have all names in them.
+
+A long run has millions of steps, so readers go from the end (`events_from_end`, `steps_from_end`),
+or once over the file, one record at a time (`iter_events`) or a few numbers of each step
+(`trainctl.runs.curves`).
 """
 
 from __future__ import annotations
@@ -11,15 +17,16 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from trainctl.config.reading import open_file, parse_json
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.access import file_mode, open_lock
+from trainctl.runs.rows import COLUMNS, PACKED, Layout, Names, names_of, pack
 
 RECORD_SCHEMA = 1
 """Version of the lines of `events.jsonl`."""
@@ -27,6 +34,15 @@ RECORD_SCHEMA = 1
 _LOCK_SECONDS = 1.0
 _LOCK_POLL_SECONDS = 0.002
 _BLOCK_BYTES = 1 << 16
+_SIEVE_BYTES = 1 << 20
+
+_MOST_SHAPES = 32
+"""Of the steps of an attempt: should there be more, their lines have all names in them."""
+
+_MOST_NAMES = 1 << 22
+"""Bytes of a `columns` record."""
+
+_COMPACT = (",", ":")
 
 Event = dict[str, Any]
 
@@ -49,6 +65,65 @@ _FAILURE: Event = {
 """What a `failure` record says where another version, or a person, has left something out."""
 
 
+class RowColumns:
+    """The names of the numbers in rows of one file, read where a line says that they are.
+
+    Args:
+        path: The run's `events.jsonl`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[tuple[int, int], Layout | None] = {}
+
+    def of(self, attempt: int, at: int) -> Layout | None:
+        """The columns of an attempt's record at a byte of the file; None if there are none."""
+        key = (attempt, at)
+        if key not in self._known:
+            names = self._read(*key)
+            self._known[key] = None if names is None else Layout(names)
+        return self._known[key]
+
+    def complete(self, event: Event) -> Event | None:
+        """A record with its numbers under their names; None if they are lost."""
+        at, row = event.pop("at", None), event.pop("row")
+        if not isinstance(at, int) or not isinstance(row, list):
+            return None
+        try:
+            layout = self.of(event["attempt"], at)
+            named = None if layout is None else layout.fields(row)
+        except (ValueError, AttributeError):
+            return None  # the row is of other columns
+        return None if named is None else {"schema": RECORD_SCHEMA, **event, **named}
+
+    def _read(self, attempt: int, at: int) -> Names | None:
+        try:
+            with open_file(self._path) as stream:
+                stream.seek(max(0, at))
+                found = _names_in(stream.readline(_MOST_NAMES), attempt, at)
+                if found is not None:
+                    return found
+                # Somebody has edited the file, or two machines wrote at once.
+                stream.seek(0)
+                lines = (line for line in sift(stream, (COLUMNS,)))
+                every = (_names_in(line, attempt, at) for line in lines)
+                return next((names for names in every if names is not None), None)
+        except OSError:
+            return None
+
+
+def _names_in(line: bytes, attempt: int, at: int) -> Names | None:
+    """What a `columns` record says, if the line is the one that is looked for."""
+    try:
+        record = parse_json(line)
+        place = {"event": COLUMNS, "attempt": attempt, "at": at}
+        if isinstance(record, dict) and place.items() <= record.items():
+            return names_of(record.get("names"))
+    except (ValueError, TypeError):
+        pass
+    return None
+
+
 class EventWriter:
     """Appends records of one attempt; a context manager.
 
@@ -66,6 +141,7 @@ class EventWriter:
         self._lock = open_lock(path.with_suffix(".lock"))
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, file_mode(path.parent))
+        self._places: dict[Names, int] = {}
 
     def write(self, event: str, **fields: Any) -> Event:
         """Append one record and return it.
@@ -77,21 +153,43 @@ class EventWriter:
         Raises:
             OSError: The disk is full; the next record starts on a line of its own.
         """
-        record = {
+        head = {
             "schema": RECORD_SCHEMA,
             "attempt": self._attempt,
-            "time": time.time(),
+            "time": round(time.time(), 6),
             "event": event,
-            **fields,
         }
-        line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
-        data = line.encode(errors="backslashreplace")
+        written = _finite(fields)
         with _locked(self._lock, self._descriptor):
-            if not _ends_with_newline(self._descriptor):
-                data = b"\n" + data  # this writer or another was cut short in its line
-            while data:
-                data = data[os.write(self._descriptor, data) :]
-        return record
+            # This writer or another may have been cut short in its line.
+            start = b"" if _ends_with_newline(self._descriptor) else b"\n"
+            if event == "step":
+                self._write_step(head, written, start)
+            else:
+                self._append(start + _line({**head, **written}))
+        return {**head, **fields}
+
+    def _write_step(self, head: Event, fields: Event, start: bytes) -> None:
+        """Append a step as a row, after the names of its columns if they are new."""
+        names, row = pack(fields)
+        at = self._places.get(names)
+        if not names or (at is None and len(self._places) == _MOST_SHAPES):
+            self._append(start + _line({**head, **fields}))
+            return
+        if at is None:
+            at = os.fstat(self._descriptor).st_size + len(start)
+            start += _line({**head, "event": COLUMNS, "at": at, "names": names})
+        named = {
+            name: value
+            for name, value in {**head, **fields}.items()
+            if name != "schema" and name not in PACKED
+        }
+        self._append(start + _line({**named, "at": at, "row": row}))
+        self._places[names] = at
+
+    def _append(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._descriptor, data) :]
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -115,33 +213,45 @@ class EventFollower:
     Args:
         path: The run's `events.jsonl`; need not exist yet.
         attempt: Records of other attempts are passed over; None gives those of all.
+        from_start: Begin with the first record instead of what is appended from now on.
     """
 
-    def __init__(self, path: Path, attempt: int | None = None) -> None:
+    def __init__(self, path: Path, attempt: int | None = None, *, from_start: bool = False) -> None:
         self._path = path
         self._attempt = attempt
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._offset = path.stat().st_size if path.exists() and not from_start else 0
+        self._most = _SIEVE_BYTES if from_start else None
+        self._columns = RowColumns(path)
 
     def poll(self) -> list[Event]:
         """Complete records since the last call, or since the follower was made.
 
+        Where there is much to catch up with, a part of it: none are left when it gives none.
+
         None where the file cannot be read now: a network file system may fail for a moment (ESTALE,
         EIO), and nobody who only watches a run is to end it for that.
         """
-        try:
-            events, self._offset = events_after(self._path, self._offset)
-        except OSError:
-            return []
-        return [event for event in events if self._attempt in (None, event.get("attempt"))]
+        while True:
+            before = self._offset
+            try:
+                events, self._offset = events_after(self._path, before, self._most, self._columns)
+            except OSError:
+                return []
+            found = [event for event in events if self._attempt in (None, event.get("attempt"))]
+            if found or self._offset == before:
+                return found
 
 
-def events_after(path: Path, offset: int, most_bytes: int | None = None) -> tuple[list[Event], int]:
+def events_after(
+    path: Path, offset: int, most_bytes: int | None = None, columns: RowColumns | None = None
+) -> tuple[list[Event], int]:
     """Complete records from a byte of the file on, and the byte after the last of them.
 
     Args:
         path: The run's `events.jsonl`.
         offset: The byte: 0, or one that was returned.
         most_bytes: How much is read at a time, but always a whole line; None reads to the end.
+        columns: Of the file, where it is read again and again.
 
     Raises:
         OSError: The file is not there, or cannot be read.
@@ -152,7 +262,8 @@ def events_after(path: Path, offset: int, most_bytes: int | None = None) -> tupl
         if most_bytes is not None and b"\n" not in data:
             data += stream.readline()
     whole, newline, _ = data.rpartition(b"\n")
-    return list(parse_events(whole.split(b"\n"))), offset + len(whole) + len(newline)
+    events = list(parse_events(whole.split(b"\n"), columns or RowColumns(path)))
+    return events, offset + len(whole) + len(newline)
 
 
 def read_events(path: Path, *kinds: str) -> list[Event]:
@@ -171,16 +282,26 @@ def iter_events(path: Path, *kinds: str) -> Iterator[Event]:
     Raises:
         TrainctlError: It is there and cannot be read (exit code 5).
     """
-    marks = [f'"{kind}"'.encode() for kind in kinds]
-    with _readable(path), open_file(path) as stream:
-        lines = (line for line in stream if not marks or any(mark in line for mark in marks))
-        for event in parse_events(lines):
+    with readable(path), open_file(path) as stream:
+        for event in parse_events(sift(stream, kinds), RowColumns(path)):
             if not kinds or event["event"] in kinds:
                 yield event
 
 
+def sift(stream: BinaryIO, kinds: Sequence[str]) -> Iterator[bytes]:
+    """The lines that may be of some kinds; those without the words are not looked at one by one."""
+    if not kinds:
+        yield from stream
+        return
+    marks = [f'"{kind}"'.encode() for kind in kinds]
+    while block := stream.read(_SIEVE_BYTES):
+        block += stream.readline()
+        if any(mark in block for mark in marks):
+            yield from (line for line in block.split(b"\n") if any(mark in line for mark in marks))
+
+
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
     """Within it no file is an empty one, and one that cannot be read an error (exit code 5)."""
     try:
         yield
@@ -192,8 +313,13 @@ def _readable(path: Path) -> Iterator[None]:
         ) from None
 
 
-def parse_events(lines: Iterable[bytes]) -> Iterator[Event]:
-    """The records in lines of a file; torn ones are skipped."""
+def parse_events(lines: Iterable[bytes], columns: RowColumns) -> Iterator[Event]:
+    """The records in lines of a file; torn ones are skipped.
+
+    Args:
+        lines: In any order.
+        columns: Of the file that they are of.
+    """
     for line in lines:
         try:
             event = parse_json(line)
@@ -202,7 +328,11 @@ def parse_events(lines: Iterable[bytes]) -> Iterator[Event]:
         if not isinstance(event, dict) or not isinstance(event.get("event"), str):
             continue
         numbers = ("attempt", *_NUMBERED.get(event["event"], ()))
-        if all(isinstance(event.get(name), int) for name in numbers):
+        if not all(isinstance(event.get(name), int) for name in numbers):
+            continue
+        if "row" in event:
+            event = columns.complete(event)
+        if event is not None and event["event"] != COLUMNS:
             yield {**_FAILURE, **event} if event["event"] == "failure" else event
 
 
@@ -236,32 +366,53 @@ def steps_from_end(path: Path, wanted: Iterable[int]) -> dict[int, Event]:
     """
     missing, found = set(wanted), dict[int, Event]()
     first = max(missing, default=0) + 1
-    with _readable(path):
-        for line in _lines_from_end(path):
-            if not missing or first <= min(missing):  # done again: nothing before this counts
-                break
-            if b'"step"' not in line:
-                continue
-            for event in parse_events([line]):
-                if event["event"] == "step" and event["step"] in missing and event["step"] < first:
-                    found[event["step"]] = event
-                    missing.remove(event["step"])
-                if event["event"] == "step":
-                    first = min(first, event["step"])
+    for event in events_from_end(path, "step"):
+        if event["step"] in missing and event["step"] < first:
+            found[event["step"]] = event
+            missing.remove(event["step"])
+        first = min(first, event["step"])
+        if not missing or first <= min(missing):  # done again: nothing before this counts
+            break
     return dict(sorted(found.items()))
 
 
-def _lines_from_end(path: Path) -> Iterator[bytes]:
+def events_from_end(path: Path, *kinds: str, most_bytes: int | None = None) -> Iterator[Event]:
+    """Complete records, the last one first; none when there is no file.
+
+    Args:
+        path: The run's `events.jsonl`.
+        kinds: Only records of these.
+        most_bytes: How far back it looks; None is to the beginning.
+
+    Raises:
+        TrainctlError: It is there and cannot be read (exit code 5).
+    """
+    marks, columns = [f'"{kind}"'.encode() for kind in kinds], RowColumns(path)
+    with readable(path):
+        lines = _lines_from_end(path, most_bytes)
+        chosen = (line for line in lines if not marks or any(mark in line for mark in marks))
+        for event in parse_events(chosen, columns):
+            if not kinds or event["event"] in kinds:
+                yield event
+
+
+def _lines_from_end(path: Path, most_bytes: int | None) -> Iterator[bytes]:
     """The lines of a file, the last one first."""
     with open_file(path) as stream:
         end, rest = stream.seek(0, os.SEEK_END), b""
-        while end:
-            start = max(0, end - _BLOCK_BYTES)
+        least = 0 if most_bytes is None else max(0, end - most_bytes)
+        while end > least:
+            start = max(least, end - _BLOCK_BYTES)
             stream.seek(start)
             rest, *lines = (stream.read(end - start) + rest).split(b"\n")
             yield from reversed(lines)
             end = start
         yield rest
+
+
+def short(measured: float) -> float:
+    """Eight digits: more than a clock measures, and half of what a float takes in a line."""
+    return float(f"{measured:.8g}")
 
 
 def number(value: Any) -> float:
@@ -300,6 +451,11 @@ def _locked(lock: int, descriptor: int) -> Iterator[None]:
         for held in (descriptor, lock):
             with suppress(OSError):
                 fcntl.flock(held, fcntl.LOCK_UN)
+
+
+def _line(record: Event) -> bytes:
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=_COMPACT)
+    return text.encode(errors="backslashreplace") + b"\n"
 
 
 def _finite(value: Any) -> Any:

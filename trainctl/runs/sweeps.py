@@ -20,7 +20,7 @@ from trainctl.runs.directory import is_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.listing import RunSummary, summarise
 from trainctl.runs.provenance import redact_argv
-from trainctl.runs.records import number, read_events
+from trainctl.runs.records import events_from_end, number, read_events
 from trainctl.runs.status import State
 
 SWEEP_SCHEMA = 1
@@ -213,6 +213,6 @@ def results(folder: Path) -> list[Result]:
 
 
 def _held_out_loss(run: RunPaths) -> float | None:
-    evaluations = read_events(run.events, "evaluation")
-    losses = [event["loss"] for event in evaluations if "loss" in event]
-    return number(losses[-1]) if losses else None
+    evaluations = events_from_end(run.events, "evaluation")
+    last = next((event["loss"] for event in evaluations if "loss" in event), None)
+    return None if last is None else number(last)

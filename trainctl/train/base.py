@@ -28,7 +28,7 @@ from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
 from trainctl.plan.identity import OF_LONGER_CONTEXT, check_model, check_shapes
-from trainctl.plan.trainable import adapted_layers, added_tensors, is_partial
+from trainctl.plan.trainable import adapted_layers, added_tensors, also_trained, is_partial
 from trainctl.runs.atomic import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import digest
@@ -173,6 +173,7 @@ def whole_weights(
     kept: Path | None = None,
     process: Process | None = None,
     is_start: bool = False,
+    merges: bool = True,
 ) -> WeightSource:
     """All weights of a model from a checkpoint: with its base, and its adapter merged into that, as
     it was trained beside it: quantized, if it was.
@@ -183,6 +184,7 @@ def whole_weights(
         kept: Where its run keeps what it knows of the base's files.
         process: This rank, if all of them call it together.
         is_start: Whether a new run starts from it, whose context may be another.
+        merges: Whether an adapter is merged; else its tensors are there beside the base's.
 
     Raises:
         TrainctlError: It is of another model, or its base is not what it was.
@@ -195,7 +197,9 @@ def whole_weights(
     if adapter is not None:
         layers = adapted_layers(whole.config, adapter)
         added = (tensor for layer in layers for tensor in added_tensors(layer, adapter))
-        expected = {tensor.name: list(tensor.shape) for tensor in added}
+        trained = also_trained(whole.config, adapter)
+        expected = {name: shape for name, shape in expected.items() if name in trained}
+        expected |= {tensor.name: list(tensor.shape) for tensor in added}
     elif "base" in manifest:
         expected = {each: shape for each, shape in expected.items() if each in manifest["shapes"]}
     try:
@@ -210,7 +214,10 @@ def whole_weights(
     base = recorded_base(manifest["base"], whole, kept=kept, process=process)
     if adapter is None:
         return Layered(checkpoint, expected, base.source)
-    source = dequantized(base.source, whole.config, adapter)
+    own = dequantized(base.source, whole.config, adapter)
+    if not merges:
+        return Layered(checkpoint, expected, own)
+    source = Layered(checkpoint, trained, own) if trained else own
     return Merged(checkpoint, source, layers, adapter, whole.shapes)
 
 

@@ -23,6 +23,8 @@ from trainctl.plan.trainable import (
     adapted_layers,
     added_tensors,
     linear_layers,
+    ties,
+    trainable,
 )
 from trainctl.runs.atomic import write_json
 from trainctl.train.base import adapter_of
@@ -34,6 +36,8 @@ from trainctl.train.tensor_file import write_stream
 PREFIX = "base_model.model."
 ENDS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 """What PEFT's files call the tensors of a layer."""
+ROOT = 0.5
+"""Power of the rank that rank-stabilised LoRA divides by."""
 
 
 def export_adapter(
@@ -68,6 +72,11 @@ def export_adapter(
         )
     layers = adapted_layers(config.model, adapter)
     tensors = {tensor.name: tensor for layer in layers for tensor in added_tensors(layer, adapter)}
+    also = [t for t in trainable(config).trained if t.name not in tensors]
+    tensors |= {tensor.name: tensor for tensor in also}
+    # PEFT reads a tied weight that trains under both of its names.
+    tied = {alias: tensors[name] for alias, name in ties(config.model) if name in tensors}
+    tensors |= tied
     layout = {_published(name): (dtype, tensor.shape) for name, tensor in tensors.items()}
     total = sum(tensor.numel for tensor in tensors.values()) * dtype.itemsize
     base = source.manifest["base"]
@@ -75,26 +84,30 @@ def export_adapter(
 
         def values() -> Iterator[torch.Tensor]:
             done = 0
-            for name, tensor in tensors.items():
+            for tensor in tensors.values():
                 shape = torch.Size(tensor.shape)
-                yield source.read(name, shape, 0, shape.numel()).to(dtype)
+                yield source.read(tensor.name, shape, 0, shape.numel()).to(dtype)
                 done += shape.numel() * dtype.itemsize
                 progress(done, total)
 
         write_stream(folder / "adapter_model.safetensors", layout, values(), {"format": "pt"})
         every = tuple(linear_layers(config.model))
-        write_json(folder / "adapter_config.json", peft_config(adapter, layers, every, base))
+        settings = peft_config(adapter, layers, every, base)
+        if also:
+            modules = dict.fromkeys(tensor.name.rpartition(".")[0] for tensor in also)
+            settings |= {"modules_to_save": [*modules], "ensure_weight_tying": bool(tied)}
+        write_json(folder / "adapter_config.json", settings)
     return Exported(
         files=sorted(path.name for path in out.iterdir()),
         size_bytes=total,
-        num_parameters=sum(tensor.numel for tensor in tensors.values()),
+        num_parameters=sum({each.name: each.numel for each in tensors.values()}.values()),
         notes=list(_notes(base)),
     )
 
 
 def _published(name: str) -> str:
     layer, _, tensor = name.rpartition(".")
-    return f"{PREFIX}{layer}.{ENDS[tensor]}"
+    return f"{PREFIX}{layer}.{ENDS.get(tensor, tensor)}"
 
 
 def peft_config(
@@ -112,15 +125,18 @@ def peft_config(
         base: What the manifest says of its base.
     """
     spec = spec_of(adapter)
+    alpha = adapter.alpha
+    if spec.rank_power not in (1, ROOT):  # PEFT divides by the rank, or by its root alone
+        alpha = spec.scale(adapter) * adapter.rank
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base["path"] if base["kind"] == "directory" else None,
         "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
+        "lora_alpha": alpha,
         "lora_dropout": adapter.dropout,
         "target_modules": _targets(layers, every),
-        "use_rslora": spec.rank_power != 1,
+        "use_rslora": spec.rank_power == ROOT,
         "use_dora": spec.has_magnitude,
         "fan_in_fan_out": any(layer.inputs_first for layer in layers),
         "bias": "none",

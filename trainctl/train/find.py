@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from trainctl.data.mixture import order_of
 from trainctl.data.order import Order
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
-from trainctl.runs.records import Event, step_curve
+from trainctl.runs.records import Event
 from trainctl.train.bins import bins_of, drawn_tokens
 from trainctl.train.contents import training_text
 from trainctl.train.corpus import Corpus
@@ -145,16 +146,25 @@ class _History:
     def __init__(
         self, plan: RunPlan, corpora: Mapping[str, Corpus], events: Iterable[Event]
     ) -> None:
-        steps = [event for event in step_curve(events).values() if event.get("samples")]
-        self._steps = [int(event["step"]) for event in steps]
-        self._firsts = [int(event["samples"][0]) for event in steps]
-        self._ends = [int(event["samples"][1]) for event in steps]
+        self._steps, self._firsts, self._ends = array("q"), array("q"), array("q")
+        for event in events:
+            if event["event"] == "step" and event.get("samples"):
+                self._add(event["step"], *event["samples"])
         self._order: Order | None = None
         self._plan, self._corpora = plan, corpora
-        if steps:
+        if self._steps:
             names = sources_of(plan.config.data)
             tokens = {name: drawn_tokens(plan.config, corpora[name]) for name in names}
             self._order = order_of(plan, tokens)
+
+    def _add(self, step: int, first: int, end: int) -> None:
+        """Of a step that is done again the last time counts, and nothing behind it does."""
+        while self._steps and self._steps[-1] >= step:
+            for column in (self._steps, self._firsts, self._ends):
+                column.pop()
+        self._steps.append(step)
+        self._firsts.append(first)
+        self._ends.append(end)
 
     def sightings(self, source: str, token: int) -> Iterator[Sighting]:
         """Of a token of a source's training text."""

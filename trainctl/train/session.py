@@ -349,7 +349,7 @@ def _weights(
     elif low_rank(config.adapter) is not None:
         beside = dequantized(source, config.model, low_rank(config.adapter))
         own = initial_adapter(config.training.seed, config, beside, whole.shapes)
-        source = Layered(own, shapes, source)
+        source = Layered(own, shapes.keys() - whole.shapes.keys(), source)
     quantize(model, config)
     return quantized(source, config, process.device), facts_of(config, base), shapes
 

@@ -16,6 +16,7 @@ from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import StagedBatches, stages_of_plan
+from trainctl.runs.records import short
 from trainctl.train.ahead import BatchesAhead
 from trainctl.train.build import fill_buffers
 from trainctl.train.checkpoint import Checkpoint
@@ -69,7 +70,7 @@ class Step:
     def extras(self) -> dict[str, Any]:
         """For the record: what not every run has."""
         found = {
-            "grad_norms": self.group_norms or None,
+            "grad_norms": {name: short(norm) for name, norm in self.group_norms.items()} or None,
             "clip_at": self.clip_at,
             "clipped_groups": self.clipped_groups,
             "z_loss": self.z_loss,

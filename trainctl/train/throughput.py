@@ -20,6 +20,7 @@ from trainctl.plan.batches import Batch
 from trainctl.plan.flops import flops_of_run, utilisation
 from trainctl.plan.types import RunPlan
 from trainctl.planner.traces import traced_already
+from trainctl.runs.records import short
 
 
 class Throughput:
@@ -46,9 +47,10 @@ class Throughput:
         """
         tokens = batch.tokens_per_step
         flops = tokens * flops_of_run(self._config, batch.sequence_length)
+        used = utilisation(flops, seconds, devices=self._devices, peak_tflops=self._peak)
         return {
-            "tokens_per_second": tokens / seconds,
-            "mfu": utilisation(flops, seconds, devices=self._devices, peak_tflops=self._peak),
+            "tokens_per_second": short(tokens / seconds),
+            "mfu": None if used is None else short(used),
         }
 
 

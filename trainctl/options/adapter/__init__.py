@@ -45,6 +45,12 @@ class LowRank(AdapterConfig):
         minimum=0,
         maximum=0.9,
     )
+    also_train: list[str] = option(
+        [],
+        "Parameters of the model's own that train beside the adapter, as training.freeze names "
+        "what does not: the rows of new tokens, with all others of embeddings and head.",
+        example="[embeddings, head]",
+    )
     base_weights: BaseWeights = option(
         BaseWeights.compute,
         "How the blocks' frozen linear layers are held: in the type that computes, in 8 bits, or "

@@ -15,9 +15,11 @@ from trainctl.errors import Finding
 from trainctl.options.adapter import low_rank
 from trainctl.options.optimizer import spec_of
 from trainctl.plan.derive import derive_stages
+from trainctl.plan.quantized import quantized_layers
 from trainctl.plan.rules.draft import Draft, error, warning
 from trainctl.plan.shapes import anatomy
 from trainctl.plan.trainable import (
+    adapted_layers,
     frozen_ties,
     idle_stages,
     is_partial,
@@ -28,7 +30,7 @@ from trainctl.plan.trainable import (
     trainable,
 )
 
-FREEZE, TARGETS = "training.freeze", "adapter.targets"
+FREEZE, TARGETS, ALSO = "training.freeze", "adapter.targets", "adapter.also_train"
 
 
 def _is_asked(config: RunConfig) -> bool:
@@ -73,6 +75,36 @@ def frozen_names_meet_parameters(draft: Draft) -> Iterator[Finding]:
                 f"{entry!r} is found in no parameter's name",
                 did_you_mean(nearest(entry, names))
                 or f"names are such as {next(iter(met_by(model, '.')))}",
+            )
+
+
+def also_trained_meet_parameters(draft: Draft) -> Iterator[Finding]:
+    """Each entry of adapter.also_train meets some parameter, and none that an adapter is beside."""
+    config, adapter = draft.config, low_rank(draft.config.adapter)
+    if adapter is None or not adapter.also_train or not _is_asked(config):
+        return
+    layers = adapted_layers(config.model, adapter)
+    beside = {f"{layer.name}.weight" for layer in layers}
+    beside |= quantized_layers(config.model, adapter).keys()
+    for entry in adapter.also_train:
+        try:
+            met = met_by(config.model, entry)
+        except ValueError as problem:
+            yield error(ALSO, f"{entry!r} {problem}", f"{ALSO}=[embeddings,head]")
+            continue
+        if not met:
+            words = list(dict.fromkeys(_words(config)))
+            yield error(
+                ALSO,
+                f"{entry!r} is found in no parameter's name",
+                did_you_mean(nearest(entry, words)) or f"{ALSO}=[embeddings,head]",
+            )
+        both = [name for name in met if name in beside]
+        if both:
+            yield error(
+                ALSO,
+                f"{entry!r} meets {both[0]}, which is frozen beside its adapter, or in fewer bits",
+                f"{ALSO}=[embeddings,head], or adapter.targets without it",
             )
 
 

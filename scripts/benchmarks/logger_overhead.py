@@ -1,0 +1,102 @@
+"""Steps per second of a run with processes that send its metrics, over the same run without them.
+
+    python scripts/benchmarks/logger_overhead.py [--pairs 6] [--seconds 20] [--loggers NAME,...]
+
+One run goes on; the processes that its launcher would start are started and ended in turns, so
+that whatever else the machine does meets both. `stuck` is one that does nothing but wait, as for a
+server that hangs. Of each turn the median time of a step counts, without its first seconds, in
+which the processes start. Aim: a median ratio of at least 0.99.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainctl.config.schema import RunConfig
+from trainctl.loggers.sending import command
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import EventFollower
+
+STUCK = "stuck"
+SETTLING_SECONDS = 4.0
+
+LAUNCH = (
+    "recipe=tiny",
+    "training.steps=100000",
+    "training.evaluate_every_steps=null",
+    "training.evaluation_samples=0",
+    "training.sample_tokens=0",
+    "checkpoint.every_steps=null",
+    "logging.to=[]",
+)
+
+
+def main() -> None:
+    """Measure, and print a line a pair."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a turn")
+    parser.add_argument("--loggers", default=f"tensorboard,csv,prometheus,{STUCK}")
+    given = parser.parse_args()
+    names = given.loggers.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunPaths(Path(folder) / "run")
+        start = [sys.executable, "-m", "trainctl", "launch", *LAUNCH, "--run-dir", str(run.root)]
+        launch = subprocess.Popen(start, stdout=subprocess.DEVNULL)
+        try:
+            while not run.events.exists() or b'"step": 3,' not in run.events.read_bytes():
+                assert launch.poll() is None, "the run has ended"
+                time.sleep(0.2)
+            ratios = []
+            for pair in range(given.pairs):
+                with following(run, names):
+                    on = step_seconds(run, given.seconds)
+                off = step_seconds(run, given.seconds)
+                ratios.append(off / on)
+                print(f"pair {pair + 1}: {on:.4f} s a step with, {off:.4f} s without", flush=True)
+        finally:
+            launch.send_signal(signal.SIGTERM)
+            launch.wait()
+    print(
+        f"ratio: median {statistics.median(ratios):.4f}, from {min(ratios):.4f} to "
+        f"{max(ratios):.4f} of {given.pairs} pairs, load {os.getloadavg()[0]:.1f}"
+    )
+
+
+@contextmanager
+def following(run: RunPaths, names: list[str]) -> Iterator[None]:
+    """The processes, as a launcher starts and ends them."""
+    argv = [command(run, name, "--follow", config=RunConfig()) for name in names if name != STUCK]
+    started = [subprocess.Popen(each, stdin=subprocess.PIPE) for each in argv]
+    if STUCK in names:
+        started.append(subprocess.Popen(command(run, "csv", "--follow", config=RunConfig())))
+        started[-1].send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def step_seconds(run: RunPaths, seconds: float) -> float:
+    """The median time of the steps that are recorded from now on for so long."""
+    time.sleep(SETTLING_SECONDS)
+    follower = EventFollower(run.events)
+    time.sleep(seconds)
+    steps = [event for event in follower.poll() if event["event"] == "step"]
+    return statistics.median(event["seconds"]["total"] for event in steps)
+
+
+if __name__ == "__main__":
+    main()

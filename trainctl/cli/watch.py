@@ -1,0 +1,133 @@
+"""`trainctl watch`: the page of runs while they train, served on this machine from their files."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trainctl.cli.console import go_on_without_reader, put, say
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.reports.live.server import PageServer
+from trainctl.reports.live.watching import Watching
+from trainctl.runs.directory import DEFAULT_ROOT, is_run, open_run
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.sweeps import RECORD
+
+MOST_RUNS = 50
+"""Side by side on one page; a folder may have any number."""
+
+
+def watch(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN...|FOLDER]",
+            help="Runs for one page, or a folder of runs or of a sweep; else runs/.",
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option(metavar="HOST", help="Address to listen on; only this machine reaches it."),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(metavar="PORT", min=0, max=65535, help="To listen on; 0 takes a free one."),
+    ] = 0,
+    allow_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A name by which a browser may ask, such as a proxy's; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(metavar="P", min=0, help="Of a device for an hour.", show_default=False),
+    ] = None,
+) -> None:
+    """Serve the page of runs, live, from their files alone; the address is printed.
+
+    Ctrl-C ends it; the runs go on. Example: trainctl watch sweeps/NAME
+    """
+    opened, folder = _what(runs or [])
+    watching = Watching(opened, folder, price)
+    try:
+        server = PageServer(host, port, watching.respond, names=tuple(allow_name or ()))
+    except OSError as error:
+        raise TrainctlError(
+            f"nothing can listen on {host}, port {port}: {error.strerror or error}",
+            hint="--port 0 takes a free one",
+            exit_code=ExitCode.environment,
+        ) from None
+    go_on_without_reader()
+    with server, _stopped_by_signals(server):
+        put(server.url)
+        _explain(server)
+        server.serve_forever(poll_interval=0.2)
+
+
+def _explain(server: PageServer) -> None:
+    address, port = server.server_address[:2]
+    if ip_address(str(address)).is_loopback:
+        say(
+            f"only this machine reaches it; from another one: ssh -N -L {port}:localhost:{port} "
+            "HOST, then the same address. Ctrl-C ends it"
+        )
+    else:
+        say(
+            "warning: it is not encrypted, so whoever sees the network sees the address, and with "
+            "it the runs; a tunnel (ssh -L, with --host 127.0.0.1) does not show it",
+            style="warning",
+        )
+
+
+def _what(given: list[Path]) -> tuple[list[RunPaths], Path | None]:
+    """The runs of one page, or a folder.
+
+    Raises:
+        TrainctlError: It is neither a run nor a folder of runs (exit code 5).
+    """
+    if len(given) <= 1:
+        folder = given[0] if given else DEFAULT_ROOT
+        if not is_run(folder):
+            if not folder.is_dir():
+                raise TrainctlError(
+                    f"there is no folder {folder}",
+                    hint="name a run, or a folder of runs",
+                    exit_code=ExitCode.run_state,
+                )
+            if not (folder / RECORD).is_file() and not any(map(is_run, folder.iterdir())):
+                say(f"{folder} has no run yet; those that come are shown")
+            return [], folder
+    opened = list({run.root: run for run in map(open_run, given)}.values())
+    if len(opened) > MOST_RUNS:
+        raise TrainctlError(
+            f"{len(opened)} runs are too many for one page",
+            hint=f"at most {MOST_RUNS}; a folder of runs may have any number",
+        )
+    return opened, None
+
+
+@contextmanager
+def _stopped_by_signals(server: PageServer) -> Iterator[None]:
+    """SIGINT and SIGTERM end the serving, with exit code 0: this is how it ends."""
+
+    def end(*_: Any) -> None:
+        # `shutdown` waits for the loop that this handler has interrupted.
+        threading.Thread(target=server.shutdown, daemon=True).start()
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""`trainctl watch`: the page of runs while they train, from their files alone."""

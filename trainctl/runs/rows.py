@@ -1,0 +1,150 @@
+"""A `step` record as a row of numbers whose names are written once.
+
+A million steps repeat the same forty names a million times. So the numbers of a step that are in
+nearly every record stand in its line as a list, and the line says at which byte of the file their
+names are, in a `columns` record. A line is read by itself and that one record, wherever a reader
+begins; what is torn or lost beside it costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+COLUMNS = "columns"
+"""Kind of the record that names the numbers of rows; readers do not pass it on."""
+
+PACKED = (
+    "learning_rate",
+    "learning_rates",
+    "grad_norm",
+    "grad_norms",
+    "clip_at",
+    "z_loss",
+    "experts",
+    "loss_scale",
+    "tokens",
+    "tokens_per_second",
+    "mfu",
+    "seconds",
+    "peak_bytes",
+    "samples",
+    "sources",
+)
+"""Fields of a step that go into its row, as they are there; all others keep their names."""
+
+_RATES = ("learning_rate", "learning_rates")
+
+Place = tuple[str | int, ...]
+"""Where a number stands in a record: the names, and places in lists, that lead to it."""
+
+Names = tuple[tuple[Place, ...], ...]
+"""For each column the places that have its number."""
+
+
+def pack(fields: Mapping[str, Any]) -> tuple[Names, list[Any]]:
+    """The columns of a record's fields, and its row.
+
+    Learning rates that are one number are one column: groups mostly have the same.
+    """
+    names: list[list[Place]] = []
+    row: list[Any] = []
+    rates: dict[float, int] = {}
+    for field in PACKED:
+        for place, value in _leaves(fields[field], (field,)) if field in fields else ():
+            if field in _RATES and isinstance(value, float):
+                if value in rates:
+                    names[rates[value]].append(place)
+                    continue
+                rates[value] = len(row)
+            names.append([place])
+            row.append(value)
+    return tuple(map(tuple, names)), row
+
+
+class Layout:
+    """Gives the numbers of rows their names back; made once for the many rows of one layout.
+
+    Args:
+        names: Of the columns.
+
+    Raises:
+        ValueError: No record has such fields.
+    """
+
+    def __init__(self, names: Names) -> None:
+        self._width = len(names)
+        places = [(place, index) for index, column in enumerate(names) for place in column]
+        fields: dict[str | int, list[tuple[Place, int]]] = {}
+        for place, index in places:
+            fields.setdefault(place[0], []).append((place, index))
+        self._single: list[tuple[str, int]] = []
+        self._maps: list[tuple[str, list[str | int], list[int]]] = []
+        self._others: list[tuple[Place, int]] = []
+        for field, own in fields.items():
+            if [len(place) for place, _ in own] == [1]:
+                self._single.append((str(field), own[0][1]))
+            elif all(len(place) == 2 and isinstance(place[1], str) for place, _ in own):
+                keys = [place[1] for place, _ in own]
+                self._maps.append((str(field), keys, [index for _, index in own]))
+            else:
+                self._others += own
+
+    def fields(self, row: Sequence[Any]) -> dict[str, Any]:
+        """The fields that were packed.
+
+        Raises:
+            ValueError: The row is of other columns.
+        """
+        if len(row) != self._width:
+            raise ValueError("a row of other columns")
+        found: dict[str, Any] = {name: row[index] for name, index in self._single}
+        for name, keys, columns in self._maps:
+            found[name] = {key: row[i] for key, i in zip(keys, columns, strict=True)}
+        for place, index in self._others:
+            _put(found, place, row[index])
+        return found
+
+
+def names_of(plain: Any) -> Names:
+    """The columns of a `columns` record.
+
+    Raises:
+        ValueError: They are none.
+    """
+    try:
+        names = tuple(tuple(map(tuple, column)) for column in plain)
+    except TypeError:
+        raise ValueError("no columns") from None
+    places = [place for column in names for place in column]
+    parts = [part for place in places for part in place]
+    if all(names) and all(places) and all(isinstance(part, str | int) for part in parts):
+        return names
+    raise ValueError("no columns")
+
+
+def _leaves(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+    """Numbers in a value, in its order; what is empty is its own."""
+    if value and isinstance(value, dict):
+        for name, item in value.items():
+            yield from _leaves(item, (*place, name))
+    elif value and isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*place, index))
+    else:
+        yield place, value
+
+
+def _put(found: Any, place: Place, value: Any) -> None:
+    """Put a value where it stood; lists are filled in their order."""
+    for part, following in zip(place, (*place[1:], None), strict=True):
+        inner: Any = [] if isinstance(following, int) else {}
+        last = following is None
+        if isinstance(part, int):
+            if not isinstance(found, list) or part > len(found):
+                raise ValueError("a list with gaps")
+            if part == len(found):
+                found.append(value if last else inner)
+            found = found[part]
+        else:
+            found = found.setdefault(part, value if last else inner)
