@@ -120,6 +120,7 @@ FOUND_ELSEWHERE = {
     "TC350": "A source that trains on what another source holds out.",
     "TC359": "Filters made for pages of the web, on sources of programs.",
     "TC360": "A file of ids that does not fit its index, or whose ids are not the tokenizer's.",
+    "TC371": "Frozen weights in a checkpoint of another run, which may remove it.",
     "TC367": "Conversations, and a tokenizer without a chat template.",
 }
 """Findings that are made while something is read or compared, not by a rule of a list."""
