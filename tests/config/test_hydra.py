@@ -37,8 +37,16 @@ from trainctl.errors import TrainctlError
 RECIPES = [None, *WHOLE]
 CASES, SETTINGS, REFERENCES = 2, 80, 30
 """Of each recipe; keys set in each case, and others that refer to those: two thousand in all."""
-NOT_DRAWN = ("recipe", "model.family", "model.path", "model.anatomy", "deepspeed")
-"""What is no key of a file, what reads a directory, and what has cases of its own."""
+NOT_DRAWN = (
+    "recipe",
+    "model.family",
+    "model.path",
+    "model.anatomy",
+    "deepspeed",
+    "logging.alerts.urls",
+)
+"""What is no key of a file, what reads a directory, what has cases of its own, and what is a secret
+as it is."""
 SIGNS = ("", "", "+", "++")
 
 

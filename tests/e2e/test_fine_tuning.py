@@ -1,5 +1,7 @@
 """From a checkpoint to a model that answers: its answers are checked, sampled by transformers."""
 
+import json
+
 import pytest
 from commands import events, trainctl
 from small_chat_model import questions, share_right, write_base, write_chat
@@ -37,8 +39,40 @@ def test_fine_tuning_learns_to_answer_what_is_held_out(base, tmp_path, how):
     assert 150 < count < len(learnt) and f"{count} conversations" in said
     answers = [(each["prompt"], each["text"]) for each in events(tmp_path / "run", "sample")]
     assert answers == [("twice 7 for ann", "14"), ("next 2 for tom", "3")]
+    if "adapter=lora" in how:
+        asks_lm_eval(tmp_path, held_out)
+        said = trainctl("sample", "run", "twice 7 for ann", "--temperature", "0", cwd=tmp_path)
+        assert said.splitlines()[-1] == "14", "the answer alone, up to the end of its turn"
     merge = ["--merge"] if "adapter=lora" in how else []
     trainctl("export", "run", "out", *merge, cwd=tmp_path)
     assert share_right(tmp_path / "out", held_out) >= 0.95
     shown = trainctl("data", "show", "run", "--samples", "0", cwd=tmp_path)
     assert "<s><|im_start|>user\n" in shown and "<|im_end|>]]" in shown
+
+
+def asks_lm_eval(folder, pairs):
+    """A task of the user's own on the newest checkpoint, for which nothing is fetched."""
+    (folder / "tasks").mkdir()
+    rows = ({"question": question, "answer": answer} for question, answer in pairs)
+    file = folder / "tasks" / "reckon.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "tasks" / "reckon.yaml").write_text(
+        f"""task: reckon
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{file}"}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 4, do_sample: false}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+    )
+    asks = ["--tasks", "reckon", "--include-path", "tasks", "--chat", "--batch-size", "20"]
+    shown = trainctl("evaluate", "run", *asks, cwd=folder, HF_HUB_OFFLINE="1",
+                     HF_HOME=str(folder / "hub"))  # fmt: skip
+    (record,) = events(folder / "run", "tasks")
+    (row,) = record["results"]
+    assert row["value"] >= 0.95 and row["samples"] == len(pairs) and row["shots"] == 0
+    assert row["task"] == "reckon" and row["metric"] == "exact_match" and row["stderr"] < 0.03
+    assert f"reckon  exact_match  {row['value']:.4f}" in shown and record["step"] == 150

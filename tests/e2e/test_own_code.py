@@ -117,7 +117,8 @@ def test_sigterm_reaches_a_script_and_nothing_is_left(tmp_path):
             assert time.monotonic() < deadline and launch.poll() is None
             time.sleep(0.05)
         time.sleep(1.5)
-        assert len(live_processes(run)) == 5  # an agent, two ranks, and a child of each
+        # An agent, two ranks, a child of each, and what sends the metrics.
+        assert len(live_processes(run)) == 6
         launch.send_signal(signal.SIGTERM)
     finally:
         code, out, err = finish(launch, timeout=30)

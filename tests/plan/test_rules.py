@@ -274,6 +274,17 @@ ERRORS = [
         "data.packing=best_fit",
     ),
     (
+        "TC369",
+        {
+            "data__kind": "chat",
+            "data__paths": ["a.jsonl"],
+            "data__template_arguments": {"enable_thinking": False, "tools": []},
+        },
+        gpus(),
+        "data.template_arguments names tools, which the template is given anyway",
+        "leave it out",
+    ),
+    (
         "TC363",
         mixed(code={"fim_rate": 0.5}),
         gpus(),

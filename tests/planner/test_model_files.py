@@ -54,6 +54,22 @@ def test_weights_that_are_the_models_are_no_finding(tmp_path: Path) -> None:
     assert check_model_files(config(tmp_path)) == []
 
 
+def test_a_checkpoint_that_its_run_may_remove_is_no_base_to_rely_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints" / "step-00000004"
+    copied = tmp_path / "copied"
+    for each in (folder, copied):
+        each.mkdir(parents=True)
+        (each / "manifest.json").write_text("{}")
+    for place, count in ((folder, 1), (tmp_path / "run", 1), (copied, 0)):
+        made = config(place)
+        assert check_model_files(made) == [], "all of it is in the run's own checkpoints"
+        made.adapter = new_section("adapter", "lora")
+        findings = check_model_files(made)
+        assert [each.rule for each in findings] == ["TC371"] * count
+        assert all(f"{tmp_path / 'run'}, which" in each.message for each in findings)
+        assert not any(each.is_error for each in findings)
+
+
 @pytest.mark.parametrize(
     ("change", "rule", "words"),
     [

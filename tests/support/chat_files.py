@@ -37,6 +37,7 @@ def write_tokenizer(
     *,
     adds_bos: bool = False,
     words: Sequence[str] = (),
+    special: bool = True,
 ) -> Path:
     """Bytes and a few special tokens, as transformers saves a fast tokenizer.
 
@@ -45,6 +46,7 @@ def write_tokenizer(
         template: Of chats; None writes none.
         adds_bos: Whether the tokenizer puts `<s>` before each text by itself.
         words: In place of bytes: all that there is, beside single digits and white space.
+        special: Whether it says itself that its special tokens are special.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if words:
@@ -58,7 +60,10 @@ def write_tokenizer(
         backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    if special:
+        backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    else:
+        backend.add_tokens([AddedToken(token, special=False) for token in SPECIAL])
     if adds_bos:
         from tokenizers.processors import TemplateProcessing
 

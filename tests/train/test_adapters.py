@@ -17,16 +17,23 @@ from transformers import AutoModelForCausalLM
 
 from trainctl.config.schema import DataType
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.adapter import Adapter
+from trainctl.plan.mixture import SOLE
 from trainctl.plan.precision import formats
 from trainctl.plan.trainable import adapted_layers
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest
+from trainctl.runs.records import read_events
 from trainctl.train.adapters import Adapted, attach, choose_trained, initial_adapter
 from trainctl.train.base import Layered, Whole, recorded_base
 from trainctl.train.build import materialise
+from trainctl.train.corpus import Corpus
+from trainctl.train.data import held_out_data
+from trainctl.train.evaluation import evaluate_sources
 from trainctl.train.export import export
-from trainctl.train.export_adapter import export_adapter
+from trainctl.train.export_adapter import export_adapter, peft_config
+from trainctl.train.loaded import load
 from trainctl.train.model import TORCH_TYPES, skeleton, transformers_config
 from trainctl.train.weights import SeedWeights
 
@@ -88,6 +95,35 @@ def test_peft_loads_the_adapter_and_the_merged_model_equals_it(
     assert (logits_of(ours) - theirs).abs().max() < 5e-6
     for name, values in loaded.merge_and_unload().state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], values, rtol=0, atol=1e-6)
+
+
+def test_a_scale_that_peft_does_not_know_is_in_its_alpha(monkeypatch) -> None:
+    section = config_of(Adapting(), STEPS).adapter
+    section.rank, section.alpha = 4, 10.0
+    for power, is_rooted, alpha in ((1.0, False, 10.0), (0.5, True, 10.0), (0.0, False, 40.0)):
+        spec = Adapter(name="lora", keys=type(section), rank_power=power)
+        monkeypatch.setattr("trainctl.train.export_adapter.spec_of", lambda _, spec=spec: spec)
+        written = peft_config(section, (), (), {"kind": "seed"})
+        assert (written["use_rslora"], written["lora_alpha"]) == (is_rooted, alpha)
+        assert alpha / 4 ** (0.5 if is_rooted else 1) == spec.scale(section)
+
+
+def test_a_narrow_model_is_evaluated_as_it_was_trained(tmp_path: Path, base: Path) -> None:
+    """Merged, the sum of weight and adapter would be rounded to bf16."""
+    changes = {"precision__compute": DataType.bf16, "training__evaluation_samples": 8}
+    run, plan = started(tmp_path, "lora", base, **changes)
+    train_cases(1, [Case(plan, run)])
+    recorded = read_events(run.events, "evaluation")[-1]["loss"]
+    model = load(plan, newest(run), "cpu", lambda *_: None)
+    held_out = held_out_data(plan, {SOLE: Corpus.load(run.corpus)})
+    with model.inference():
+        found = evaluate_sources(
+            model.score,
+            held_out,
+            num_samples=plan.config.training.evaluation_samples,
+            micro_batch_size=plan.batch.micro_batch_size,
+        )
+    assert found.loss == pytest.approx(recorded, abs=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -43,6 +43,9 @@ SHAPES = {
 BAD = {
     "it has 'text': of no shape": {"text": "a"},
     "the conversation is empty": {"messages": []},
+    "`messages` is an object, and not of lists of one length": {
+        "messages": {"role": ["user", "assistant"], "content": ["a"]}
+    },
     "roles out of order: message 1 is one of the assistant, first": {
         "messages": asked(("a", "b"))[1:]
     },
@@ -87,6 +90,8 @@ def test_tools_and_parts_and_history():
         "tools": json.dumps(tools),
     }
     assert conversation_of(record) == {"messages": asked(("a", "b")), "tools": tools}
+    columns = {key: [each[key] for each in asked(("a", "b"))] for key in ("role", "content")}
+    assert conversation_of({"messages": columns}) == {"messages": asked(("a", "b"))}
     alpaca = {"instruction": "c", "input": "d", "output": "e", "history": [["a", "b"]]}
     assert conversation_of(alpaca)["messages"] == asked(("a", "b"), ("c\n\nd", "e"))
     dated = {"messages": [{**asked(("a", "b"))[0], "at": date(2026, 1, 2)}]}

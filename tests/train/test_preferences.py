@@ -34,6 +34,7 @@ from trainctl.train.model import skeleton
 from trainctl.train.objective import ObjectiveLoss
 from trainctl.train.preference_encoder import encoder_of
 from trainctl.train.prepare import prepare
+from trainctl.train.reference import identity, reference_of, write_reference
 from trainctl.train.tokenizer import ByteTokenizer, FileTokenizer
 
 LENGTH, PAIRS, END = 64, 48, 256
@@ -103,6 +104,31 @@ def test_a_sample_is_one_pair_and_one_too_long_is_left_out(pairs, tmp_path):
     learnt = batch.labels[0][batch.labels[0] != IGNORED_LABEL].tolist()
     assert learnt == [*row["chosen"].encode(), END, *row["rejected"].encode(), END]
     assert (batch.labels[1] == IGNORED_LABEL).all()
+
+
+def test_what_a_run_keeps_of_other_pairs_is_no_reference(pairs, tmp_path):
+    """As many of them, and other answers: only their digest tells."""
+    others = tmp_path / "others.jsonl"
+    others.write_text(pairs.read_text().replace("about", "maybe"))
+    kept = []
+    for name, file in (("own", pairs), ("other", others)):
+        run = RunPaths(tmp_path / name)
+        run.root.mkdir()
+        plan = tiny_plan(preferring(file), 1)
+        prepare(plan, run)
+        corpora = load_corpora(run.corpus, plan.config.data)
+        held_out = held_out_data(plan, corpora)
+        count = held_out[SOLE].num_samples
+        numbers = {"train": PAIRS - count, "held_out": count}
+        zeros = {side: np.zeros((size, 2), np.float32) for side, size in numbers.items()}
+        write_reference(run, zeros, identity(corpora, numbers))
+        reference_of(run, corpora, held_out)
+        assert held_out[SOLE].reference.shape == (count, 2)
+        kept.append((run, corpora, held_out))
+    (own, corpora, held_out), (other, *_) = kept
+    own.reference.write_bytes(other.reference.read_bytes())
+    with pytest.raises(TrainctlError, match=r"no reference\.npz of these pairs"):
+        reference_of(own, corpora, held_out)
 
 
 def test_messages_are_written_by_the_chat_template(tmp_path):

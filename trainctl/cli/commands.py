@@ -37,8 +37,8 @@ COMMANDS = {
         "Serve the page of runs, live, from their files alone; the address is printed.",
     ),
     "data": (TRAIN, "data:app", "Look at what a run is trained on."),
-    "evaluate": (USE, "evaluate:evaluate", "Evaluate a checkpoint on the run's held-out text."),
-    "sample": (USE, "sample:sample", "Continue a text with the model of a checkpoint."),
+    "evaluate": (USE, "evaluate:evaluate", "Evaluate a checkpoint on held-out text, or on tasks."),
+    "sample": (USE, "sample:sample", "Continue a text, or answer a message, by a checkpoint."),
     "export": (
         USE,
         "export:export",

@@ -1,4 +1,4 @@
-"""`trainctl evaluate`: the held-out loss of a checkpoint."""
+"""`trainctl evaluate`: the held-out loss of a checkpoint, or published tasks on it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,17 @@ from trainctl.cli.arguments import (
     WhichWeights,
 )
 from trainctl.cli.console import print_json, put
+from trainctl.cli.evaluate_tasks import (
+    Tasks,
+    evaluate_tasks,
+    names_of,
+    require_harness,
+    show,
+)
 from trainctl.cli.intact import choose_checkpoint, open_or_newest
 from trainctl.cli.meter import Meter
 from trainctl.cli.offline import run_offline
+from trainctl.errors import TrainctlError
 
 
 def evaluate(
@@ -32,19 +40,85 @@ def evaluate(
         int | None,
         typer.Option(
             min=1,
-            help="Held-out samples; else the run's own number.",
+            help="Held-out samples, else the run's own number; examples of each task, else all.",
             show_default=False,
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="Tasks of lm-eval instead, on an export of the checkpoint.",
+            show_default=False,
+        ),
+    ] = None,
+    include_path: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Tasks of your own, in lm-eval's YAML, beside its own.",
+            show_default=False,
+        ),
+    ] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Examples before each question of a task; else the task's own number.",
+            show_default=False,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests of tasks at a time; else the run's micro-batch.",
+            show_default=False,
+        ),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Questions of tasks by the tokenizer's chat template.")
+    ] = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keep the export that tasks are done with.", show_default=False
         ),
     ] = None,
     weights: WhichWeights = Weights.raw,
     device: OnDevice = OfflineDevice.auto,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a checkpoint on the run's held-out text.
+    """Evaluate a checkpoint on held-out text, or on tasks.
 
-    Examples: trainctl evaluate; trainctl evaluate runs/NAME --best --samples 512
+    The text is what the run holds out; the tasks are lm-eval's.
+
+    Examples: trainctl evaluate; trainctl evaluate runs/NAME --best --samples 512;
+    trainctl evaluate runs/NAME --tasks arc_easy,hellaswag
     """
+    if tasks is None:
+        of_tasks = {
+            "--include-path": include_path,
+            "--shots": shots,
+            "--batch-size": batch_size,
+            "--chat": chat or None,
+            "--keep": keep,
+        }
+        for name, value in of_tasks.items():
+            if value is not None:
+                raise TrainctlError(f"{name} is of tasks", hint="name them: --tasks A,B")
+    else:
+        require_harness()
     paths = open_or_newest(run)
+    if tasks is not None:
+        how = Tasks(names_of(tasks), include_path, shots, samples, batch_size, chat, keep)
+        with Meter() as meter:
+            checkpoint = choose_checkpoint(paths, meter, step=step, best=best)
+            record = evaluate_tasks(
+                paths, checkpoint, how, weights=weights.value, device=device.value, meter=meter
+            )
+        show(paths, record, as_json=as_json)
+        return
     with Meter() as meter:
         checkpoint = choose_checkpoint(paths, meter, step=step, best=best)
         arguments: list[str | Path] = [paths.root, checkpoint, "--device", device.value]

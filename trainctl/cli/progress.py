@@ -208,6 +208,9 @@ def event_lines(event: Event) -> list[str]:
                 each = (f"{name} {number(value):.4f}" for name, value in measures)
                 line += f" ({printable(', '.join(each))})"
             return [line]
+        case "tasks":
+            each = (f"{row['task']} {row['metric']} {row['value']:.4f}" for row in event["results"])
+            return [f"tasks at step {event['step']}: {printable(', '.join(each))}"]
         case "checkpoint":
             return [f"checkpoint at step {event['step']}: {event['path']}"]
         case "weights":

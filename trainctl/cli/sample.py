@@ -1,4 +1,4 @@
-"""`trainctl sample`: a text continued by a checkpoint's model."""
+"""`trainctl sample`: a text continued, or a message answered, by a checkpoint's model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainctl.runs.directory import open_run
 
 def sample(
     run: NamedRun,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text to go on from.")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text, or the message.")],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to draw, at most.")] = 128,
     temperature: Annotated[
         float, typer.Option(min=0, help="0 takes the likeliest token each time.")
@@ -35,15 +35,30 @@ def sample(
         int | None,
         typer.Option(min=0, help="Of the draws; else training.seed.", show_default=False),
     ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="TEXT is a user's message, by the chat template; else so with data=chat alone.",
+            show_default=False,
+        ),
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(help="What the system says before it.", show_default=False),
+    ] = None,
     step: Step = None,
     best: Best = False,
     weights: WhichWeights = Weights.raw,
     device: OnDevice = OfflineDevice.auto,
     as_json: Json = False,
 ) -> None:
-    """Continue a text with the model of a checkpoint.
+    """Continue a text, or answer a message, by a checkpoint.
 
-    Example: trainctl sample runs/NAME "def main" --tokens 64
+    Of conversations the answer alone is printed, up to the end of its turn.
+
+    Examples: trainctl sample runs/NAME "def main" --tokens 64;
+    trainctl sample runs/NAME "say hello" --chat --temperature 0
     """
     paths = open_run(run)
     with Meter() as meter:
@@ -52,6 +67,10 @@ def sample(
         drawn = [f"--prompt={text}", f"--tokens={tokens}", f"--temperature={temperature}"]
         if seed is not None:
             drawn.append(f"--seed={seed}")
+        if chat is not None:
+            drawn.append("--chat" if chat else "--no-chat")
+        if system is not None:
+            drawn.append(f"--system={system}")
         arguments: list[str | Path] = [paths.root, checkpoint, *drawn]
         arguments += ["--device", device.value, "--weights", weights.value]
         result = run_offline("sample", arguments, meter)

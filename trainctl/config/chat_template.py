@@ -1,7 +1,7 @@
 """The chat template of a tokenizer: where its files have it, and what it calls special tokens.
 
 The first of these that there is: `chat_template.jinja`, `chat_template` of `tokenizer_config.json`
-(of several the one that is called `default`), beside the tokenizer.
+(of several the one that is called `default`), beside the tokenizer. Of several, another is named.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def template_of(tokenizer: Path | None, named: str | None = None) -> str:
 
     Args:
         tokenizer: A file of the tokenizers library; None for a tokenizer that has none.
-        named: The file of another template; None is the tokenizer's own.
+        named: The file of another template, or the name of one of several that the tokenizer has;
+            None is the tokenizer's own.
 
     Raises:
         TrainctlError: There is none, or it cannot be read.
@@ -32,13 +33,19 @@ def template_of(tokenizer: Path | None, named: str | None = None) -> str:
             hint="tokenizer=hf, with the directory of a model that was made for chat",
         )
     if named is not None:
-        return _read(Path(named).expanduser())
+        by_name = _by_name(tokenizer)
+        return by_name[named] if named in by_name else _read(Path(named).expanduser())
     if tokenizer.with_name(_FILE).is_file():
         return _read(tokenizer.with_name(_FILE))
     said = beside(tokenizer, _CONFIG).get("chat_template")
-    if isinstance(said, list):  # several, with names
-        objects = (each for each in said if isinstance(each, dict))
-        by_name = {each.get("name"): each.get("template") for each in objects}
+    if isinstance(said, list):
+        by_name = _by_name(tokenizer)
+        if by_name and "default" not in by_name:
+            raise TrainctlError(
+                f"{tokenizer.parent} has several chat templates, and none is the default: "
+                f"{', '.join(by_name)}",
+                hint=f"data.chat_template={next(iter(by_name))}",
+            )
         said = by_name.get("default")
     if not isinstance(said, str) or not said.strip():
         raise TrainctlError(
@@ -47,6 +54,17 @@ def template_of(tokenizer: Path | None, named: str | None = None) -> str:
             "a base model has none",
         )
     return said
+
+
+def _by_name(tokenizer: Path) -> dict[str, str]:
+    """The templates of a tokenizer that has several."""
+    said = beside(tokenizer, _CONFIG).get("chat_template")
+    objects = [each for each in said if isinstance(each, dict)] if isinstance(said, list) else []
+    return {
+        each["name"]: each["template"]
+        for each in objects
+        if isinstance(each.get("name"), str) and isinstance(each.get("template"), str)
+    }
 
 
 def special_tokens_of(tokenizer: Path) -> dict[str, str]:
@@ -74,7 +92,7 @@ def _read(file: Path) -> str:
     except OSError as error:
         raise TrainctlError(
             f"cannot read the chat template {file}: {error.strerror}",
-            hint="data.chat_template is a file of Jinja",
+            hint="data.chat_template is a file of Jinja, or the name of one of the tokenizer's own",
         ) from None
     except UnicodeDecodeError:
         raise TrainctlError(f"the chat template {file} is not UTF-8") from None

@@ -111,13 +111,26 @@ def _ends(path: Path, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, int,
         yield token, vocabulary[token], f"eos_token of {name}"
     names = {number: token for token, number in vocabulary.items()}
     for name in ("generation_config.json", "config.json"):
-        number = beside(path, name).get("eos_token_id")
-        number = number[0] if isinstance(number, list) and number else number
-        if isinstance(number, int) and number in names:
+        number = next(iter(_end_ids(path, name)), None)
+        if number in names:
             yield names[number], number, f"eos_token_id of {name}"
     for token in END_NAMES:
         if token in vocabulary:
             yield token, vocabulary[token], "its name"
+
+
+def end_ids(path: Path) -> list[int]:
+    """All ids that `generation_config.json` beside a tokenizer says an answer ends with.
+
+    Raises:
+        TrainctlError: It cannot be read.
+    """
+    return _end_ids(path, "generation_config.json")
+
+
+def _end_ids(path: Path, name: str) -> list[int]:
+    said = beside(path, name).get("eos_token_id")
+    return [each for each in (said if isinstance(said, list) else [said]) if isinstance(each, int)]
 
 
 def beside(path: Path, name: str) -> dict[str, Any]:

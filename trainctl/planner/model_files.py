@@ -23,8 +23,9 @@ from trainctl.config.safetensors_files import (
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import Finding, Severity, TrainctlError
 from trainctl.plan.shapes import all_tensors
+from trainctl.plan.trainable import is_partial
 
-NOT_ITS_WEIGHTS, NO_WEIGHTS, LEFT_OVER = "TC148", "TC145", "TC149"
+NOT_ITS_WEIGHTS, NO_WEIGHTS, LEFT_OVER, ROTATED = "TC148", "TC145", "TC149", "TC371"
 
 HARMLESS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "lm_head.weight")
 """Ends of names of what some files hold beside the parameters: tables, masks, a tied head."""
@@ -41,8 +42,10 @@ def check_model_files(config: RunConfig) -> list[Finding]:
     if not config.trains_itself or config.model.initial_weights is None:
         return []
     folder = Path(config.model.initial_weights).expanduser()
-    if not folder.exists() or is_run_or_checkpoint(folder):
+    if not folder.exists():
         return []
+    if is_run_or_checkpoint(folder):
+        return list(_rotated(config, folder))
     try:
         fetch_weights(str(folder))
         if not has_weights(folder) and has_pickled_weights(folder):
@@ -58,6 +61,21 @@ def check_model_files(config: RunConfig) -> list[Finding]:
 def is_run_or_checkpoint(folder: Path) -> bool:
     """Whether weights are taken from one of our own checkpoints, which have a manifest."""
     return (folder / "manifest.json").is_file() or (folder / "checkpoints").is_dir()
+
+
+def _rotated(config: RunConfig, folder: Path) -> Iterator[Finding]:
+    """Checkpoints of a run come and go, and what is frozen is only there."""
+    folder = folder.resolve()
+    run = folder if (folder / "checkpoints").is_dir() else folder.parent.parent
+    if is_partial(config) and (folder == run or folder.parent.name == "checkpoints"):
+        yield Finding(
+            rule=ROTATED,
+            key="model.initial_weights",
+            message=f"what is trained stands on a checkpoint of {run}, which that run removes when "
+            "it goes on and keeps checkpoint.keep of them",
+            hint=f"trainctl export {run} DIR, and model.path=DIR; or let that run rest",
+            severity=Severity.warning,
+        )
 
 
 def _compare(

@@ -173,6 +173,7 @@ def whole_weights(
     kept: Path | None = None,
     process: Process | None = None,
     is_start: bool = False,
+    merges: bool = True,
 ) -> WeightSource:
     """All weights of a model from a checkpoint: with its base, and its adapter merged into that, as
     it was trained beside it: quantized, if it was.
@@ -183,6 +184,7 @@ def whole_weights(
         kept: Where its run keeps what it knows of the base's files.
         process: This rank, if all of them call it together.
         is_start: Whether a new run starts from it, whose context may be another.
+        merges: Whether an adapter is merged; else its tensors are there beside the base's.
 
     Raises:
         TrainctlError: It is of another model, or its base is not what it was.
@@ -213,6 +215,8 @@ def whole_weights(
     if adapter is None:
         return Layered(checkpoint, expected, base.source)
     own = dequantized(base.source, whole.config, adapter)
+    if not merges:
+        return Layered(checkpoint, expected, own)
     source = Layered(checkpoint, trained, own) if trained else own
     return Merged(checkpoint, source, layers, adapter, whole.shapes)
 

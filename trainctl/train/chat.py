@@ -7,7 +7,8 @@ and with the answer. The answer is between the two, with the token that ends its
 that writes earlier turns otherwise once others follow is refused: nobody knows what to learn then.
 
 What a user types is text: where it has the name of a special token, it becomes the ids of its
-letters, and forges no turn.
+letters, and forges no turn. So does, of a user or a tool, the name of any other added token that
+the template writes itself: some tokenizers do not call the tokens special that begin a turn.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,9 +37,11 @@ Ids = npt.NDArray[np.int64]
 Learnt = npt.NDArray[np.bool_]
 Spans = list[tuple[int, int]]
 
-FORMAT = 1
+FORMAT = 2
 """Of what is made of a conversation: another one is tokenized again."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TYPING = ("user", "tool")
+"""Roles that say what nobody has looked at: what they say writes none of the template's tokens."""
 _OF_TEMPLATES = (
     ArithmeticError,
     AttributeError,
@@ -86,32 +89,48 @@ class ChatTemplate:
     """A tokenizer and a template, for one conversation after the other.
 
     Attributes:
+        source: The template, in Jinja.
+        arguments: What it is given beside the messages, by name.
         has_marks: Whether the template says itself what the assistant's tokens are.
 
     Args:
         tokenizer: A file of the tokenizers library.
         source: The template, in Jinja.
         special_tokens: What templates call `bos_token`, `eos_token` and so on.
+        arguments: What the template is given beside the messages, by name.
     """
 
-    def __init__(self, tokenizer: Path, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._file, self._source, self._special_tokens = tokenizer, source, dict(special_tokens)
+    def __init__(
+        self,
+        tokenizer: Path,
+        source: str,
+        special_tokens: Mapping[str, str],
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._file, self.source, self._special_tokens = tokenizer, source, dict(special_tokens)
+        self.arguments = dict(arguments or {})
         self.has_marks = bool(_MARK.search(source))
 
     @classmethod
-    def of(cls, tokenizer: Path | None, named: str | None = None) -> ChatTemplate:
+    def of(
+        cls,
+        tokenizer: Path | None,
+        named: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> ChatTemplate:
         """That of a tokenizer's files, or one that is named.
 
         Args:
             tokenizer: Its file; None for one that has none.
             named: File of another template; None is the tokenizer's own.
+            arguments: What it is given beside the messages, by name.
 
         Raises:
             TrainctlError: There is none.
         """
         source = template_of(tokenizer, named)
         assert tokenizer is not None
-        return cls(tokenizer, source, special_tokens_of(tokenizer))
+        return cls(tokenizer, source, special_tokens_of(tokenizer), arguments)
 
     @cached_property
     def _backend(self) -> Tokenizer:
@@ -119,8 +138,8 @@ class ChatTemplate:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """The same, to which a special token's name is text."""
-        found = _loaded(self._file)
+        """The same, to which the name of a special token, or of a mark, is text."""
+        found = _loaded(self._file, self._marks.values())
         found.encode_special_tokens = True
         return found
 
@@ -130,15 +149,53 @@ class ChatTemplate:
         return {number: each.content for number, each in added if each.special}
 
     @cached_property
+    def _marks(self) -> dict[int, str]:
+        """Tokens that the template writes, and that the tokenizer does not call special."""
+        added = self._backend.get_added_tokens_decoder().items()
+        others = {number: each.content for number, each in added if not each.special}
+        if not others:
+            return {}
+        written = self.source + "".join(self._probes())
+        return {number: name for number, name in others.items() if name.strip() and name in written}
+
+    @cached_property
     def _names(self) -> re.Pattern[str]:
         """Any special token's name, the longest first."""
-        names = sorted(self._special.values(), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        return _any_of(self._special.values())
+
+    @cached_property
+    def _names_and_marks(self) -> re.Pattern[str]:
+        """Any special token's name, or a mark's."""
+        return _any_of([*self._special.values(), *self._marks.values()])
+
+    def _probes(self) -> list[str]:
+        """What the template makes of an answer, and of another one; nothing if it refuses both."""
+        texts = []
+        for said in "01":
+            answer = [{"role": "user", "content": "0"}, {"role": "assistant", "content": said}]
+            try:
+                texts.append(self._written(answer))
+            except CannotRender:
+                return []
+        return texts
+
+    @cached_property
+    def turn_ends(self) -> tuple[int, ...]:
+        """The token that ends a turn of the assistant: the first after its content that is special
+        or a mark; none if the template writes none."""
+        texts = self._probes()
+        content = [n for n, said in enumerate(zip(*texts, strict=False)) if len({*said}) > 1]
+        if not content:
+            return ()
+        ids, places = self._encoded(_Text(texts[0], {}))
+        after = ids[places[:, 0] > content[-1]].tolist()
+        return tuple(token for token in after if token in self._special or token in self._marks)[:1]
 
     @property
     def fingerprint(self) -> str:
         """Changes whenever the same conversation could give other ids, beside the tokenizer's."""
-        settings = [FORMAT, self._source, self._special_tokens]
+        settings = [FORMAT, self.source, self._special_tokens]
+        settings += [self.arguments] if self.arguments else []
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
     def render(
@@ -215,7 +272,7 @@ class ChatTemplate:
         first, end = _tokens(places, len(before.text), len(through.text))
         if first != len(prompt) or not np.array_equal(ids[:first], prompt):
             raise self._no_prefix(messages, number)
-        special = np.flatnonzero(np.isin(ids[first:end], [*self._special]))
+        special = np.flatnonzero(np.isin(ids[first:end], [*self._special, *self._marks]))
         if len(special):
             last = first + int(special[-1]) + 1
             if not whole[places[last - 1, 1] : len(through.text)].strip():
@@ -239,7 +296,8 @@ class ChatTemplate:
         Found once for all of it: its beginnings are then written as the whole is.
         """
         said = "\0".join(_texts_in([*messages, *(tools or ())]))
-        names = sorted(set(self._names.findall(said)))
+        typed = "\0".join(_texts_in([each for each in messages if each["role"] in _TYPING]))
+        names = sorted({*self._names.findall(said), *self._names_and_marks.findall(typed)})
         free = (chr(point) for point in _PRIVATE if chr(point) not in said)
         return dict(zip(free, names, strict=False))
 
@@ -253,34 +311,63 @@ class ChatTemplate:
         marks: bool = False,
     ) -> tuple[_Text, Spans]:
         """What the template makes of messages, and the spans of characters that it marks."""
+        standing = {name: character for character, name in typed.items()}
+
+        def plain(value: Any, names: re.Pattern[str]) -> Any:
+            return _without_names(value, standing, names)
+
+        chat = [
+            {
+                key: each if key == "role" else plain(each, self._names_of(message))
+                for key, each in message.items()
+            }
+            for message in messages
+        ]
+        shown = [plain(each, self._names) for each in tools or ()]
+        text, spans = self._by_jinja(chat, shown, prompts=prompts, marks=marks)
+        return _Text(text, typed), spans
+
+    def _names_of(self, message: Message) -> re.Pattern[str]:
+        """What is text in a message, whatever it is called."""
+        return self._names_and_marks if message["role"] in _TYPING else self._names
+
+    def _written(self, messages: Sequence[Message]) -> str:
+        """What the template makes of messages that have no names of tokens in them."""
+        return self._by_jinja(messages, (), prompts=False, marks=False)[0]
+
+    def _by_jinja(
+        self,
+        chat: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        prompts: bool,
+        marks: bool,
+    ) -> tuple[str, Spans]:
+        """The template's text, and the spans of characters that it marks.
+
+        Raises:
+            CannotRender: It refuses the conversation.
+        """
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        standing = {name: character for character, name in typed.items()}
-
-        def plain(value: Any) -> Any:
-            return _without_names(value, standing, self._names)
-
-        chat = [
-            {key: each if key == "role" else plain(each) for key, each in message.items()}
-            for message in messages
-        ]
         try:
             texts, spans = render_jinja_template(
-                [chat],
-                tools=[plain(each) for each in tools or ()] or None,
-                chat_template=self._source,
+                [list(chat)],
+                tools=[*tools] or None,
+                chat_template=self.source,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompts,
+                **self.arguments,
                 **self._special_tokens,
             )
         except (TemplateError, *_OF_TEMPLATES) as error:
             raise CannotRender(
-                f"the chat template cannot write {_in_words(messages)}: {error}",
+                f"the chat template cannot write {_in_words(chat)}: {error}",
                 hint="correct the conversation, or data.on_bad_text=skip, which leaves such out; "
                 "or another template in data.chat_template",
             ) from None
-        return _Text(texts[0], typed), spans[0] if marks else []
+        return texts[0], spans[0] if marks else []
 
     def _encoded(self, text: _Text) -> tuple[Ids, Ids]:
         """Ids of a text, (tokens,), and where each begins and ends in it, (tokens, 2)."""
@@ -301,12 +388,25 @@ class ChatTemplate:
         return np.concatenate(ids), np.concatenate(places)
 
 
-def _loaded(file: Path) -> Tokenizer:
+def _loaded(file: Path, special: Collection[str] = ()) -> Tokenizer:
+    """A tokenizer that gives all of a text; added tokens that are named are special to it."""
     from tokenizers import Tokenizer
 
-    found = Tokenizer.from_file(str(file))
+    text = file.read_text(encoding="utf-8")
+    if special:
+        said = json.loads(text)
+        for token in said["added_tokens"]:
+            token["special"] = token["special"] or token["content"] in special
+        text = json.dumps(said)
+    found = Tokenizer.from_str(text)
     take_limits(found)
     return found
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """A pattern of names, the longest first."""
+    longest = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
 
 
 def _tokens(places: Ids, start: int, end: int) -> tuple[int, int]:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.config.schema import DataConfig, OnBadText
-from trainctl.data.encoding import Encoder, marks_learnt
+from trainctl.config.schema import OnBadText
+from trainctl.data.encoding import Encoder
 from trainctl.data.marks import marked, with_mark
 from trainctl.options.data.chat import ChatConfig
-from trainctl.plan.mixture import sources_of
 from trainctl.train.chat import CannotRender, ChatTemplate
 from trainctl.train.tokenizer import Tokenizer
 
@@ -30,20 +29,6 @@ def encoder_of(section: ChatConfig, tokenizer: Tokenizer) -> Encoder:
     return ChatEncoder(section, tokenizer)
 
 
-def prompt_ids(data: DataConfig, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Ids of a prompt: of a user's message and the chat template's prompt for an answer, where the
-    first source of a run has conversations; else of the text.
-
-    Raises:
-        TrainctlError: There is no chat template, or it refuses the prompt.
-    """
-    section = next(iter(sources_of(data).values()))
-    if not isinstance(section, ChatConfig) or not marks_learnt(section):
-        return tokenizer.encode(prompt).tolist() or [0]
-    template = ChatTemplate.of(tokenizer.file, section.chat_template)
-    return template.prompt([{"role": "user", "content": prompt}]).tolist()
-
-
 class ChatEncoder:
     """An encoder of conversations, each as the JSON that `data=chat` makes of it.
 
@@ -56,7 +41,9 @@ class ChatEncoder:
     end_of_document: int | None = None
 
     def __init__(self, section: ChatConfig, tokenizer: Tokenizer) -> None:
-        self._template = template = ChatTemplate.of(tokenizer.file, section.chat_template)
+        self._template = template = ChatTemplate.of(
+            tokenizer.file, section.chat_template, section.template_arguments
+        )
         self._section, self._tokens = section, tokenizer.vocab_size
         self.vocab_size = with_mark(tokenizer.vocab_size)
         of = (tokenizer.fingerprint, template.fingerprint, section.learn.value)

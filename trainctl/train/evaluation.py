@@ -5,7 +5,7 @@ Both take the model as a function: to the loss of a batch, and to the scores of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,6 @@ from torch import nn
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.plan.mixture import SOLE
 from trainctl.train.data import PackedDataset
-from trainctl.train.tokenizer import Tokenizer
 
 Score = Callable[[MicroBatch], tuple[float, ...]]
 """The summed loss over what a batch counts, its number, and sums of what the objective records."""
@@ -178,68 +177,44 @@ def _sums(
     return sum_over_ranks(*sums)
 
 
-def sample_text(
-    next_scores: NextScores,
-    tokenizer: Tokenizer,
-    *,
-    prompt: str,
-    num_tokens: int,
-    window: int,
-    seed: int,
-    temperature: float = 0.8,
-    progress: Callable[[int, int], None] = _unwatched,
-) -> str:
-    """The prompt continued by the model.
-
-    All ranks take part and draw the same tokens (ZeRO-3 gathers parameters in each pass).
-
-    Args:
-        next_scores: The model.
-        tokenizer: Of the run.
-        prompt: The text to go on from.
-        num_tokens: To draw, at most: the end of the document ends the text.
-        window: Tokens of context given to the model at a time.
-        seed: Of the draws.
-        temperature: Divides the logits; 0 takes the likeliest token each time.
-        progress: Called with the tokens drawn and their number.
-    """
-    ids = tokenizer.encode(prompt).tolist() or [0]
-    drawn = sampled_ids(
-        next_scores,
-        tokenizer,
-        ids,
-        num_tokens=num_tokens,
-        window=window,
-        seed=seed,
-        temperature=temperature,
-        progress=progress,
-    )
-    return tokenizer.decode([*ids, *drawn])
-
-
 def sampled_ids(
     next_scores: NextScores,
-    tokenizer: Tokenizer,
     prompt: Sequence[int],
     *,
     num_tokens: int,
     window: int,
     seed: int,
-    temperature: float,
+    vocab_size: int,
+    ends: Collection[int] = (),
+    temperature: float = 0.8,
     progress: Callable[[int, int], None] = _unwatched,
 ) -> list[int]:
-    """Ids with which the model goes on from those of a prompt; arguments as of `sample_text`."""
+    """Ids with which the model goes on from those of a prompt.
+
+    All ranks take part and draw the same tokens (ZeRO-3 gathers parameters in each pass).
+
+    Args:
+        next_scores: The model.
+        prompt: The ids to go on from.
+        num_tokens: To draw, at most.
+        window: Tokens of context given to the model at a time.
+        seed: Of the draws.
+        vocab_size: Ids are below it.
+        ends: Any of these ends it, and is not among what is given.
+        temperature: Divides the logits; 0 takes the likeliest token each time.
+        progress: Called with the tokens drawn and their number.
+    """
     ids = list(prompt)
     generator = torch.Generator().manual_seed(seed)
     for drawn in range(num_tokens):
         progress(drawn, num_tokens)
-        scores = next_scores(ids[-window:])[: tokenizer.vocab_size]
+        scores = next_scores(ids[-window:])[:vocab_size]
         if temperature == 0:
             token = int(scores.argmax())
         else:
             probabilities = (scores / temperature).softmax(dim=-1)
             token = int(torch.multinomial(probabilities, 1, generator=generator))
-        if token == tokenizer.end_of_document:
+        if token in ends:
             break
         ids.append(token)
     return ids[len(prompt) :]

@@ -33,6 +33,7 @@ from trainctl.train.base import Whole, base_file, whole_weights
 from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.model import portable, skeleton
 from trainctl.train.mup import folded
+from trainctl.train.prompts import first_source, prompts_of
 from trainctl.train.published import Read, Unit, published_units
 from trainctl.train.state import MASTER
 from trainctl.train.tensor_file import write_stream
@@ -131,6 +132,7 @@ def export(
             write_json(folder / "model.safetensors.index.json", index)
         _write_config(model, config, dtype, folder)
         notes = _copy_tokenizer(config.tokenizer, folder)
+        notes += _write_chat(model, config, folder)
         if isinstance(source, Merged):
             notes.append("the adapter is merged into its base; --adapter writes it alone")
             adapter = low_rank(config.adapter)
@@ -246,6 +248,30 @@ def _write_config(
         for file in (source / "generation_config.json", *code):
             if file.is_file():
                 shutil.copy(file, folder)
+
+
+def _write_chat(model: PreTrainedModel, config: RunConfig, folder: Path) -> list[str]:
+    """Of a run on conversations: the template that was named, and what ends an answer; notes."""
+    prompts = prompts_of(config.data, load_tokenizer(config.tokenizer))
+    template = prompts.template
+    if template is None:
+        return []
+    if getattr(first_source(config.data), "chat_template", None) is not None:
+        (folder / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+    file, said = folder / "generation_config.json", model.config.eos_token_id
+    facts = {name: getattr(model.config, name, None) for name in TOKEN_IDS}
+    if file.is_file():
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        said = facts.get("eos_token_id", said)
+    known = said if isinstance(said, list) else [] if said is None else [said]
+    others = sorted(prompts.ends.difference(known))
+    if others:
+        ends = [*known, *others]
+        write_json(file, facts | {"eos_token_id": ends if len(ends) > 1 else ends[0]})
+    if not template.arguments:
+        return []
+    given = ", ".join(f"{name}={value!r}" for name, value in template.arguments.items())
+    return [f"its chat template was given {given}: whoever asks the model gives it the same"]
 
 
 def _source_ids(model: ModelConfig) -> dict[str, Any]:

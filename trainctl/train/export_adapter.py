@@ -36,6 +36,8 @@ from trainctl.train.tensor_file import write_stream
 PREFIX = "base_model.model."
 ENDS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 """What PEFT's files call the tensors of a layer."""
+ROOT = 0.5
+"""Power of the rank that rank-stabilised LoRA divides by."""
 
 
 def export_adapter(
@@ -123,15 +125,18 @@ def peft_config(
         base: What the manifest says of its base.
     """
     spec = spec_of(adapter)
+    alpha = adapter.alpha
+    if spec.rank_power not in (1, ROOT):  # PEFT divides by the rank, or by its root alone
+        alpha = spec.scale(adapter) * adapter.rank
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base["path"] if base["kind"] == "directory" else None,
         "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
+        "lora_alpha": alpha,
         "lora_dropout": adapter.dropout,
         "target_modules": _targets(layers, every),
-        "use_rslora": spec.rank_power != 1,
+        "use_rslora": spec.rank_power == ROOT,
         "use_dora": spec.has_magnitude,
         "fan_in_fan_out": any(layer.inputs_first for layer in layers),
         "bias": "none",

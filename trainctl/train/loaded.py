@@ -14,9 +14,11 @@ from transformers.utils import is_flash_attn_2_available
 from trainctl.config.schema import AttentionKind
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.adapter import low_rank
 from trainctl.plan.precision import formats
 from trainctl.plan.types import RunPlan
-from trainctl.train.base import Whole, base_file, whole_weights
+from trainctl.train.adapters import choose_trained
+from trainctl.train.base import Whole, adapter_of, base_file, whole_weights
 from trainctl.train.build import materialise
 from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.evaluation import inference
@@ -92,15 +94,18 @@ def load(
     shape, dtype = plan.config.model, TORCH_TYPES[formats(plan.config.precision).weights]
     model = skeleton(portable(shape), dtype)
     elements = sum(parameter.numel() for parameter in model.parameters())
-    place = _choose_device(device, elements * dtype.itemsize)
+    place = choose_device(device, elements * dtype.itemsize)
     is_flash = shape.attention is AttentionKind.flash_attention_2
     if is_flash and place.type == "cuda" and is_flash_attn_2_available():
         model = skeleton(shape, dtype)
-    saved = whole_weights(
-        Checkpoint(checkpoint, weights=weights),
-        Whole.of(shape, model),
-        kept=base_file(checkpoint),
-    )
+    opened, whole = Checkpoint(checkpoint, weights=weights), Whole.of(shape, model)
+    # Merged, weight and adapter would be rounded to a narrow format, as they never are in training.
+    is_narrow = dtype is not torch.float32
+    merges = not is_narrow or low_rank(adapter_of(opened.manifest)) is None
+    saved = whole_weights(opened, whole, kept=base_file(checkpoint), merges=merges)
+    if not merges:
+        choose_trained(model, plan.config)
+    elements = sum(parameter.numel() for parameter in model.parameters())
     source = _Watched(saved, lambda done: progress("loading", done, elements))
     try:
         materialise(model, source, place)
@@ -125,7 +130,12 @@ class _Watched:
         return self._source.buffer(name)
 
 
-def _choose_device(wanted: str, needed_bytes: int) -> torch.device:
+def choose_device(wanted: str, needed_bytes: int) -> torch.device:
+    """Where weights go: auto is an accelerator that has room for them, else the CPU.
+
+    Raises:
+        TrainctlError: The one that is asked for is not here (exit code 4).
+    """
     here = torch.cuda.is_available()
     if wanted == "cuda" and not here:
         raise TrainctlError(

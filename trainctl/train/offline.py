@@ -1,4 +1,4 @@
-"""What is done with weights outside training, on one process: evaluation, samples, exports, tokens.
+"""What is done with weights outside training, on one process: losses, samples, exports, tasks.
 
 `python -m trainctl.train.offline TASK RUN_DIR CHECKPOINT ...`, or `add-tokens DIR OUT TOKENS`,
 started by the command line, which loads no torch. It answers in lines of JSON on stdout: any number
@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -77,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--tokens", type=int, required=True)
     sample.add_argument("--temperature", type=float, required=True)
     sample.add_argument("--seed", type=int)
+    sample.add_argument("--chat", action=argparse.BooleanOptionalAction)
+    sample.add_argument("--system")
     for task in (evaluate, sample):
         task.add_argument("--device", choices=DEVICES, default="auto")
     export = tasks.add_parser("export", parents=[common])
@@ -84,6 +87,15 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--dtype", choices=TYPES)
     export.add_argument("--adapter", action="store_true")
     export.add_argument("--shard-bytes", type=int)
+    tasks_of = tasks.add_parser("tasks", parents=[common])
+    tasks_of.add_argument("--name", action="append", required=True)
+    tasks_of.add_argument("--include", type=Path)
+    tasks_of.add_argument("--shots", type=int)
+    tasks_of.add_argument("--limit", type=int)
+    tasks_of.add_argument("--batch-size", type=int)
+    tasks_of.add_argument("--chat", action="store_true")
+    tasks_of.add_argument("--keep", type=Path)
+    tasks_of.add_argument("--device", choices=DEVICES, default="auto")
     tokens = tasks.add_parser("add-tokens")
     tokens.add_argument("folder", type=Path)
     tokens.add_argument("out", type=Path)
@@ -126,6 +138,8 @@ def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             return _evaluate(plan, run, arguments, progress)
         case "sample":
             return _sample(plan, arguments, progress)
+        case "tasks":
+            return _tasks(plan, arguments, progress)
         case _:
             return _export(plan, arguments, progress)
 
@@ -165,7 +179,7 @@ def _evaluate(
     datasets = held_out_data(plan, corpora)
     objective = objective_of(plan.config.objective)
     if objective.needs_reference:
-        reference_of(run, datasets)
+        reference_of(run, corpora, datasets)
     samples = arguments.samples or plan.config.training.evaluation_samples
     if samples == 0 or not any(dataset.num_samples for dataset in datasets.values()):
         raise TrainctlError(
@@ -196,27 +210,37 @@ def _evaluate(
 
 
 def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    from trainctl.train.evaluation import sample_text
+    from trainctl.train.evaluation import sampled_ids
     from trainctl.train.loaded import load
+    from trainctl.train.prompts import prompts_of
     from trainctl.train.tokenizer import load_tokenizer
 
     training = plan.config.training
     seed = training.seed if arguments.seed is None else arguments.seed
     tokenizer = load_tokenizer(plan.config.tokenizer)
+    prompts = prompts_of(plan.config.data, tokenizer, chat=arguments.chat)
+    is_chat = prompts.template is not None
+    if arguments.system is not None and not is_chat:
+        raise TrainctlError(
+            "--system is of conversations, and the text is taken as it stands", hint="--chat"
+        )
+    ids = prompts.ids(arguments.prompt, arguments.system)
     weights = _weights(arguments)
     model = load(plan, arguments.checkpoint, arguments.device, progress, weights=weights)
     with model.inference():
-        text = sample_text(
+        drawn = sampled_ids(
             model.next_scores,
-            tokenizer,
-            prompt=arguments.prompt,
+            ids,
             num_tokens=arguments.tokens,
             window=training.sequence_length,
             seed=seed,
+            vocab_size=tokenizer.vocab_size,
+            ends=prompts.ends,
             temperature=arguments.temperature,
             progress=lambda done, total: progress("sampling", done, total),
         )
-    return {"text": text, "seed": seed, "device": model.device.type}
+    text = tokenizer.decode(drawn if is_chat else [*ids, *drawn])
+    return {"text": text, "chat": is_chat, "seed": seed, "device": model.device.type}
 
 
 def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -247,6 +271,57 @@ def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
         "parameters": exported.num_parameters,
         "notes": exported.notes,
     }
+
+
+def _tasks(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    from trainctl.options.tokenizer import spec_of
+    from trainctl.plan.precision import formats
+    from trainctl.runs.manifest import read_manifest
+    from trainctl.train.export import export
+    from trainctl.train.loaded import choose_device
+    from trainctl.train.model import TORCH_TYPES
+    from trainctl.train.tasks import Asked, evaluate_tasks, manager_of
+
+    if spec_of(plan.config.tokenizer).published is None:
+        why = spec_of(plan.config.tokenizer).why_not_published
+        raise TrainctlError(f"--tasks needs tokenizer files: {why}")
+    if plan.config.model.trust_remote_code:
+        raise TrainctlError(
+            "the model has code of its own, and --tasks runs none of it",
+            hint="trainctl export, and lm_eval --trust_remote_code on that folder",
+        )
+    asked = Asked(
+        arguments.name,
+        arguments.include,
+        arguments.shots,
+        arguments.limit,
+        arguments.batch_size or plan.batch.micro_batch_size,
+        arguments.chat,
+    )
+    progress("looking for tasks", 0, 1)
+    manager = manager_of(asked)
+    step = read_manifest(arguments.checkpoint)["step"]
+    dtype = TORCH_TYPES[formats(plan.config.precision).weights]
+    with tempfile.TemporaryDirectory(prefix="trainctl-") as temporary:
+        folder = (arguments.keep or Path(temporary) / "model").resolve()
+        exported = export(
+            plan.config,
+            arguments.checkpoint,
+            folder,
+            dtype=dtype,
+            weights=_weights(arguments),
+            progress=lambda done, total: progress("exporting", done, total),
+        )
+        device = choose_device(arguments.device, exported.size_bytes).type
+        found = evaluate_tasks(
+            folder,
+            manager,
+            asked,
+            device=device,
+            dtype=str(dtype).removeprefix("torch."),
+            progress=progress,
+        )
+    return {"step": step, **found, "device": device}
 
 
 if __name__ == "__main__":

@@ -57,7 +57,9 @@ class PreferenceEncoder:
         self._template: ChatTemplate | None = None
         self._why_none: TrainctlError | None = None
         try:
-            self._template = ChatTemplate.of(tokenizer.file, section.chat_template)
+            self._template = ChatTemplate.of(
+                tokenizer.file, section.chat_template, section.template_arguments
+            )
         except TrainctlError as error:  # texts need none
             if section.chat_template is not None:
                 raise

@@ -52,7 +52,7 @@ def give_reference(session: Session, tell: Callable[[str], None]) -> dict[str, A
     started = time.monotonic()
     sides = _sides(session)
     counts = {side: dataset.num_samples for side, dataset in sides.items()}
-    run, of = session.run, _identity(session.corpora, counts)
+    run, of = session.run, identity(session.corpora, counts)
     known: Reference | None = None
     if session.progress.step:  # at the first one its weights may be others than an earlier start's
         known = read_reference(run, of) if session.process.is_first else None
@@ -93,19 +93,25 @@ def write_reference(run: RunPaths, reference: Reference, of: str) -> None:
     write_bytes(run.reference, stream.getvalue())
 
 
-def reference_of(run: RunPaths, held_out: dict[str, PackedDataset]) -> None:
+def reference_of(run: RunPaths, corpora: Corpora, held_out: dict[str, PackedDataset]) -> None:
     """Let held-out pairs have what a run keeps of them, outside training.
 
+    Args:
+        run: The run.
+        corpora: Its text.
+        held_out: The pairs that it holds out.
+
     Raises:
-        TrainctlError: It keeps nothing (exit code 5).
+        TrainctlError: It keeps nothing, or that of other pairs (exit code 5).
     """
     dataset = held_out[SOLE]
     try:
         with np.load(io.BytesIO(run.reference.read_bytes()), allow_pickle=False) as arrays:
-            found = arrays["held_out"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        found = np.zeros((0, 2), np.float32)
-    if len(found) != dataset.num_samples:
+            found, of = arrays["held_out"], json.loads(str(arrays["of"]))
+            is_known = of == json.loads(identity(corpora, of["samples"]))
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        found, is_known = np.zeros((0, 2), np.float32), False
+    if not is_known or len(found) != dataset.num_samples:
         raise TrainctlError(
             f"{run.root} has no {run.reference.name} of these pairs",
             hint="it is written before the first step",
@@ -120,8 +126,13 @@ def _sides(session: Session) -> dict[str, PackedDataset]:
     return {"train": training, "held_out": session.held_out[SOLE]}
 
 
-def _identity(corpora: Corpora, counts: dict[str, int]) -> str:
-    """Of the pairs; the weights are those of the run."""
+def identity(corpora: Corpora, counts: dict[str, int]) -> str:
+    """What a reference is of: the pairs; the weights are those of the run.
+
+    Args:
+        corpora: Of the run.
+        counts: Pairs of each side.
+    """
     return json.dumps({"format": FORMAT, "samples": counts, **digests_of(corpora)}, sort_keys=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -26,17 +25,16 @@ from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, pending_requests, withdraw_request
 from trainctl.train.ahead import BatchesAhead
 from trainctl.train.bins import bins_of
-from trainctl.train.chat_encoder import prompt_ids
 from trainctl.train.corpora import bad_text, digests_of, unigram_entropy
 from trainctl.train.evaluation import (
     HeldOutLoss,
     evaluate_sources,
     inference,
-    sample_text,
     sampled_ids,
 )
 from trainctl.train.model import TORCH_TYPES
 from trainctl.train.profiler import Profiler
+from trainctl.train.prompts import Prompts, prompts_of
 from trainctl.train.reference import give_reference
 from trainctl.train.saver import Saver
 from trainctl.train.session import Session
@@ -337,37 +335,31 @@ class Trainer:
         if training.sample_tokens == 0:
             return
         self._beat(Phase.end, "sampling text")
-        if training.sample_prompts:
-            self._answer(training.sample_prompts)
-            return
+        prompts = prompts_of(session.plan.config.data, session.tokenizer)
+        if not training.sample_prompts:
+            ids = session.tokenizer.encode(training.sample_prompt).tolist() or [0]
+            drawn = self._said(ids, prompts, temperature=0.8)
+            text = session.tokenizer.decode([*ids, *drawn])
+            self._record("sample", step=session.progress.step, text=text)
+        for prompt in training.sample_prompts:  # the likeliest token each time
+            text = session.tokenizer.decode(self._said(prompts.ids(prompt), prompts))
+            self._record("sample", step=session.progress.step, prompt=prompt, text=text)
+
+    def _said(self, ids: list[int], prompts: Prompts, *, temperature: float = 0.0) -> list[int]:
+        """With what the model goes on from the ids of a prompt."""
+        session = self._session
+        training = session.plan.config.training
         with inference(session.engine.module):
-            text = sample_text(
+            return sampled_ids(
                 session.engine.next_scores,
-                session.tokenizer,
-                prompt=training.sample_prompt,
+                ids,
                 num_tokens=training.sample_tokens,
                 window=training.sequence_length,
                 seed=training.seed,
+                vocab_size=session.tokenizer.vocab_size,
+                ends=prompts.ends,
+                temperature=temperature,
             )
-        self._record("sample", step=session.progress.step, text=text)
-
-    def _answer(self, prompts: Sequence[str]) -> None:
-        """A record of what the model says to each prompt, the likeliest token each time."""
-        session = self._session
-        config, tokenizer = session.plan.config, session.tokenizer
-        for prompt in prompts:
-            with inference(session.engine.module):
-                ids = sampled_ids(
-                    session.engine.next_scores,
-                    tokenizer,
-                    prompt_ids(config.data, tokenizer, prompt),
-                    num_tokens=config.training.sample_tokens,
-                    window=config.training.sequence_length,
-                    seed=config.training.seed,
-                    temperature=0,
-                )
-            text = tokenizer.decode(ids)
-            self._record("sample", step=session.progress.step, prompt=prompt, text=text)
 
     def _tell_stream(self, message: str) -> None:
         """Say on every rank's log, and in the run's events, what data is waited for."""

@@ -7,6 +7,7 @@
 | `alpaca` | `instruction` and `output`, perhaps `input`, `system` and `history` |
 | `sharegpt` | `conversations`: a list of `from` and `value`, perhaps `system` |
 
+A list of objects may also be an object of lists, as `datasets` has a `Sequence` of them.
 Any of them may have `tools`, a list of JSON schemas, or that list as JSON. One form is made of all:
 ``{"messages": [...], "tools": [...]}``, written as JSON, which is the text of its document.
 """
@@ -208,6 +209,11 @@ def _require_order(messages: list[Message]) -> None:
 def _listed(value: object, key: str) -> list[Any]:
     if isinstance(value, str):  # a list that was written into a column of texts
         value = _json(value)
+    if isinstance(value, Mapping):  # `datasets` keeps a list of objects as an object of lists
+        columns = [each for each in value.values() if isinstance(each, list)]
+        if not columns or len(columns) < len(value) or len({len(each) for each in columns}) > 1:
+            raise BadConversation(f"`{key}` is an object, and not of lists of one length")
+        return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
     if not isinstance(value, list):
         raise BadConversation(f"`{key}` is {type(value).__name__}, not a list")
     return value

@@ -38,7 +38,13 @@ class ChatConfig(DataFromPaths):
         "sharegpt; auto goes by its keys.",
     )
     chat_template: str | None = option(
-        None, "File of the template, in Jinja; none is the tokenizer's own."
+        None,
+        "File of the template, in Jinja, or the name of one of the tokenizer's; none is its own.",
+    )
+    template_arguments: dict[str, Any] = option(
+        {},
+        "What the template is given beside the messages, by name.",
+        example="{enable_thinking: false}",
     )
     learn: Learn = option(
         Learn.assistant,

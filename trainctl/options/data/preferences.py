@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from trainctl.config.schema import DataFromPaths
 from trainctl.config.schema.option import option
@@ -24,7 +25,14 @@ class PreferencesConfig(DataFromPaths):
     """Its own keys."""
 
     chat_template: str | None = option(
-        None, "File of the template, in Jinja, for messages; none is the tokenizer's own."
+        None,
+        "File of the template for messages, in Jinja, or the name of one of the tokenizer's; none "
+        "is its own.",
+    )
+    template_arguments: dict[str, Any] = option(
+        {},
+        "What the template is given beside the messages, by name.",
+        example="{enable_thinking: false}",
     )
 
 

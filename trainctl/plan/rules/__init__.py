@@ -141,6 +141,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC365", data.stream_has_its_place),
     ("TC366", chat.conversations_are_whole),
     ("TC368", chat.conversations_do_not_see_each_other),
+    ("TC369", chat.template_arguments_are_its_own),
     ("TC370", architecture.state_ends_with_its_document),
     ("TC375", kernels.tiles_are_of_dense_layers),
     ("TC376", trainable.targets_meet_layers),

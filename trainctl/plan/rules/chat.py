@@ -10,6 +10,18 @@ from trainctl.options.data import spec_of
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.rules.draft import Draft, error, warning
 
+_GIVEN = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversations",
+    "documents",
+    "messages",
+    "return_assistant_tokens_mask",
+    "tools",
+)
+"""What transformers' rendering takes and gives a template itself."""
+
 
 def conversations_are_whole(draft: Draft) -> Iterator[Finding]:
     """A conversation is cut at the length of a sample alone, and is what its template makes."""
@@ -57,3 +69,18 @@ def conversations_do_not_see_each_other(draft: Draft) -> Iterator[Finding]:
             "data.mask_documents=false: a conversation sees those before it in its sample",
             "data.mask_documents=true",
         )
+
+
+def template_arguments_are_its_own(draft: Draft) -> Iterator[Finding]:
+    """What a template is given by whoever calls it is not given to it again."""
+    data = draft.config.data
+    for name, section in sources_of(data).items():
+        key = f"data.sources.{name}" if data.sources else "data"
+        for argument in getattr(section, "template_arguments", {}):
+            if argument in _GIVEN or argument.endswith("_token"):
+                yield error(
+                    f"{key}.template_arguments",
+                    f"{key}.template_arguments names {argument}, which the template is given "
+                    "anyway",
+                    "leave it out",
+                )

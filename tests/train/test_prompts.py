@@ -1,0 +1,80 @@
+"""What a run's model is asked, where its answer ends, and that an export knows both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from chat_files import UNMARKED, write_tokenizer
+from fabricated import fabricate
+from rank_processes import tiny_config
+from transformers import AutoTokenizer, GenerationConfig
+
+from trainctl.config.schema import RunConfig
+from trainctl.errors import TrainctlError
+from trainctl.runs.layout import RunPaths
+from trainctl.train.evaluation import sampled_ids
+from trainctl.train.export import export
+from trainctl.train.prompts import prompts_of
+from trainctl.train.tokenizer import FileTokenizer, load_tokenizer
+
+OVER = UNMARKED.replace("<|im_end|>", "<s>")
+"""A template whose turns end otherwise than documents."""
+
+
+def config_of(tokenizer: Path, **data: object) -> RunConfig:
+    chat = {"kind": "chat", "paths": ["chat.jsonl"], "packing": "best_fit", "max_bytes": None}
+    keys = {f"data__{key}": value for key, value in {**chat, **data}.items()}
+    tokens = {"tokenizer__kind": "file", "tokenizer__path": str(tokenizer / "tokenizer.json")}
+    return tiny_config(**keys, **tokens, model__vocab_size=300)
+
+
+def test_an_answer_ends_at_any_end_that_is_known(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, OVER)
+    tokenizer = FileTokenizer(folder / "tokenizer.json")
+    number = {name: tokenizer.id_of(name) for name in ("<|im_end|>", "<s>", "<pad>")}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    prompts = prompts_of(config_of(folder).data, tokenizer)
+    assert prompts.ends == {number["<|im_end|>"], number["<s>"], 2, 5}
+    asked = AutoTokenizer.from_pretrained(str(folder)).apply_chat_template(
+        [{"role": "system", "content": "S"}, {"role": "user", "content": "a"}],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    assert prompts.ids("a", "S") == asked
+    for end in prompts.ends:
+        said = iter([7, 8, end, 9])
+
+        def scores(ids: list[int], said=said) -> torch.Tensor:
+            return torch.nn.functional.one_hot(torch.tensor(next(said)), 300).float()
+
+        drawn = sampled_ids(
+            scores, asked, num_tokens=4, window=64, seed=1, vocab_size=300, temperature=0,
+            ends=prompts.ends,
+        )  # fmt: skip
+        assert drawn == [7, 8]
+    as_text = prompts_of(config_of(folder).data, tokenizer, chat=False)
+    assert as_text.ends == {number["<|im_end|>"]} and as_text.template is None
+    assert as_text.ids("ab") == tokenizer.encode("ab").tolist()
+    bare = FileTokenizer(write_tokenizer(tmp_path / "bare", None) / "tokenizer.json")
+    with pytest.raises(TrainctlError, match="has no chat template"):
+        prompts_of(config_of(folder, kind="files").data, bare, chat=True)
+
+
+def test_an_export_has_the_template_that_was_named_and_its_ends(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    named = tmp_path / "named.jinja"
+    named.write_text("{% if brief %}{% endif %}" + OVER)
+    config = config_of(folder, chat_template=str(named), template_arguments={"brief": True})
+    run = RunPaths(tmp_path / "run")
+    run.root.mkdir()
+    out = tmp_path / "out"
+    exported = export(config, fabricate(run, config.model), out, dtype=torch.float32)
+    assert any("given brief=True" in note for note in exported.notes)
+    theirs = AutoTokenizer.from_pretrained(str(out))
+    assert theirs.chat_template == named.read_text()
+    ends = GenerationConfig.from_pretrained(str(out)).eos_token_id
+    assert {*ends} == prompts_of(config.data, load_tokenizer(config.tokenizer)).ends
+    assert theirs.convert_tokens_to_ids("<s>") in ends
