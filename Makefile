@@ -37,7 +37,8 @@ trackers: $(VENV)-trackers/.installed  ## Install W&B, MLflow and Trackio, apart
 help:  ## Show this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# A stamp for each set of extras: installing again only when the requirements changed.
+# A stamp for each set of extras: installing again only when the requirements changed. Python compiles
+# what it imports; compiling all of torch and transformers beforehand takes longer than that.
 EXTRAS_run :=
 EXTRAS_test := [test]
 EXTRAS_docs := [docs]
@@ -46,10 +47,10 @@ EXTRAS_all := [test,dev]
 STAMPS_all := $(addprefix $(VENV)/.installed-,run test dev)
 $(VENV)/.installed-%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.$(EXTRAS_$*)'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.$(EXTRAS_$*)'
 	@touch $@ $(STAMPS_$*)
 
 $(VENV)-trackers/.installed: scripts/trackers.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --requirement scripts/trackers.txt
+	$(@D)/bin/python -m pip install --quiet --no-compile --requirement scripts/trackers.txt
 	@touch $@
