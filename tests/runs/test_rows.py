@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainctl.config.reading import open_file
@@ -60,6 +60,8 @@ def write(path: Path, steps: range, attempt: int = 1) -> list[dict[str, Any]]:
 
 
 @given(st.dictionaries(st.sampled_from(PACKED), VALUES))
+@example({"learning_rates": [1.0, 2.0, 1.0]})
+@example({"learning_rate": [0.0, [None, 0.0]]})
 def test_whatever_is_packed_is_unpacked(fields: dict[str, Any]) -> None:
     names, row = pack(fields)
     assert (
