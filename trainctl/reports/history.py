@@ -20,7 +20,15 @@ from trainctl.runs.records import Event, events_after
 BATCH_BYTES = 4 << 20
 """Read and taken apart at a time: about 7,000 steps."""
 
-OF_A_BRANCH = ("step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds/total")
+OF_A_BRANCH = (
+    "step",
+    "attempt",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+    "seconds/total",
+)
 """Fields of steps that do not count any more."""
 
 
@@ -146,6 +154,8 @@ class History:
         if kind == "step":
             self._take_step(event, attempt)
         elif kind == "evaluation" and isinstance(event.get("step"), int):
+            # One that is made again takes the place of the last, as a step does.
+            self.evaluations.cut(self.evaluations.first_not_below("step", event["step"]), ())
             self.evaluations.append(fields.of_evaluation(event))
         elif kind == "memory" and isinstance(event.get("measured"), Mapping):
             self.memory = event

@@ -417,8 +417,14 @@ def short(measured: float) -> float:
 
 
 def number(value: Any) -> float:
-    """A number of a record as a float; also the strings that stand for NaN and infinities."""
-    return float(value)
+    """A number of a record as a float; also the strings that stand for NaN and infinities.
+
+    An integer beyond all floats, as only a program of the user's would write, is infinite.
+    """
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 @contextmanager
