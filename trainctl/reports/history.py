@@ -15,6 +15,7 @@ from trainctl.reports.columns import GrowingColumns
 from trainctl.reports.marks import Mark, mark_of
 from trainctl.runs.directory import last_attempt
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.lock import holder
 from trainctl.runs.records import Event, events_after
 
 BATCH_BYTES = 4 << 20
@@ -141,7 +142,8 @@ class History:
             changed = self.run.status.stat().st_mtime_ns
         except OSError:
             changed = 0
-        seen = (changed, last_attempt(self.run))
+        is_held = holder(self.run) is not None  # a launcher that is killed writes no status
+        seen = (changed, last_attempt(self.run), is_held)
         is_new, self._seen = seen != self._seen, seen
         return is_new
 
