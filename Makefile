@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: demo test check format docs install trackers help
+.PHONY: demo test check format docs docs-site install trackers help
 
 demo: $(VENV)/.installed-run  ## Train the tiny recipe on this machine, in a few minutes
 	$(BIN)/trainctl launch recipe=tiny
@@ -27,16 +27,20 @@ docs: $(VENV)/.installed-run  ## Write docs/reference.md and docs/rules.md anew
 	$(BIN)/python scripts/generate_rules.py --all
 	$(BIN)/python scripts/generate_optimizers.py
 
+docs-site: $(VENV)/.installed-docs  ## Build the site of docs/ into build/site; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
+
 install: $(VENV)/.installed-all  ## Install all that running, tests and checks need, in one step
 
 trackers: $(VENV)-trackers/.installed  ## Install W&B, MLflow and Trackio, apart: their pins clash
 
 help:  ## Show this list
-	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # A stamp for each set of extras: installing again only when the requirements changed.
 EXTRAS_run :=
 EXTRAS_test := [test]
+EXTRAS_docs := [docs]
 EXTRAS_dev := [dev]
 EXTRAS_all := [test,dev]
 STAMPS_all := $(addprefix $(VENV)/.installed-,run test dev)

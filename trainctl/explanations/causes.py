@@ -25,13 +25,12 @@ class Reason:
 FAILURES = {
     "device_memory": Reason(
         "A device was out of memory.",
-        "More activations or logits than planned, another process on the device, or fragments: the "
-        "`memory` record after the second step has measured and planned side by side.",
+        "More activations or logits than planned, another process on the device, or fragments: "
+        "the `memory` record after the second step has measured and planned side by side.",
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
         "A smaller training.micro_batch_size (the global batch stays, accumulation grows), "
         "kernels.cross_entropy=chunked, activation_checkpointing=full, a higher zero_stage, "
-        "offload. "
-        "`trainctl estimate-memory RUN` shows what takes the space.",
+        "offload. `trainctl estimate-memory RUN` shows what takes the space.",
     ),
     "host_memory": Reason(
         "A machine was out of memory, or the kernel killed a process for it.",
@@ -56,8 +55,8 @@ FAILURES = {
         "The disk, or a quota on it, has no room.",
         "Checkpoints that are kept, logs, or someone else.",
         "OSError: [Errno 28] No space left on device",
-        "Free space (`trainctl checkpoint rm`, checkpoint.keep_last), then `trainctl resume`; what "
-        "was saved before is intact.",
+        "Free space (`trainctl checkpoint rm`, checkpoint.keep_last), then `trainctl resume`; "
+        "what was saved before is intact.",
     ),
     "data": Reason(
         "Reading the corpus failed on a rank.",
@@ -75,8 +74,8 @@ FAILURES = {
         "A signal ended a process.",
         "Someone's kill -9, a scheduler, or a crash in native code (SIGSEGV, SIGABRT, SIGBUS).",
         "rank 1 was killed by SIGKILL",
-        "dmesg for memory, /dev/shm for SIGBUS, the log's stack for the others; then "
-        "`trainctl resume`.",
+        "dmesg for memory, /dev/shm for SIGBUS, the log's stack for the others; then `trainctl "
+        "resume`.",
     ),
     "hung": Reason(
         "A rank has said nothing for launcher.heartbeat_seconds.",
@@ -93,8 +92,8 @@ FAILURES = {
     ),
     "reported": Reason(
         "trainctl itself said what is wrong on a rank.",
-        "Something that could only be seen there: a port, a damaged checkpoint, a loss that is not "
-        "finite.",
+        "Something that could only be seen there: a port, a damaged checkpoint, a loss that is "
+        "not finite.",
         "rank 0 ended with exit code 4: port 29500 is taken",
         "What the message says; the same start would end in the same way.",
     ),
@@ -105,12 +104,10 @@ INTERVENTIONS = {
     "loss_not_finite": Reason(
         "The loss over the global batch is NaN or infinite.",
         "A learning rate that is too high, too short a warmup, an overflow in 16 bits, or one "
-        "sample "
-        "with nonsense in it.",
+        "sample with nonsense in it.",
         "step 7: loss NaN on rank 1 (samples 96 to 104): skip_batch",
         "Look at the samples (`trainctl data show RUN --samples 96-103`). If they are sound: a "
-        "lower "
-        "optimizer.lr, a longer warmup, precision=bf16, stability.z_loss=1e-4.",
+        "lower optimizer.lr, a longer warmup, precision=bf16, stability.z_loss=1e-4.",
     ),
     "norm_not_finite": Reason(
         "The gradient norm is NaN or infinite where the loss was not.",
@@ -136,8 +133,8 @@ INTERVENTIONS = {
         "The loss is more than stability.spike_factor times its running mean.",
         "An odd batch, a learning rate at the edge, or attention logits that have grown.",
         "step 812: loss 9.31 above 5.2 (samples 12,976 to 12,992): rewind",
-        "stability=skip or rewind passes over it by itself. Where spikes come again: a lower rate, "
-        "stability.z_loss, Adam's beta2 of 0.95, cleaner text.",
+        "stability=skip or rewind passes over it by itself. Where spikes come again: a lower "
+        "rate, stability.z_loss, Adam's beta2 of 0.95, cleaner text.",
     ),
     "norm_spike": Reason(
         "The gradient norm is more than stability.norm_spike_factor times its running mean.",

@@ -57,8 +57,7 @@ EXIT_CODES = {
         "A preemption, or the time limit of a job. 75 is EX_TEMPFAIL of sysexits.h.",
         "SIGTERM to node 0: saves after this step and ends, within 120 s",
         "Slurm and Kubernetes repeat the job by themselves; elsewhere `trainctl launch ... "
-        "--resume "
-        "auto` goes on.",
+        "--resume auto` goes on.",
     ),
     ExitCode.interrupted: Reason(
         "Ctrl-C: saved if it could, and ended.",

@@ -71,8 +71,7 @@ RECORDS = {
             "grad_norms": "the same of each optimizer group",
             "clip_at": "with gradients.adaptive_clipping: what the norm was clipped at",
             "clipped_groups": "groups that were above their own limit, and what they were "
-            "multiplied "
-            "by",
+            "multiplied by",
             "z_loss": "with stability.z_loss: what was added to the loss",
             "experts": "with experts: load (1 is even), load_by_layer, idle, entropy, losses",
             "objective": "with another objective: what it measures beside the loss",
@@ -95,13 +94,12 @@ RECORDS = {
             "step": "steps done",
             "at_end": "which of the two",
             "measured": "the most that any rank has used, bytes: of the device, in tensors, "
-            "reserved, "
-            "of the host",
+            "reserved, of the host",
             "planned": "the same by the budget, with its lower and upper bound",
             "phases": "with logging.memory_phases: both for each part of a step",
         },
-        "Above the upper bound: `trainctl estimate-memory --measure` says which part, and a report "
-        "of it is welcome.",
+        "Above the upper bound: `trainctl estimate-memory --measure` says which part, and a "
+        "report of it is welcome.",
     ),
     "evaluation": Record(
         "The first rank, after held-out text was scored.",
@@ -112,6 +110,18 @@ RECORDS = {
             "objective": "with another objective: what it measures",
             "unigram_entropy": "nats; what knowing frequencies alone would reach",
             "sources": "with data.sources: the loss of each",
+        },
+    ),
+    "tasks": Record(
+        "`trainctl evaluate --tasks`, after published tasks were done with a checkpoint.",
+        {
+            "checkpoint": "its name",
+            "weights": "current, or the average",
+            "step": "that it continues from",
+            "chat": "whether questions were written by the chat template",
+            "lm_eval": "version of the package",
+            "results": "of each task and metric: value, stderr, samples, shots",
+            "device": "that it ran on",
         },
     ),
     "checkpoint": Record(
@@ -158,8 +168,7 @@ RECORDS = {
             "expected_attempt": "whose",
         },
         "After a change of layout it differs by rounding. Otherwise: other text, another version "
-        "of "
-        "a package, another device.",
+        "of a package, another device.",
     ),
     "plateau": Record(
         "schedule=plateau lowers the learning rate.",

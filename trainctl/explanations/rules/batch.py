@@ -9,42 +9,38 @@ ENTRIES: dict[str, RuleText] = {
         "The global batch is micro-batch times accumulation times data-parallel ranks, all whole "
         "numbers. A batch that is rounded in silence is another run, with another curve.",
         "One of the batches that the message names; or leave micro-batch or accumulation out, and "
-        "it "
-        "is derived.",
+        "it is derived.",
         "recipe=tiny training.global_batch_size=20",
     ),
     "TC021": RuleText(
         "Beyond max_position_embeddings a learned position table has no row, and rotary positions "
         "were never trained.",
         "A shorter sequence; or a longer model.max_position_embeddings where you train the "
-        "positions "
-        "(and model.rope_scaling for a model that is extended).",
+        "positions (and model.rope_scaling for a model that is extended).",
         "recipe=tiny training.sequence_length=4096",
     ),
     "TC022": RuleText(
         "The schedule, the checkpoints and the time all follow from the length of the run, so "
-        "there "
-        "is no default for it.",
+        "there is no default for it.",
         "training.steps, training.tokens or training.epochs.",
         "recipe=tiny training.steps=null",
     ),
     "TC023": RuleText(
-        "stop_after_steps stops a run early while its schedule stays that of the whole. Beyond the "
-        "end it stops nothing.",
+        "stop_after_steps stops a run early while its schedule stays that of the whole. Beyond "
+        "the end it stops nothing.",
         "Leave it out, or lengthen training.steps.",
         "recipe=tiny training.stop_after_steps=200",
     ),
     "TC024": RuleText(
         "The learning rate rises over the whole run and never reaches optimizer.lr. Mostly a "
-        "warmup "
-        "that was written for a long run, in a short trial of it.",
-        "A shorter warmup, or schedule.warmup_fraction, which follows the length of the run. For a "
-        "trial of a long run keep its length and set training.stop_after_steps.",
+        "warmup that was written for a long run, in a short trial of it.",
+        "A shorter warmup, or schedule.warmup_fraction, which follows the length of the run. For "
+        "a trial of a long run keep its length and set training.stop_after_steps.",
         "recipe=tiny schedule.warmup_steps=200",
     ),
     "TC025": RuleText(
-        "Some schedules need one number more: an exponential decay has to end above 0, a staircase "
-        "has an interval.",
+        "Some schedules need one number more: an exponential decay has to end above 0, a "
+        "staircase has an interval.",
         "The value that the message names.",
         "recipe=tiny schedule=exponential schedule.floor_ratio=0",
     ),
@@ -82,8 +78,8 @@ ENTRIES: dict[str, RuleText] = {
         "A ramp begins with a small batch and grows. Each of its batches is made of the same "
         "micro-batches on the same ranks, so it is a multiple of their product.",
         "Multiples of micro-batch times data-parallel ranks, ascending, ending inside the run.",
-        "recipe=tiny training.global_batch_size=16 "
-        "'training.batch_ramp=[{until_steps: 5, global_batch_size: 12}]'",
+        "recipe=tiny training.global_batch_size=16 'training.batch_ramp=[{until_steps: 5, "
+        "global_batch_size: 12}]'",
     ),
     "TC066": RuleText(
         "A decay that is longer than what warmup leaves is cut: the learning rate peaks late and "

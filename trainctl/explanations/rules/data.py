@@ -19,8 +19,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC341": RuleText(
         "With several sources there is no one text to pass over, and the keys of a single source "
-        "are "
-        "not read.",
+        "are not read.",
         "training.tokens for the whole, and epochs in each source.",
         f"recipe=tiny {BOTH} data.max_bytes=5",
         files=TEXT,
@@ -39,8 +38,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC344": RuleText(
         "A step has as many tokens in every stage. Samples of another length have to fill it "
-        "exactly, "
-        "on every rank.",
+        "exactly, on every rank.",
         "A length that divides, as the message names.",
         f"recipe=tiny {BOTH} 'data.stages=[{{until: 0.5, sequence_length: 1000}}, {{}}]'",
         files=TEXT,
@@ -65,8 +63,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC347": RuleText(
         "A stage with longer samples cuts what is left of an epoch anew; where it does not "
-        "divide, a "
-        "rest of the text is not seen in that epoch.",
+        "divide, a rest of the text is not seen in that epoch.",
         "A length that is a multiple of the one before.",
         title="Text that a longer sequence leaves out of an epoch that has begun.",
         situation="At `launch`, and in `data plan`, with stages of growing length",
@@ -89,16 +86,15 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC350": RuleText(
         "A file is trained on by one source and held out by another: the held-out loss would be "
-        "that "
-        "of text the model has seen.",
+        "that of text the model has seen.",
         "data.decontaminate=[held_out], or the same files held out in both.",
         title="A source that trains on what another source holds out.",
         situation="Two sources that share files, one with a `held_out_fraction` of its own",
         message="data.sources.a trains on book.txt, which data.sources.b holds out",
     ),
     "TC353": RuleText(
-        "MinHash finds near copies. Below a likeness of 0.3 the bands that it sorts documents into "
-        "hold nearly everything, and what it would drop is not a copy.",
+        "MinHash finds near copies. Below a likeness of 0.3 the bands that it sorts documents "
+        "into hold nearly everything, and what it would drop is not a copy.",
         "0.7 to 0.9.",
         "recipe=tiny data.dedup=minhash data.dedup_threshold=0.1",
     ),
@@ -126,16 +122,15 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC359": RuleText(
         "Rules such as C4's drop lines without a full stop and pages with braces: of programs "
-        "that is "
-        "nearly all.",
+        "that is nearly all.",
         "A source of its own for code, without these filters.",
         title="Filters made for pages of the web, on sources of programs.",
         example="recipe=tiny data=files 'data.paths=[\"src/*.py\"]' 'data.filters={c4: {}}'",
         files={f"src/{name}.py": "print('hello')\n" * 900 for name in "abcd"},
     ),
     "TC360": RuleText(
-        "Files of ids (`data.kind=tokens`) carry an index and no tokenizer. An index that does not "
-        "fit, or ids beyond the vocabulary, come from another tokenizer or a cut file.",
+        "Files of ids (`data.kind=tokens`) carry an index and no tokenizer. An index that does "
+        "not fit, or ids beyond the vocabulary, come from another tokenizer or a cut file.",
         "The tokenizer that made them, or make them again.",
         title="A file of ids that does not fit its index, or whose ids are not the tokenizer's.",
         situation="`data=tokens` on a `.bin` file that was cut off",
@@ -143,17 +138,15 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC361": RuleText(
         "Keys about text (its encoding, its length in bytes) say nothing of a source whose files "
-        "have "
-        "ids.",
+        "have ids.",
         "Leave them out; name fewer files to use less.",
         "recipe=tiny 'data.sources={code: {kind: tokens, weight: 0.7, paths: [a.bin], max_bytes: "
-        "9},"
-        " prose: {kind: files, paths: [a.txt], weight: 0.3}}'",
+        "9}, prose: {kind: files, paths: [a.txt], weight: 0.3}}'",
         files=TEXT,
     ),
     "TC362": RuleText(
-        "Best-fit packing fills bins of one length from a table of the whole corpus: stages cannot "
-        "shorten them, and a stream of shards has no such table.",
+        "Best-fit packing fills bins of one length from a table of the whole corpus: stages "
+        "cannot shorten them, and a stream of shards has no such table.",
         "data.packing=stream, or one length.",
         f"recipe=tiny {BOTH} 'data.stages=[{{until: 0.5, sequence_length: 128}}, {{}}]' "
         "data.packing=best_fit",
@@ -161,15 +154,13 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC363": RuleText(
         "Infilling moves the middle of a document behind its end and marks the three parts by "
-        "tokens "
-        "of their own, which the tokenizer has to have.",
+        "tokens of their own, which the tokenizer has to have.",
         "A tokenizer with such tokens in data.fim_tokens, or fim_rate=0.",
         "recipe=tiny data.fim_rate=0.5",
     ),
     "TC365": RuleText(
         "A streamed corpus needs an address, and its cache must hold the shards that are drawn "
-        "from "
-        "at once, and those that come next.",
+        "from at once, and those that come next.",
         "data.url, and a larger cache_bytes or fewer shuffle_shards.",
         "recipe=tiny data=stream",
     ),
@@ -194,5 +185,12 @@ ENTRIES: dict[str, RuleText] = {
         "data.mask_documents=true.",
         situation="`data=chat data.packing=best_fit data.mask_documents=false`",
         message="data.mask_documents=false: a conversation sees those before it in its sample",
+    ),
+    "TC369": RuleText(
+        "Whoever renders a conversation gives the template its messages, its tools and the "
+        "special tokens: given twice, a run would train on something else than the template means.",
+        "Only what the template itself asks for, such as enable_thinking.",
+        "recipe=tiny data=chat data.paths=[chat.jsonl] data.template_arguments={tools:[]}",
+        files={"chat.jsonl": '{"messages": [{"role": "user", "content": "a"}]}\n'},
     ),
 }

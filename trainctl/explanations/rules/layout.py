@@ -12,22 +12,22 @@ ENTRIES: dict[str, RuleText] = {
         "recipe=tiny parallelism.tensor=4",
     ),
     "TC002": RuleText(
-        "Tensor parallelism communicates twice in every block, forward and backward, and waits for "
-        "it. Inside a machine that is NVLink; between machines it is ten times slower and more.",
+        "Tensor parallelism communicates twice in every block, forward and backward, and waits "
+        "for it. Inside a machine that is NVLink; between machines it is ten times slower and "
+        "more.",
         "A tensor size that divides the devices of a node; pipeline stages go between nodes.",
         "recipe=tiny hardware=2x6xh100-80g launcher=slurm parallelism.tensor=4",
     ),
     "TC003": RuleText(
-        "Attention is split by heads and the feed-forward layer by rows: a rank cannot have half a "
-        "head.",
+        "Attention is split by heads and the feed-forward layer by rows: a rank cannot have half "
+        "a head.",
         "A tensor size that divides the heads, also the key-value heads of grouped-query "
         "attention.",
         "recipe=tiny parallelism.tensor=8",
     ),
     "TC004": RuleText(
         "Ulysses gives each rank all tokens of some heads while attention is computed, so there "
-        "are "
-        "no more ranks than heads.",
+        "are no more ranks than heads.",
         "A sequence size that divides the heads; beyond it, tensor parallelism or recomputation.",
         "recipe=tiny parallelism.sequence=8",
     ),
@@ -43,11 +43,9 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC007": RuleText(
         "A pipeline fills and drains at every step. With few micro-batches most of the step is "
-        "that, "
-        "and devices wait.",
+        "that, and devices wait.",
         "More micro-batches in a step: a smaller training.micro_batch_size or a larger global "
-        "batch; "
-        "four times the stages leaves about a fifth idle.",
+        "batch; four times the stages leaves about a fifth idle.",
         "recipe=tiny hardware=8xh100-80g parallelism.pipeline=4",
     ),
     "TC008": RuleText(
@@ -65,8 +63,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC010": RuleText(
         "The kernel is CUDA code for fp16 and bf16; on another device, or in fp32, it would fail "
-        "in "
-        "the first forward pass.",
+        "in the first forward pass.",
         "model.attention=sdpa, which picks the fastest kernel that the device has.",
         "recipe=tiny model.attention=flash_attention_2",
     ),
@@ -77,16 +74,14 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC012": RuleText(
         "A rank of the sequence axis has a part of the text, so a mask made there speaks of that "
-        "part "
-        "only. The kernel must know by itself what a token may see: sdpa knows plain causal "
+        "part only. The kernel must know by itself what a token may see: sdpa knows plain causal "
         "attention, FlashAttention also documents and windows.",
         "model.attention=sdpa, or flash_attention_2 where documents are masked.",
         "recipe=tiny parallelism.sequence=2 model.attention=eager",
     ),
     "TC013": RuleText(
         "parallelism.stage_blocks says how many blocks each stage has, and stages that do not add "
-        "up "
-        "to the model leave some out or ask for more than there are.",
+        "up to the model leave some out or ask for more than there are.",
         "As many numbers as stages, with the number of blocks as their sum; or leave it out.",
         "recipe=tiny parallelism.pipeline=2 parallelism.stage_blocks=[1,1,2]",
     ),
@@ -94,8 +89,8 @@ ENTRIES: dict[str, RuleText] = {
         "How to split a model is known of the families that trainctl has, and of architectures of "
         "transformers for which every axis was tried against one process. On another, a split may "
         "train without an error and be wrong.",
-        "Data parallelism with ZeRO, which works for every model; the table of families says which "
-        "axes were shown.",
+        "Data parallelism with ZeRO, which works for every model; the table of families says "
+        "which axes were shown.",
         situation="A directory with code of its own (`model.trust_remote_code=true`) and "
         "`parallelism.sequence=2`",
         message="parallelism.sequence=2 with the phi3 architecture: code of the directory's own "
@@ -103,8 +98,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC015": RuleText(
         "muP scales from a narrow model on which the learning rate was tuned. Without its width "
-        "all "
-        "factors would be 1, and the setting would do nothing.",
+        "all factors would be 1, and the setting would do nothing.",
         "model.mup_base_width: the hidden size of the model that was tuned.",
         "recipe=tiny model.mup=true",
     ),
@@ -124,8 +118,8 @@ ENTRIES: dict[str, RuleText] = {
         "recipe=tiny optimizer=lamb model.mup=true model.mup_base_width=64",
     ),
     "TC018": RuleText(
-        "At width m times the base's, single elements of a gradient are 1/m as large. A limit or a "
-        "noise that is set for elements was right for one width only.",
+        "At width m times the base's, single elements of a gradient are 1/m as large. A limit or "
+        "a noise that is set for elements was right for one width only.",
         "Divide what was right on the base by the factor of the widths.",
         "recipe=tiny model.mup=true model.mup_base_width=64 gradients.clip_value=0.1",
     ),
@@ -135,21 +129,19 @@ ENTRIES: dict[str, RuleText] = {
         "The other axis at 1, or parallelism.expert=1.",
         situation="A model with 8 experts, `parallelism.expert=2 parallelism.tensor=2`",
         message="parallelism.tensor=2 with parallelism.expert=2: a shard of a parameter is cut "
-        "along "
-        "one dimension, and experts are along theirs",
+        "along one dimension, and experts are along theirs",
     ),
     "TC391": RuleText(
         "A balancing loss is a mean over all tokens of a sequence and over all routers. A rank "
-        "that "
-        "sees a part would add another loss.",
+        "that sees a part would add another loss.",
         "experts.auxiliary_loss=0 with experts.bias_update, or the axis at 1.",
         situation="A model with 8 experts, `experts.auxiliary_loss=0.1 parallelism.sequence=2`",
         message="experts.auxiliary_loss=0.1 with parallelism.sequence=2: a rank does not see all "
         "that the routers make of a sequence",
     ),
     "TC400": RuleText(
-        "To keep experts equally busy, their routers have to be seen: which experts a token chose. "
-        "The code of some models does not show it, and some routers have no bias to move.",
+        "To keep experts equally busy, their routers have to be seen: which experts a token "
+        "chose. The code of some models does not show it, and some routers have no bias to move.",
         "Leave the balancing out; such a model often balances itself.",
         situation="A directory whose own code routes tokens, with `experts.auxiliary_loss=0.1`",
         message="experts.auxiliary_loss=0.1: the routers of theirs are a part of code of its own, "

@@ -7,14 +7,12 @@ from trainctl.explanations.entry import RuleText
 ENTRIES: dict[str, RuleText] = {
     "TC120": RuleText(
         "The recipe is for GPUs, and torch sees none: no driver, a build of torch without CUDA, "
-        "or a "
-        "variable that hides them.",
+        "or a variable that hides them.",
         "Launch it where the devices are; `nvidia-smi` and `trainctl doctor` show what is missing.",
         title="The plan is for another kind of device than this machine has.",
         situation="`trainctl launch recipe=7b-zero3 hardware=8xh100-80g` on a machine without GPUs",
         message="the plan is for 8xh100-80g, and this machine has no CUDA device that its "
-        "processes "
-        "can see",
+        "processes can see",
     ),
     "TC121": RuleText(
         "Every rank has a device of its own.",
@@ -48,8 +46,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC125": RuleText(
         "torch was built without this kind of device, or for a CUDA that the driver is too old "
-        "for; "
-        "the first use of a device would fail.",
+        "for; the first use of a device would fail.",
         "torch's build for your driver.",
         title="Versions of packages that do not go together.",
         situation="torch for CUDA 13 on a driver for CUDA 12.4",
@@ -81,8 +78,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC129": RuleText(
         "NCCL, gloo and data loaders of one machine exchange data through /dev/shm; containers "
-        "give it "
-        "64 MB. A process that finds it full dies of SIGBUS.",
+        "give it 64 MB. A process that finds it full dies of SIGBUS.",
         "docker run --shm-size=8g or --ipc=host; in Kubernetes launcher.kubernetes_shared_memory.",
         title="/dev/shm is missing or too small.",
         situation="8 ranks in a container with the default /dev/shm",
@@ -95,24 +91,20 @@ ENTRIES: dict[str, RuleText] = {
         title="Too little memory can be locked (`ulimit -l`).",
         situation="offload to NVMe with `ulimit -l 64`",
         message="at most 0.1 MiB of memory can be locked (ulimit -l); pinning memory may fail or "
-        "be "
-        "slow",
+        "be slow",
     ),
     "TC131": RuleText(
         "The budget was made for the machine, and a control group (a container, a job) allows "
-        "less. "
-        "The kernel kills a process that goes beyond.",
+        "less. The kernel kills a process that goes beyond.",
         "More memory for the job, or hardware.host_memory_bytes as it is.",
         title="The container or machine allows less host memory than the plan is for.",
         situation="A job with `--mem=64G` for a plan of 2 TB",
         message="the plan is for 1,800 GiB of host memory, and this machine has 64 GiB of memory "
-        "for "
-        "it (its own, or the control group's)",
+        "for it (its own, or the control group's)",
     ),
     "TC132": RuleText(
         "A block is written and read back past the page cache, as DeepSpeed does it. A network "
-        "drive "
-        "or tmpfs does not do that, or is slower than no offload.",
+        "drive or tmpfs does not do that, or is slower than no offload.",
         "A folder on a local NVMe drive that you may write to.",
         title="The folder for NVMe is missing, does not work, or is not on a local drive.",
         situation="`offload.nvme_path=/local_nvme` on a machine without that folder",
@@ -129,8 +121,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC134": RuleText(
         "The declared hardware computes in a format that a device here does not: an older card "
-        "beside "
-        "newer ones, mostly.",
+        "beside newer ones, mostly.",
         "The other precision, or hide the device.",
         title="A device that does not compute in the plan's format.",
         situation="precision=bf16 on a T4",
@@ -138,8 +129,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC135": RuleText(
         "gloo takes the address of the host's own name, which is often the loopback device's: "
-        "other "
-        "nodes then wait for it until a timeout.",
+        "other nodes then wait for it until a timeout.",
         "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME as launcher.environment, or mend /etc/hosts.",
         title="A network interface that is not there or not up.",
         situation="`launcher.environment.NCCL_SOCKET_IFNAME=eth9`",
@@ -155,8 +145,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC137": RuleText(
         "A build that was killed leaves its lock file, and torch waits for it without end and "
-        "without "
-        "a word: a run that hangs before its first step.",
+        "without a word: a run that hangs before its first step.",
         "The rm command in the hint.",
         title="The lock of a killed build, which would hold up the run for ever.",
         situation="After a build of an operator that was interrupted",
@@ -164,8 +153,8 @@ ENTRIES: dict[str, RuleText] = {
         "ever",
     ),
     "TC160": RuleText(
-        "The value becomes an option of sbatch, srun or mpirun. One with a space or a leading dash "
-        "would be read as something else there.",
+        "The value becomes an option of sbatch, srun or mpirun. One with a space or a leading "
+        "dash would be read as something else there.",
         "A plain word; further options go into launcher.slurm_options or mpi_options.",
         "recipe=tiny launcher=slurm 'launcher.slurm_partition=gpu --exclusive'",
         title="A word of a scheduler's option that is not plain.",
@@ -198,8 +187,8 @@ ENTRIES: dict[str, RuleText] = {
         title="Kubernetes without an image.",
     ),
     "TC165": RuleText(
-        "Pods and the machine that you launch from see the run directory under one path, through a "
-        "volume.",
+        "Pods and the machine that you launch from see the run directory under one path, through "
+        "a volume.",
         "launcher.kubernetes_claims={CLAIM: /path}, and --run-dir beneath it.",
         title="A run directory that no volume of the pods holds.",
         situation="`launcher=kubernetes` with `--run-dir` outside every claim",
@@ -214,8 +203,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC167": RuleText(
         "Everything of the configuration is written with the run. A key or token there would be "
-        "read "
-        "by whoever reads the run.",
+        "read by whoever reads the run.",
         "A reference: launcher.environment.HF_TOKEN='${oc.env:HF_TOKEN}', resolved at the start.",
         "recipe=tiny launcher.environment.HF_TOKEN=hf_0123456789abcdef0123456789",
         title="A value that may be a secret, and that the run would write.",
@@ -228,8 +216,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC169": RuleText(
         "A host named twice would have two agents that share its devices; a file that cannot be "
-        "read "
-        "would start the run on this machine alone.",
+        "read would start the run on this machine alone.",
         "Each host once; hardware.devices_per_node says how many devices it has.",
         "recipe=tiny hardware=2x2xcpu launcher=ssh 'launcher.hosts=[a,a]'",
         title="Hosts that come twice, or a file of hosts that ssh's launcher cannot use.",
@@ -238,15 +225,14 @@ ENTRIES: dict[str, RuleText] = {
         "The machine is off, its name does not resolve, a firewall drops the port, or it is very "
         "slow.",
         "`ssh HOST true` must work; launcher.exclude=HOST leaves it out, "
-        "launcher.preflight_seconds "
-        "gives more time.",
+        "launcher.preflight_seconds gives more time.",
         title="A host that cannot be reached, or does not answer in time.",
         situation="`launcher=ssh` with a host that is off",
         message="node2 cannot be reached (ssh: connect to host node2 port 22: No route to host)",
     ),
     "TC181": RuleText(
-        "The key is another than the one that ssh remembers: a machine that was installed anew, or "
-        "one that stands in for it.",
+        "The key is another than the one that ssh remembers: a machine that was installed anew, "
+        "or one that stands in for it.",
         "Make sure which; then `ssh-keygen -R HOST` and log in once by hand.",
         title="A host whose key is not the one that ssh knows.",
         situation="`launcher=ssh` after a host was installed anew",
@@ -269,8 +255,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC184": RuleText(
         "Ranks with other versions of torch or DeepSpeed may fail in a collective, hang, or "
-        "compute "
-        "another loss.",
+        "compute another loss.",
         "One environment on shared storage, or the same versions everywhere.",
         title="A host with other versions of packages.",
         situation="Hosts that were installed at different times",
@@ -292,8 +277,8 @@ ENTRIES: dict[str, RuleText] = {
         message="the plan is for 8 devices of a node, and node2 shows 4 devices",
     ),
     "TC187": RuleText(
-        "Checkpoints, records and logs of all nodes are in one directory. Each host looks for what "
-        "the others wrote.",
+        "Checkpoints, records and logs of all nodes are in one directory. Each host looks for "
+        "what the others wrote.",
         "--run-dir on storage that all mount at one path.",
         title="A host that does not share the run's storage.",
         situation="`--run-dir` on a local disk",
@@ -305,8 +290,7 @@ ENTRIES: dict[str, RuleText] = {
         title="A host with too little disk for a checkpoint.",
         situation="A full disk on a host",
         message="a checkpoint takes 75.3 GiB, and the folder of the run, as node2 sees it, has "
-        "12.0 GiB "
-        "free",
+        "12.0 GiB free",
     ),
     "TC189": RuleText(
         "The ranks find each other at a port of the first host, and another process has it.",
@@ -390,8 +374,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC305": RuleText(
         "Some of what trainctl does needs parts of other packages that they do not document. Each "
-        "is "
-        "declared with the version that was read; another definition may do something else.",
+        "is declared with the version that was read; another definition may do something else.",
         "The pip command in the hint: the version that was read last.",
         title="A definition in another package is not the one that trainctl was written for.",
         situation="A newer DeepSpeed than was read",

@@ -13,8 +13,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC051": RuleText(
         "Gradients of many micro-batches are summed. DeepSpeed takes some combinations and then "
-        "sums "
-        "in another type than was asked for.",
+        "sums in another type than was asked for.",
         "The weights' type, or fp32 where it is really used.",
         "recipe=tiny precision=bf16 zero_stage=2 offload.optimizer=cpu "
         "precision.gradient_accumulation=fp32",
@@ -27,8 +26,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC053": RuleText(
         "Autocast keeps fp32 weights and multiplies in bf16. In fp16 DeepSpeed clips gradients "
-        "that "
-        "are still scaled, and never lowers the scale after an overflow.",
+        "that are still scaled, and never lowers the scale after an overflow.",
         "precision=autocast-bf16, or plain precision=fp16 without autocast.",
         "recipe=tiny precision=fp16 precision.autocast=true",
     ),
@@ -53,8 +51,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC057": RuleText(
         "Without ZeRO, DeepSpeed divides the gradients by a loss scale that it never multiplied "
-        "the "
-        "loss with: steps become too small by that factor, in silence.",
+        "the loss with: steps become too small by that factor, in silence.",
         "zero_stage=1, or precision=bf16, which needs no scale.",
         "recipe=tiny precision=fp16 zero_stage=0",
     ),
@@ -72,8 +69,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC060": RuleText(
         "The first entry of optimizer.groups whose pattern is found in a parameter's name holds. "
-        "One "
-        "that meets nothing would be ignored, mostly for a typing mistake.",
+        "One that meets nothing would be ignored, mostly for a typing mistake.",
         "`trainctl plan` and the message list names; special entries come before general ones.",
         "recipe=tiny 'optimizer.groups=[{match: lm_haed}]'",
     ),
@@ -98,15 +94,13 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC195": RuleText(
         "The fp16 loss scale falls at overflows, down to its least. One that begins below its "
-        "least "
-        "would be raised by an overflow.",
+        "least would be raised by an overflow.",
         "A lower min_loss_scale, or a higher initial_scale_power.",
         "recipe=tiny precision=fp16 precision.initial_scale_power=4 precision.min_loss_scale=32",
     ),
     "TC394": RuleText(
         "trainctl's trainer takes its steps where DeepSpeed's monitors do not look: of them they "
-        "get "
-        "the learning rate alone, and x begins again after a resume.",
+        "get the learning rate alone, and x begins again after a resume.",
         "logging.to=[tensorboard], which sends everything, each step once; leave the monitor to "
         "programs of your own.",
         "recipe=tiny '+deepspeed.csv_monitor={enabled: true}'",

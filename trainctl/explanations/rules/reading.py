@@ -44,8 +44,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC102": RuleText(
         "Each key has a type. YAML reads `1e-4` as text and `no` as false; trainctl says so "
-        "instead "
-        "of training with it.",
+        "instead of training with it.",
         "A value of the type that the message names.",
         title="A value that is not of its key's type.",
         example="recipe=tiny training.steps=many",
@@ -103,8 +102,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC110": RuleText(
         "Overrides are KEY=VALUE, GROUP=OPTION, +KEY=VALUE and ~KEY. What a shell has eaten "
-        "(brackets, "
-        "spaces, quotes) no longer is.",
+        "(brackets, spaces, quotes) no longer is.",
         "Quotes around the whole word: 'data.paths=[a, b]'.",
         title="An override that does not follow their grammar.",
         example="recipe=tiny 'data.paths=[a'",
@@ -125,8 +123,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC113": RuleText(
         "model.path names a directory that transformers wrote, which has a config.json. An "
-        "address on "
-        "a hub is not looked up.",
+        "address on a hub is not looked up.",
         "Download it first, and name the directory.",
         title="A model's directory that cannot be read.",
         example="recipe=tiny model=hf model.path=nowhere",
@@ -152,8 +149,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC117": RuleText(
         "`module:function` is looked up without running it: in the folder, in PYTHONPATH, among "
-        "what "
-        "is installed.",
+        "what is installed.",
         "The module's name as an import would have it, and a function that it defines.",
         title="A function of the user's that cannot be found.",
         example="recipe=tiny data.factory=mine:texts",
@@ -168,19 +164,16 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC119": RuleText(
         "trainctl's trainer would act on the setting; your program has to read it from the plan, "
-        "and "
-        "nobody can see from here whether it does.",
+        "and nobody can see from here whether it does.",
         "Read TRAINCTL_PLAN, or leave the setting out.",
         title="A setting that a script or a function of the user's has to apply itself.",
         situation="`script=train.py training.evaluate_every_steps=100`",
         message="training.evaluate_every_steps has no effect by itself: trainctl's trainer would "
-        "act "
-        "on it",
+        "act on it",
     ),
     "TC138": RuleText(
         "By its first bytes the file is an archive, a picture or a program, or it ends before it "
-        "is "
-        "whole. Read as text it would be noise.",
+        "is whole. Read as text it would be noise.",
         "Unpack or convert it, or leave it out of data.paths.",
         title="A file of the corpus that is not of its kind, cut off or damaged: it is not read.",
         example="recipe=tiny data=files data.paths=[a.txt]",
@@ -203,8 +196,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC141": RuleText(
         "What is held out is chosen by documents or files: a small corpus has too little of them "
-        "for "
-        "a sample, or one large file is half of it.",
+        "for a sample, or one large file is half of it.",
         "More or smaller files, a larger data.held_out_fraction, or a shorter sequence.",
         title="A side of the corpus without a sample, or with much more text than was asked for.",
         example="recipe=tiny data=files data.paths=[a.txt]",
@@ -212,8 +204,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC142": RuleText(
         "A file in another encoding, or a line that was cut. data.on_bad_text says whether it "
-        "stops "
-        "the run, is replaced, or is left out.",
+        "stops the run, is replaced, or is left out.",
         "Convert it (iconv -t utf-8), or data.on_bad_text=skip.",
         title="Text at the beginning of a file that is not UTF-8, or a line that is not JSON.",
         example="recipe=tiny data=files data.paths=[a.jsonl]",
@@ -221,8 +212,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC145": RuleText(
         "model.weights=pretrained asks for weights, and the directory has none, or only pickled "
-        "ones, "
-        "which could run code.",
+        "ones, which could run code.",
         "Convert them to safetensors with save_pretrained, or model.weights=random.",
         title="A model's directory without weights that can be read, where they are asked for.",
         example="recipe=tiny model=hf model.path=m model.weights=pretrained",
@@ -235,12 +225,11 @@ ENTRIES: dict[str, RuleText] = {
         title="A key of the model that its directory decides, and that would not be applied.",
         situation="A directory of phi3 with `model.num_layers=2`",
         message="model.num_layers=2, and m/config.json has 4: transformers builds this "
-        "architecture "
-        "from that file alone",
+        "architecture from that file alone",
     ),
     "TC147": RuleText(
-        "What has no closed form is counted by building it without memory and tracing a step, in a "
-        "process of its own. Its code fails there.",
+        "What has no closed form is counted by building it without memory and tracing a step, in "
+        "a process of its own. Its code fails there.",
         "The error in the message is that of the model's code; a newer transformers may help.",
         title="A model that has no closed form and cannot be traced.",
         situation="A directory whose code needs a package that is missing",
@@ -248,16 +237,15 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC148": RuleText(
         "Names or shapes of the tensors are not those of the model: configuration and weights of "
-        "two "
-        "different models.",
+        "two different models.",
         "Weights and config.json from one directory.",
         title="Weights of a directory that are not those of its model.",
         situation="`model.initial_weights=DIR` with weights of a wider model",
         message="the weights of m are not llama's: 24 tensors have other shapes",
     ),
     "TC149": RuleText(
-        "Tensors that the model has no place for: mostly a head of another task, or a vision part. "
-        "They are left out.",
+        "Tensors that the model has no place for: mostly a head of another task, or a vision "
+        "part. They are left out.",
         "Nothing, if that is meant; else the model that has them.",
         title="Weights of a directory that its model has no place for.",
         situation="`model.initial_weights=DIR` with more tensors than the model has",
@@ -266,8 +254,7 @@ ENTRIES: dict[str, RuleText] = {
     "TC150": RuleText(
         "Parameters, gradients, optimizer states, activations and logits together, at the fullest "
         "moment of a step, are more than the device has. The run would end with CUDA out of "
-        "memory, "
-        "mostly in the second step.",
+        "memory, mostly in the second step.",
         "What the lines under the message propose: a higher zero_stage, a smaller micro-batch, "
         "activation_checkpointing=full, kernels.cross_entropy=chunked, offload, more devices. "
         "`trainctl plan` searches all of them; `--force` starts it all the same.",
@@ -276,8 +263,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC151": RuleText(
         "Offloaded states, pinned buffers, the processes themselves and the checkpoint being "
-        "written "
-        "share the memory of the machine.",
+        "written share the memory of the machine.",
         "Fewer ranks on a host, offload to NVMe, or a machine with more.",
         title="The plan does not fit into a node's memory.",
         example="recipe=7b-zero3 hardware=1xh100-80g offload=cpu-all "
@@ -292,8 +278,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC154": RuleText(
         "Between two documents comes the token that ends one. Without it the model sees them as "
-        "one "
-        "text.",
+        "one text.",
         "eos_token in the tokenizer's tokenizer_config.json.",
         title="A tokenizer without a token that ends a document: they follow each other unmarked.",
         situation="`tokenizer=file` with a tokenizer.json without special tokens",
@@ -322,8 +307,7 @@ ENTRIES: dict[str, RuleText] = {
         title="A global batch that the ranks of no layout can share, of those that are searched.",
         situation="`trainctl plan` for 6 devices with a global batch of 7",
         message="training.global_batch_size=7 cannot be shared by the ranks of any layout that is "
-        "left: "
-        "the nearest takes multiples of 2",
+        "left: the nearest takes multiples of 2",
     ),
     "TC159": RuleText(
         "Also with ZeRO 3, recomputation and offload a device would need more than it has.",

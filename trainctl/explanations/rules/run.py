@@ -89,8 +89,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC088": RuleText(
         "DeepCompile rewrites the graph of the whole model and moves its own communication into "
-        "it: "
-        "data parallel on NVIDIA GPUs, without what cuts the graph.",
+        "it: data parallel on NVIDIA GPUs, without what cuts the graph.",
         "kernels.compile=none, or without the setting that the message names.",
         "recipe=tiny kernels.compile=deepcompile",
     ),
@@ -102,8 +101,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC090": RuleText(
         "`deepspeed.*` goes into DeepSpeed's JSON as it is. DeepSpeed ignores an unknown key at "
-        "the "
-        "top in silence, so a typing mistake changes nothing, and nobody notices.",
+        "the top in silence, so a typing mistake changes nothing, and nobody notices.",
         "The key that the message proposes.",
         "recipe=tiny +deepspeed.gradient_cliping=1",
     ),
@@ -140,8 +138,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC153": RuleText(
         "Of each architecture transformers has some kinds of attention only: scores that are "
-        "capped "
-        "or extended have no sdpa.",
+        "capped or extended have no sdpa.",
         "The kind that the message names; eager is always there, and slowest.",
         situation="A directory of a model whose attention caps its scores, with "
         "`model.attention=sdpa`",
@@ -157,26 +154,31 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC370": RuleText(
         "A recurrent layer (Mamba and its like) carries a state from token to token. Attention "
-        "can be "
-        "masked at the end of a document; the state goes on into the next.",
+        "can be masked at the end of a document; the state goes on into the next.",
         "data.mask_documents=false, or a model without such layers.",
         situation="A directory of a recurrent model, with `data.mask_documents=true`",
         message="data.mask_documents=true: theirs carries a state from token to token, which "
-        "nothing "
-        "resets where a document ends",
+        "nothing resets where a document ends",
     ),
     "TC375": RuleText(
         "A feed-forward layer can be computed a piece of the tokens at a time, which saves memory "
-        "at "
-        "long sequences. It has to treat each token by itself, and what is kept of it must not "
+        "at long sequences. It has to treat each token by itself, and what is kept of it must not "
         "undo the saving.",
         "kernels.mlp_tiles=1, or without what the message names.",
         "recipe=tiny kernels.mlp_tiles=4 activation_checkpointing=selective",
     ),
+    "TC371": RuleText(
+        "A checkpoint of an adapter or of some weights has no others: it needs its base for as "
+        "long as it is used, and a run removes its older checkpoints as it goes on.",
+        "trainctl export RUN DIR, and model.path=DIR.",
+        title="Frozen weights in a checkpoint of another run, which may remove it.",
+        situation="`adapter=lora model.initial_weights=runs/base`",
+        message="what is trained stands on a checkpoint of runs/base, which that run removes when "
+        "it goes on and keeps checkpoint.keep of them",
+    ),
     "TC376": RuleText(
         "Adapters are put beside linear layers that are chosen by the end of their name; a name "
-        "that "
-        "no layer has would leave it without one.",
+        "that no layer has would leave it without one.",
         "Names of the model's own layers: the message lists them.",
         "recipe=tiny adapter=lora adapter.targets=[q_prj,v_proj]",
     ),
@@ -187,15 +189,14 @@ ENTRIES: dict[str, RuleText] = {
         "recipe=tiny training.freeze=[embed_tokns]",
     ),
     "TC378": RuleText(
-        "With everything frozen there is no gradient and nothing to update; an adapter freezes the "
-        "rest by itself.",
+        "With everything frozen there is no gradient and nothing to update; an adapter freezes "
+        "the rest by itself.",
         "Leave something out of training.freeze.",
         "recipe=tiny 'training.freeze=[.]'",
     ),
     "TC379": RuleText(
         "Frozen weights and adapters were shown to train as one process does with most of the "
-        "rest, "
-        "and with some it was not, or cannot be.",
+        "rest, and with some it was not, or cannot be.",
         "The value that the message names.",
         "recipe=tiny adapter=lora model.mup=true model.mup_base_width=64",
     ),
@@ -209,35 +210,38 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC381": RuleText(
         "With tied embeddings the embedding and the head are one tensor: to freeze one is to "
-        "freeze "
-        "both.",
+        "freeze both.",
         "model.tie_word_embeddings=false, if they are to differ.",
         "recipe=tiny training.freeze=[lm_head] model.tie_word_embeddings=true",
     ),
     "TC382": RuleText(
         "Weights in 8 or 4 bits carry scales along a row for each output. A shard of a matrix, or "
-        "one "
-        "that is stored the other way round, would be read with the wrong ones.",
+        "one that is stored the other way round, would be read with the wrong ones.",
         "Data parallelism, or adapter.base_weights=compute.",
         "recipe=tiny adapter=lora adapter.base_weights=nf4 parallelism.tensor=2",
     ),
     "TC383": RuleText(
-        "In 4 bits a block of weights shares one scale, and a matrix that is not a whole number of "
-        "blocks has a rest without one.",
+        "In 4 bits a block of weights shares one scale, and a matrix that is not a whole number "
+        "of blocks has a rest without one.",
         "adapter.base_weights=int8, whose scale is that of a row.",
         "recipe=tiny adapter=lora adapter.base_weights=nf4 model.hidden_size=32 "
         "model.intermediate_size=99",
     ),
+    "TC384": RuleText(
+        "What trains beside an adapter is named by patterns. One that meets nothing is a typing "
+        "error, and a weight that an adapter is beside stays frozen.",
+        "Names of parameters without an adapter: embeddings, head, or norms.",
+        "recipe=tiny adapter=lora adapter.also_train=[embed_tokns]",
+    ),
     "TC392": RuleText(
-        "DPO and its like compare log-probabilities of whole answers, which a rank of the sequence "
-        "axis or a pipeline stage does not have.",
+        "DPO and its like compare log-probabilities of whole answers, which a rank of the "
+        "sequence axis or a pipeline stage does not have.",
         "Data and tensor parallelism, or objective=next_token.",
         "recipe=tiny objective=dpo parallelism.sequence=2",
     ),
     "TC393": RuleText(
         "A preference is between two answers to one prompt. Other data has no pairs, and pairs "
-        "have "
-        "no next token to learn.",
+        "have no next token to learn.",
         "data=preferences with objective=dpo or its like.",
         "recipe=tiny objective=simpo",
     ),
@@ -251,8 +255,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC405": RuleText(
         "engine=fsdp2 is torch's fully_shard: data parallel, fp32 and bf16, optimizers that look "
-        "at "
-        "one element at a time. The rest is DeepSpeed's.",
+        "at one element at a time. The rest is DeepSpeed's.",
         "engine=deepspeed, or without what the message names.",
         "recipe=tiny engine=fsdp2 zero_stage=1",
     ),

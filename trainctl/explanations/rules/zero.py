@@ -14,8 +14,8 @@ ENTRIES: dict[str, RuleText] = {
         "offload.nvme_path=/local_nvme",
     ),
     "TC030": RuleText(
-        "A pipeline accumulates gradients over many micro-batches; stages 2 and 3 would reduce and "
-        "free them after each, which DeepSpeed refuses once the processes run.",
+        "A pipeline accumulates gradients over many micro-batches; stages 2 and 3 would reduce "
+        "and free them after each, which DeepSpeed refuses once the processes run.",
         "zero_stage=1 beside pipeline stages.",
         "recipe=tiny zero_stage=2 parallelism.pipeline=2",
     ),
@@ -25,25 +25,24 @@ ENTRIES: dict[str, RuleText] = {
         "zero_stage=1, which has the true norm.",
         situation="A model with experts in bf16, `zero_stage=0 parallelism.expert=2`",
         message="zero_stage.stage=0 with parallelism.expert=2 in bf16 would clip by a gradient "
-        "norm "
-        "without experts",
+        "norm without experts",
     ),
     "TC032": RuleText(
         "Parameters can wait on the host only where they are sharded, which is stage 3; optimizer "
-        "states from stage 1 on. DeepSpeed ignores the rest, and the run needs the memory that was "
-        "to be saved.",
+        "states from stage 1 on. DeepSpeed ignores the rest, and the run needs the memory that "
+        "was to be saved.",
         "A higher zero_stage, or no offload.",
         "recipe=tiny offload.parameters=cpu",
     ),
     "TC033": RuleText(
-        "What is offloaded to NVMe is read and written every step; on a network drive, or nowhere, "
-        "that fails after the model was loaded.",
+        "What is offloaded to NVMe is read and written every step; on a network drive, or "
+        "nowhere, that fails after the model was loaded.",
         "offload.nvme_path: a folder on a local drive of every node.",
         "recipe=tiny zero_stage=3 offload.optimizer=nvme",
     ),
     "TC034": RuleText(
-        "States in host memory are updated there, by a kernel for the CPU, which DeepSpeed has for "
-        "Adam, Adagrad and Lion.",
+        "States in host memory are updated there, by a kernel for the CPU, which DeepSpeed has "
+        "for Adam, Adagrad and Lion.",
         "optimizer=adamw, or no offload.",
         "recipe=tiny zero_stage=3 optimizer=lamb offload.optimizer=cpu script=train.py",
         files={"train.py": ""},
@@ -61,8 +60,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC037": RuleText(
         "hpZ keeps a second copy of the weights inside each machine, so that backward gathers do "
-        "not "
-        "cross the network. Groups that span machines, or hold different tensor shards, would "
+        "not cross the network. Groups that span machines, or hold different tensor shards, would "
         "undo it.",
         "A divisor of the devices of a node, with parallelism.tensor=1.",
         "recipe=tiny zero_stage=3 zero_stage.hpz_partition_size=2 parallelism.tensor=2",
@@ -85,8 +83,8 @@ ENTRIES: dict[str, RuleText] = {
         "recipe=tiny checkpoint.weights_only_every_steps=200",
     ),
     "TC075": RuleText(
-        "The best checkpoint is the one with the lowest value of a metric of the evaluation, which "
-        "has to be measured.",
+        "The best checkpoint is the one with the lowest value of a metric of the evaluation, "
+        "which has to be measured.",
         "checkpoint.best_of=loss, with training.evaluate_every_steps.",
         "recipe=tiny checkpoint.best_of=accuracy",
     ),
@@ -97,8 +95,7 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC093": RuleText(
         "A rewind goes back to the newest checkpoint. Without one on the way there is nothing to "
-        "go "
-        "back to, and the first spike would stop the run.",
+        "go back to, and the first spike would stop the run.",
         "checkpoint.every_steps or every_minutes; how often is how much a rewind costs.",
         "recipe=tiny stability.on_bad_loss=rewind checkpoint.every_steps=null",
     ),
