@@ -138,6 +138,11 @@ def test_an_unknown_word_has_the_nearest(
     assert f"did you mean {near}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("word", ["\u00b2", "\u0663\u0663\u0663", "1" * 5000])
+def test_what_only_looks_like_a_code_is_unknown(word: str) -> None:
+    assert explain(word) is None
+
+
 def test_a_signals_code_is_explained() -> None:
     found = explain("137")
     assert found is not None and "SIGKILL" in found.meaning

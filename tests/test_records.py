@@ -62,6 +62,22 @@ def test_other_ranks_and_programs_outside_a_run_record_nothing(
         records.log(step=3, rank=1, done=True)
 
 
+def test_what_no_reader_would_take_is_refused(run: RunPaths) -> None:
+    for value in ("abc", torch.zeros(2), np.zeros(3), {"a": 1.0}):
+        with pytest.raises(TypeError):
+            records.log(step=1, loss=value)
+    with pytest.raises(ValueError, match="step, evaluation"):
+        records.log(step=1, kind="train", loss=1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no step -1"):
+        records.log(step=-1, loss=1.0)
+    assert not run.events.exists()
+    assert records.log(step=0, seconds=0.5, count=10**400)
+    (first,) = read_events(run.events)
+    assert first["seconds"] == {"total": 0.5}
+    assert record_lines(first, stop_step=9) == ["step 0/9 count inf"]
+    assert send(run, "tensorboard", config=RunConfig()) == 0
+
+
 def test_a_run_that_cannot_be_written_ends_no_program(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,8 @@ FIELDS = (
 )
 """Values that records have fields for; others go into `values`."""
 
+_KINDS = ("step", "evaluation")
+
 _writers: dict[tuple[int, str, int], EventWriter] = {}
 """Open files, by process: a lock on a file that a fork shares would keep nobody out."""
 
@@ -51,22 +53,33 @@ def log(
             place of that step and of all behind it.
         kind: What they are of.
         rank: The rank that records, by RANK; the others do nothing.
-        values: Numbers by name, such as `loss=2.5`; also tensors and arrays of one element, and
-            mappings of names to numbers. `loss` becomes the metric `train/loss` or
-            `evaluation/loss`, a name of your own `train/NAME`.
+        values: Numbers by name, such as `loss=2.5`; also tensors and arrays of one element, and,
+            of `seconds` and names of your own, mappings of names to numbers. `loss` becomes the
+            metric `train/loss` or `evaluation/loss`, a name of your own `train/NAME`; `seconds` is
+            the time of the whole step, or of its parts with a `total`.
 
     Returns:
         Whether it was recorded.
 
     Raises:
         TypeError: A value is no number.
+        ValueError: There is no such kind, or the step is negative.
     """
+    if kind not in _KINDS:
+        raise ValueError(f"kind={kind!r} is neither of {', '.join(_KINDS)}")
+    if step < 0:
+        raise ValueError(f"there is no step {step}")
     folder, attempt = os.environ.get(RUN_VARIABLE), os.environ.get(ATTEMPT_VARIABLE)
     if not folder or not attempt:
         return False
     if os.environ.get("RANK", "0") != str(rank):
         return False
     known = {name: _plain(value) for name, value in values.items()}
+    if isinstance(known.get("seconds"), int | float):
+        known["seconds"] = {"total": known["seconds"]}
+    for name in FIELDS:
+        if name != "seconds" and isinstance(known.get(name), dict):
+            raise TypeError(f"{name} is one number; log several under a name of your own")
     own = {name: known.pop(name) for name in list(known) if name not in FIELDS}
     if own:
         known["values"] = own
@@ -93,4 +106,7 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
-    return float(value)
+    try:
+        return float(value)
+    except (ValueError, RuntimeError):
+        raise TypeError(f"a value is a number, and this is {value!r}") from None

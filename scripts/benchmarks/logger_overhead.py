@@ -25,6 +25,7 @@ from pathlib import Path
 from trainctl.config.schema import RunConfig
 from trainctl.loggers.sending import command
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.listing import last_step
 from trainctl.runs.records import EventFollower
 
 STUCK = "stuck"
@@ -54,7 +55,7 @@ def main() -> None:
         start = [sys.executable, "-m", "trainctl", "launch", *LAUNCH, "--run-dir", str(run.root)]
         launch = subprocess.Popen(start, stdout=subprocess.DEVNULL)
         try:
-            while not run.events.exists() or b'"step": 3,' not in run.events.read_bytes():
+            while last_step(run) < 3:
                 assert launch.poll() is None, "the run has ended"
                 time.sleep(0.2)
             ratios = []

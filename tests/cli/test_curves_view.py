@@ -16,6 +16,7 @@ from trainctl.cli.main import run as command
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.plan.resolve import resolve
+from trainctl.reports.columns import GrowingColumns
 from trainctl.reports.history import History
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import RunPaths
@@ -43,6 +44,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
             )
         events.write("evaluation", step=300, loss=2.25)
     return made
+
+
+def test_an_evaluation_without_a_loss_is_none(run: RunPaths) -> None:
+    history = History(run)
+    history.read()
+    assert any("held-out loss" in line for line in picture(history, summarise(run), 80, 24))
+    history.evaluations = GrowingColumns()
+    history.evaluations.append({"step": 300.0, "time": 0.0})  # of a program of the user's
+    assert not any("nan" in line for line in picture(history, summarise(run), 80, 24)[-2:])
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(200, 60), (130, 40), (80, 24), (40, 12), (10, 3)])

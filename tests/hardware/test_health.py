@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_every_rule_of_the_machine_has_one_place() -> None:
 
 def test_what_a_logger_imports_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = config("logging.to=[csv,wandb]")
-    monkeypatch.setattr(logger, "find_spec", lambda module: module)
+    monkeypatch.setattr(logger, "find_spec", lambda module: find_spec("csv"))
     assert list(packages.loggers_are_installed(chosen, CPU)) == ["csv, wandb"]
     monkeypatch.setattr(logger, "find_spec", lambda module: None)
     finding = only(packages.loggers_are_installed(chosen, CPU))
@@ -112,6 +113,19 @@ def test_what_a_logger_imports_is_looked_for(monkeypatch: pytest.MonkeyPatch) ->
     elsewhere = config("logging.to=[csv,wandb]", f"logging.python={sys.base_prefix}/bin/python3")
     finding = only(packages.loggers_are_installed(elsewhere, CPU))
     assert finding.key == "logging.python" and "wandb" in finding.message
+
+
+def test_a_folder_of_a_logger_s_name_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trackers make folders of their own names where they are started."""
+    (tmp_path / "no_such_tracker").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    spec = logger.Logger(name="x", modules=("csv", "no_such_tracker"))
+    for python in (sys.executable, f"{sys.base_prefix}/bin/python3"):
+        found = logger.missing(spec, python)
+        assert found is not None and "no_such_tracker" in found.message
 
 
 def put_package(folder: Path, name: str, version: str, *requires: str) -> None:

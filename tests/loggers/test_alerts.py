@@ -58,6 +58,11 @@ class _Handler(BaseHTTPRequestHandler):
         if mode == 200:
             self.server.got.append(body)
         self.send_response(int(mode))
+        self.send_header("Location", f"/{CANARY}/elsewhere")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.send_response(200)
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
@@ -175,6 +180,23 @@ def test_who_cannot_be_told_is_told_later_and_keeps_nobody_else_waiting(tmp_path
     code, said = send(run, "alerts", **variables)  # nothing listens there any more
     assert code == 4 and cursor(run, "alerts")["problem"].startswith(f"{URL}: Connection refused")
     assert CANARY not in said
+
+
+def test_one_who_cannot_be_told_keeps_the_end_from_nobody(tmp_path: Path) -> None:
+    run = new_run(tmp_path, urls=[URL, "${oc.env:OTHER_URL}"])
+    write(run, ("launch", {}), restart(1))
+    with webhook() as server, webhook() as other:
+        server.mode = 301  # a POST that follows becomes a GET without a body
+        variables = {"ALERT_URL": server.url, "OTHER_URL": other.url}
+        assert send(run, "alerts", **variables)[0] == 4
+        assert cursor(run, "alerts")["problem"] == f"{URL}: the server answers 301"
+        ended(run, State.failed)
+        assert send(run, "alerts", **variables)[0] == 4
+        assert [alert["kind"] for alert in other.got] == ["restart", "end"]
+        server.mode = 200
+        assert send(run, "alerts", **variables) == (0, "")
+        assert [alert["kind"] for alert in server.got] == ["restart", "end"]
+        assert len(other.got) == 2
 
 
 def test_kills_lose_nothing_and_repeat_only_what_was_under_way(tmp_path: Path) -> None:

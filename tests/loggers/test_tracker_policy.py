@@ -15,6 +15,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.loggers.curve import CurveReader, curve
 from trainctl.options.logger import Followed, Point
 from trainctl.options.logger._tracker import Tracker
+from trainctl.options.logger.mlflow import named
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter, iter_events
 
@@ -48,7 +49,7 @@ class Client:
             self.arrive()
         self._branch = branch
         has = self._kept.branches.setdefault(branch, {})
-        self._last = max((step for _, step in has), default=0)
+        self._last = max((step for _, step in has), default=-1)
         return self._last
 
     def send(self, points: Sequence[Point]) -> None:
@@ -150,6 +151,32 @@ def test_steps_that_come_out_as_before_begin_nothing_new(tmp_path: Path) -> None
     feed(run, kept, random.Random(3))
     assert set(kept.branches) == {0} and not kept.given_up
     assert kept.standing == {("train", step): 1 / step for step in range(1, 31)}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("train/loss", "train/loss"),
+        ("config.optimizer.lr", "config.optimizer.lr"),
+        ("train/acc@1 (%)", "train/acc_1 ___"),
+        ("train//f1/", "train/f1"),
+        ("../x", "x"),
+    ],
+)
+def test_mlflow_takes_every_name(name: str, expected: str) -> None:
+    assert named(name) == expected
+
+
+def test_steps_may_count_from_0(tmp_path: Path) -> None:
+    """Of a program of the user's; its first step goes back from none."""
+    run, kept = new_run(tmp_path), Kept()
+    for attempt, steps in ((1, range(0, 9)), (2, range(5, 12))):
+        with EventWriter(run.events, attempt) as events:
+            for step in steps:
+                events.write("step", step=step, loss=1 / (step + 1))
+    feed(run, kept, random.Random(3))
+    assert set(kept.branches) == {0}
+    assert kept.standing == {("train", step): 1 / (step + 1) for step in range(12)}
 
 
 def test_curve_is_the_run_as_it_stood_at_each_point(tmp_path: Path) -> None:

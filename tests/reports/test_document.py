@@ -17,6 +17,7 @@ from trainctl.cli.main import run as command
 from trainctl.errors import ExitCode
 from trainctl.reports.document import report_document, rows
 from trainctl.reports.history import History
+from trainctl.reports.live.watching import Watching
 from trainctl.reports.page import Source, page
 from trainctl.runs.directory import new_attempt, read_plan
 from trainctl.runs.layout import RunPaths
@@ -138,6 +139,26 @@ def test_what_is_refused(
     run = new_run(tmp_path / "run")
     assert command(["report", str(run.root), *arguments]) == code
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("error")
+def test_whatever_stands_in_the_records_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(tmp_path / "run")
+    steps = [step(1, loss=1e300, values={"accuracy": 0.5}), step(2, values={"accuracy": 10**400})]
+    message = "no file a\udc80\ud800"  # of a name that is no UTF-8
+    append(run, iter([*steps, other("failure", message=message, cause="reported", rank=0)]))
+    for name in ("page.html", "curves.json"):
+        more = ["--json"] if name == "curves.json" else []
+        assert command(["report", str(run.root), "-o", str(tmp_path / name), *more]) == 0
+        assert "no file a\\udc80\\ud800" in (tmp_path / name).read_text()
+    assert command(["report", str(run.root), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["runs"]
+    assert found["series"]["values/accuracy"]["mean"] == [0.5, None]
+    for path in ("/", "/data.json"):
+        answer = Watching([run]).respond(path, {})
+        assert answer is not None and answer.status == 200
 
 
 def test_nothing_in_a_page_is_taken_for_markup(tmp_path: Path) -> None:

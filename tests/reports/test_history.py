@@ -62,6 +62,17 @@ def test_a_field_that_comes_late_or_goes(tmp_path: Path) -> None:
     assert "peak/allocated" not in history.steps and len(history.steps["nothing"]) == 3
 
 
+def test_an_evaluation_that_is_made_again_takes_the_place_of_the_last(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    losses = ((2, 1, 5.0), (4, 1, 4.0), (2, 2, 3.0), (3, 2, 2.0), (3, 2, 1.0))
+    evaluations = [other("evaluation", step=at, attempt=by, loss=loss) for at, by, loss in losses]
+    append(run, iter([*map(step, range(1, 5)), *evaluations, step(4, attempt=2)]))
+    history = History(run)
+    history.read()
+    assert history.evaluations["step"].tolist() == [2, 3]
+    assert history.evaluations["loss"].tolist() == [3.0, 1.0]
+
+
 def test_where_the_time_went(tmp_path: Path) -> None:
     """Two attempts of four steps, of which the second does two again; by a clock that is known."""
     run = new_run(tmp_path / "run")
@@ -87,4 +98,5 @@ def test_where_the_time_went(tmp_path: Path) -> None:
     assert (found["steps_to_come"], found["seconds_to_come"]) == (4, 2.0)
     assert found["tokens"] == 6 * 4096 and found["tokens_to_come"] == 4 * 4096
     assert found["price"]["so_far"] == pytest.approx(3.0 * found["device_hours"])
+    assert found["price"]["repeated"] == pytest.approx(3.0 * 2 * 1.0 / 3600), "whatever lay between"
     assert found["parts"] == pytest.approx({"forward": 1.2, "backward": 1.5, "other": 0.3})

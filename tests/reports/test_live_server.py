@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 from live_runs import make_run, train
 
+from trainctl.cli.main import run as command
 from trainctl.reports.live import folder as folders
 from trainctl.reports.live.folder import RunsFolder
 from trainctl.reports.live.server import PageServer
-from trainctl.reports.live.watching import Watching
+from trainctl.reports.live.watching import RunsPage, Watching
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.lock import hold
 from trainctl.runs.records import EventWriter
+from trainctl.runs.status import State, Status, write_status
 
 RATES = ("1e-3", "3e-3", "1e-2")
 
@@ -89,11 +92,13 @@ def test_only_who_knows_the_token_is_answered(one: Client) -> None:
         {"Cookie": f"{cookie}={token}x"},
         {"Cookie": f"other={token}"},
         {"Cookie": 'a="; b'},
+        {"Cookie": f"{cookie}"},
     ):
         for path in ("/", "/data.json", "/?token=", "/?token=wrong", "/nothing"):
             status, _, body = one.ask(path, **headers)
             assert status == 403 and b"token" in body and token.encode() not in body
-    for headers in ({"Cookie": f"a=b; {cookie}={token}"}, one.headers):
+    others = 'a={"b": 1}; c d=[]; e=2|1:0'  # of servers on other ports
+    for headers in ({"Cookie": f"{others}; {cookie}={token}"}, one.headers):
         assert one.ask("/", **headers)[0] == 200
     status, found, body = one.ask(f"/?token={token}", Accept="*/*")
     assert (status, found["Location"], body) == (303, "/", b"")
@@ -151,6 +156,48 @@ def test_what_is_no_request_ends_nothing(one: Client, sent: bytes) -> None:
         while raw.recv(65536):
             pass
     assert one.ask("/")[0] == 200
+
+
+def test_a_body_is_no_next_request(one: Client) -> None:
+    head = f"Host: localhost\r\nAuthorization: Bearer {one.server.token}\r\n"
+    body = f"GET /nothing HTTP/1.1\r\n{head}\r\n"
+    with socket.create_connection(("127.0.0.1", one.port), timeout=30) as raw:
+        raw.sendall(f"GET / HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        answer = b""
+        try:
+            while part := raw.recv(65536):
+                answer += part
+        except ConnectionResetError:
+            pass  # with what was not read in its buffer it closes so
+    assert answer.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 404" not in answer
+
+
+def test_a_launcher_that_is_killed_is_seen(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    about = {"attempt": 1, "host": "a", "pid": 1, "started": 1.0, "updated": 2.0, "message": ""}
+    write_status(run, Status(state=State.running, **about))
+    page = RunsPage([run])
+    with hold(run):
+        found = json.loads(page.data(None).body)
+        assert found["runs"][0]["state"] == "running"
+        assert page.data(found["version"]).status == 204
+    newer = json.loads(page.data(found["version"]).body)
+    assert newer["runs"][0]["state"] == "lost"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [(["--price", "inf"], 2, "inf is no price"), (["--host", "a..b"], 4, "it is no name")],
+)
+def test_what_cannot_be_served_is_said(
+    words: list[str],
+    code: int,
+    said: str,
+    runs: list[RunPaths],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command(["watch", str(runs[0].root), *words]) == code
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_that_grows_is_sent_when_it_has(one: Client, runs: list[RunPaths]) -> None:

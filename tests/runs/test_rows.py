@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from trainctl.config.reading import open_file
 from trainctl.runs import records
 from trainctl.runs.records import (
     EventFollower,
@@ -59,6 +60,8 @@ def write(path: Path, steps: range, attempt: int = 1) -> list[dict[str, Any]]:
 
 
 @given(st.dictionaries(st.sampled_from(PACKED), VALUES))
+@example({"learning_rates": [1.0, 2.0, 1.0]})
+@example({"learning_rate": [0.0, [None, 0.0]]})
 def test_whatever_is_packed_is_unpacked(fields: dict[str, Any]) -> None:
     names, row = pack(fields)
     assert (
@@ -117,6 +120,40 @@ def test_what_is_torn_or_moved_costs_only_itself(tmp_path: Path) -> None:
     for wrong in (b'{"at": -1', b'{"at": 1e99', b'{"at": [0]', b'{"row": 7', b'{"row": [1, 2]'):
         path.write_bytes(whole + lines[-1].replace(b"{", wrong + b",", 1) + b"\n")
         assert read_events(path)[:5] == written
+
+
+@pytest.mark.parametrize(
+    "names", [[[["grad_norms", -1]]], [[["grad_norms", 2**70]]], [[["a"]], [["a", 0, "b"]]]]
+)
+def test_names_that_no_record_has_cost_only_their_rows(tmp_path: Path, names: list[Any]) -> None:
+    path = tmp_path / "events.jsonl"
+    row = {"attempt": 1, "time": 1.0, "event": "step", "step": 1, "row": [1] * len(names)}
+    columns = {"attempt": 1, "time": 1.0, "event": "columns", "at": 0, "names": names}
+    lines = [columns, {**row, "at": 0}, {**row, "at": 2**62}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_events(path) == []
+    written = write(path, range(1, 3))
+    assert read_events(path) == written
+
+
+def test_a_file_system_that_fails_for_a_moment_costs_a_follower_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, range(0, 1))
+    follower = EventFollower(path)
+    written = write(path, range(1, 4), attempt=2)
+    opened = 0
+
+    def fails_once(asked: Path) -> Any:
+        nonlocal opened
+        opened += 1
+        if opened == 2:  # the first reads the lines, the second the names
+            raise OSError(116, "Stale file handle")
+        return open_file(asked)
+
+    monkeypatch.setattr(records, "open_file", fails_once)
+    assert follower.poll() == [] and follower.poll() == written
 
 
 def test_steps_of_many_forms_keep_all_names_in_their_lines(

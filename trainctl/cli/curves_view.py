@@ -106,7 +106,7 @@ def _seconds_left(history: History, summary: RunSummary) -> float | None:
 def _events(history: History) -> list[str]:
     """The last marks, and the last evaluation."""
     lines = []
-    if len(history.evaluations):
+    if "loss" in history.evaluations:  # a program of the user's may have others
         step, loss = history.evaluations.last("step"), history.evaluations.last("loss")
         lines.append(f"held-out loss {loss:.4f} at step {step:,.0f}")
     marks = [mark for mark in history.marks if mark.kind not in _QUIET] or history.marks

@@ -20,7 +20,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.reports.document import report_document, rows
 from trainctl.reports.history import History
 from trainctl.reports.page import page
-from trainctl.runs.atomic import write_text
+from trainctl.runs.atomic import write_bytes
 from trainctl.runs.directory import open_run
 
 DEFAULT_FILE = Path("report.html")
@@ -142,7 +142,8 @@ def _read(runs: list[Path]) -> list[History]:
 
 def _write(path: Path, text: str) -> None:
     try:
-        write_text(path.absolute(), text)
+        # Bytes of a path that are no UTF-8 become escapes: in JSON they are what they were.
+        write_bytes(path.absolute(), text.encode(errors="backslashreplace"))
     except OSError as error:
         raise TrainctlError(
             f"{path} cannot be written: {error.strerror}", exit_code=ExitCode.environment

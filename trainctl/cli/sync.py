@@ -61,7 +61,7 @@ def _send(run: RunPaths, name: str, again: bool) -> bool:
         say(f"{run.root}: another process sends to {name} now", style="warning")
         return True
     cursor = read_cursor(run.logger(name).cursor)
-    put(f"{run.root}: {name} is at step {cursor.step:,}")
+    put(f"{run.root}: {name} is at step {max(0, cursor.step):,}")
     if code:
         why = cursor.problem or f"its process ended with {code}"
         say(f"{run.root}: {name}: {why}; see {run.logger(name).log}", style="error")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -58,13 +59,16 @@ def watch(
 
     Ctrl-C ends it; the runs go on. Example: trainctl watch sweeps/NAME
     """
+    if price is not None and not math.isfinite(price):
+        raise TrainctlError(f"--price {price} is no price")
     opened, folder = _what(runs or [])
     watching = Watching(opened, folder, price)
     try:
         server = PageServer(host, port, watching.respond, names=tuple(allow_name or ()))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of what is no name at all
+        why = error.strerror if isinstance(error, OSError) else "it is no name"
         raise TrainctlError(
-            f"nothing can listen on {host}, port {port}: {error.strerror or error}",
+            f"nothing can listen on {host}, port {port}: {why or error}",
             hint="--port 0 takes a free one",
             exit_code=ExitCode.environment,
         ) from None

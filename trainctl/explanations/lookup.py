@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from dataclasses import dataclass, replace
 from functools import cache
@@ -70,7 +71,7 @@ def everything() -> dict[str, Meaning]:
 def explain(word: str) -> Meaning | None:
     """What a word stands for, in any case, an exit code also of a signal; None if it is unknown."""
     known, word = everything(), word.strip().lower()
-    if word not in known and word.isdigit() and int(word) > 128:
+    if word not in known and re.fullmatch("[0-9]{3}", word) and int(word) > 128:
         return _of_signal(int(word))
     return known.get(word)
 

@@ -71,7 +71,7 @@ def _send(run: RunPaths, name: str, *, follows: bool) -> int:
     pause, is_last = _FIRST_PAUSE_SECONDS, not follows
     while True:
         try:
-            while follower.send():
+            while not (is_last and name == ALERTS) and follower.send():
                 pause = _FIRST_PAUSE_SECONDS
             if is_last:
                 follower.end()

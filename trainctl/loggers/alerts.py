@@ -86,6 +86,12 @@ class Alerter:
         Raises:
             TrainctlError: Somebody could not be told.
         """
+        was_read = self._read()
+        self._deliver(self._state())
+        return was_read
+
+    def _read(self) -> bool:
+        """Have what the next batch of records is told by wait; whether there was a batch."""
         cursor, state = self.cursor, self._state()
         events: list[Event] = []
         offset = cursor.offset
@@ -97,23 +103,27 @@ class Alerter:
             step = state["step"]
             attempt = max([cursor.attempt, *(event["attempt"] for event in events)])
             self._keep(replace(cursor, offset=offset, step=step, attempt=attempt), state)
-        self._deliver(state)
         return offset != cursor.offset
 
     def end(self) -> None:
-        """Tell that the launch has ended.
+        """Tell what has not been told, and that the launch has ended.
+
+        All of it waits before anyone is told: one who cannot be told keeps it from nobody else.
 
         Raises:
             TrainctlError: Somebody could not be told.
         """
+        while self._read():
+            pass
         status, state = read_status(self._run), self._state()
-        if status is None or not status.state.is_final or state["ended"] == status.updated:
-            return
-        state["ended"] = status.updated
-        why = f": {status.message}" if status.message else ""
-        text = f"{status.state.value} at step {state['step']:,}{why}"
-        self._add([self._alert(AlertKind.end, text, status.updated, status.attempt, state)], state)
-        self._keep(self.cursor, state)
+        is_over = status is not None and status.state.is_final
+        if status is not None and is_over and state["ended"] != status.updated:
+            state["ended"] = status.updated
+            why = f": {status.message}" if status.message else ""
+            text = f"{status.state.value} at step {state['step']:,}{why}"
+            told = self._alert(AlertKind.end, text, status.updated, status.attempt, state)
+            self._add([told], state)
+            self._keep(self.cursor, state)
         self._deliver(state)
 
     def give_up(self, problem: str) -> None:
@@ -215,7 +225,8 @@ class Alerter:
     def _deliver(self, state: dict[str, Any]) -> None:
         """Tell what waits, each in order; one who cannot be told keeps nobody else waiting."""
         problems = []
-        for target in self._targets():
+        # Those who could not be told last time may take long again.
+        for target in sorted(self._targets(), key=lambda each: each.name in state["tries"]):
             for each in [each for each in state["waiting"] if each["to"] == target.name]:
                 state["tries"][target.name] = tries = state["tries"].get(target.name, 0) + 1
                 self._keep(self.cursor, state)

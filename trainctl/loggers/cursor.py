@@ -20,7 +20,7 @@ class Cursor:
     Attributes:
         offset: Bytes of `events.jsonl` that were read.
         attempt: The newest attempt in them.
-        step: The last step of the run's curve in them; 0 before the first.
+        step: The last step of the run's curve in them; -1 before the first.
         points: How many points were sent, those that others have replaced among them.
         ended: Offset, and time of the run's status, at which the logger was told that it has all.
         state: What the logger needs to go on; None before its first commit.
@@ -29,7 +29,7 @@ class Cursor:
 
     offset: int = 0
     attempt: int = 0
-    step: int = 0
+    step: int = -1
     points: int = 0
     ended: str = ""
     state: dict[str, Any] | None = None

@@ -17,12 +17,12 @@ class CurveReader:
 
     Attributes:
         attempt: The newest attempt in them.
-        step: The last step of the run's curve in them; 0 before the first.
+        step: The last step of the run's curve in them; -1 before the first.
         points: How many points were in them.
     """
 
     attempt: int = 0
-    step: int = 0
+    step: int = -1
     points: int = 0
 
     def points_of(self, events: Iterable[Event]) -> Iterator[tuple[Point, bool]]:

@@ -24,6 +24,13 @@ class Refused(Exception):
     """A server understood, and does not want it: trying again will rarely help."""
 
 
+class _Elsewhere(urllib.request.HTTPRedirectHandler):
+    """Follows nobody elsewhere: it would be a GET without the alert, which is then lost."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 def post(url: str, alert: Mapping[str, Any]) -> None:
     """Send an alert as JSON.
 
@@ -32,7 +39,7 @@ def post(url: str, alert: Mapping[str, Any]) -> None:
         alert: What is told.
 
     Raises:
-        Refused: Its server answers with 4xx, but not because there is too much to do.
+        Refused: Its server answers with 3xx or 4xx, but not because there is too much to do.
         OSError: It cannot be reached, or answers otherwise.
         TrainctlError: The variable is not set.
     """
@@ -46,10 +53,10 @@ def post(url: str, alert: Mapping[str, Any]) -> None:
             headers={"Content-Type": "application/json", "User-Agent": "trainctl"},
             method="POST",
         )
-        urllib.request.urlopen(request, timeout=POST_SECONDS).close()
+        urllib.request.build_opener(_Elsewhere).open(request, timeout=POST_SECONDS).close()
     except urllib.error.HTTPError as error:
         told = f"the server answers {error.code}"
-        if 400 <= error.code < 500 and error.code not in (408, 425, 429):
+        if 300 <= error.code < 500 and error.code not in (408, 425, 429):
             raise Refused(told) from None
         raise OSError(told) from None
     except urllib.error.URLError as error:

@@ -69,13 +69,26 @@ def account_of(
             "of_a_device_hour": price,
             "so_far": hours * price,
             "to_come": None if hours_left is None else hours_left * price,
-            "repeated": hours * price * repeated / wall if wall > 0 else 0.0,
+            "repeated": _repeated_hours(history) * price,
         }
     return found
 
 
 def _seconds(steps: GrowingColumns) -> float:
     return float(np.nansum(steps["seconds/total"])) if "seconds/total" in steps else 0.0
+
+
+def _repeated_hours(history: History) -> float:
+    """Device hours of the steps that do not count: each with the ranks of its attempt."""
+    ranks = {number: attempt.ranks or 0 for number, attempt in history.attempts.items()}
+    return sum(
+        float(seconds) * ranks[int(number)] / 3600
+        for branch in history.branches
+        for number, seconds in zip(
+            branch.steps["attempt"], branch.steps["seconds/total"], strict=True
+        )
+        if math.isfinite(seconds)
+    )
 
 
 def _starting(attempt: AttemptTimes) -> float:

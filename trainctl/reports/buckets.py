@@ -104,7 +104,8 @@ def packed(values: Numbers, *, exactly: bool = False) -> dict[str, Any]:
         values: Shape (n,).
         exactly: Keep all 24 bits of each; else `MANTISSA_BITS` of its mantissa.
     """
-    bits = values.astype("<f4").view("<u4")
+    with np.errstate(over="ignore"):  # what is no 32-bit float is drawn as no number
+        bits = values.astype("<f4").view("<u4")
     if not exactly:
         drop = 23 - MANTISSA_BITS
         finite = np.isfinite(values)

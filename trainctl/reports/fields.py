@@ -20,7 +20,12 @@ STEP = (
 )
 """Fields of a `step` record that are a number each."""
 
-PARTS = {"seconds": "seconds", "peak_bytes": "peak", "objective": "objective"}
+PARTS = {
+    "seconds": "seconds",
+    "peak_bytes": "peak",
+    "objective": "objective",
+    "values": "values",
+}
 """Fields that are numbers by name, and what stands before it: `seconds/forward`."""
 
 _NAMES: dict[str, dict[str, str]] = {field: {} for field in PARTS}
@@ -83,7 +88,7 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _add(found: dict[str, float], name: str, value: Any) -> None:
     """Take a number, or the word that stands for one; what another version wrote is passed over."""
-    if type(value) is float or type(value) is int:
+    if type(value) is float:
         found[name] = value
-    elif value in ("NaN", "Infinity", "-Infinity"):
+    elif type(value) is int or value in ("NaN", "Infinity", "-Infinity"):
         found[name] = number(value)

@@ -15,12 +15,21 @@ from trainctl.reports.columns import GrowingColumns
 from trainctl.reports.marks import Mark, mark_of
 from trainctl.runs.directory import last_attempt
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.lock import holder
 from trainctl.runs.records import Event, events_after
 
 BATCH_BYTES = 4 << 20
 """Read and taken apart at a time: about 7,000 steps."""
 
-OF_A_BRANCH = ("step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds/total")
+OF_A_BRANCH = (
+    "step",
+    "attempt",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+    "seconds/total",
+)
 """Fields of steps that do not count any more."""
 
 
@@ -133,7 +142,8 @@ class History:
             changed = self.run.status.stat().st_mtime_ns
         except OSError:
             changed = 0
-        seen = (changed, last_attempt(self.run))
+        is_held = holder(self.run) is not None  # a launcher that is killed writes no status
+        seen = (changed, last_attempt(self.run), is_held)
         is_new, self._seen = seen != self._seen, seen
         return is_new
 
@@ -146,6 +156,8 @@ class History:
         if kind == "step":
             self._take_step(event, attempt)
         elif kind == "evaluation" and isinstance(event.get("step"), int):
+            # One that is made again takes the place of the last, as a step does.
+            self.evaluations.cut(self.evaluations.first_not_below("step", event["step"]), ())
             self.evaluations.append(fields.of_evaluation(event))
         elif kind == "memory" and isinstance(event.get("measured"), Mapping):
             self.memory = event

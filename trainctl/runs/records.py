@@ -77,7 +77,11 @@ class RowColumns:
         self._known: dict[tuple[int, int], Layout | None] = {}
 
     def of(self, attempt: int, at: int) -> Layout | None:
-        """The columns of an attempt's record at a byte of the file; None if there are none."""
+        """The columns of an attempt's record at a byte of the file; None if there are none.
+
+        Raises:
+            OSError: The file cannot be read now: it may have them all the same.
+        """
         key = (attempt, at)
         if key not in self._known:
             names = self._read(*key)
@@ -92,24 +96,21 @@ class RowColumns:
         try:
             layout = self.of(event["attempt"], at)
             named = None if layout is None else layout.fields(row)
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, LookupError, TypeError, OverflowError):
             return None  # the row is of other columns
         return None if named is None else {"schema": RECORD_SCHEMA, **event, **named}
 
     def _read(self, attempt: int, at: int) -> Names | None:
-        try:
-            with open_file(self._path) as stream:
-                stream.seek(max(0, at))
-                found = _names_in(stream.readline(_MOST_NAMES), attempt, at)
-                if found is not None:
-                    return found
-                # Somebody has edited the file, or two machines wrote at once.
-                stream.seek(0)
-                lines = (line for line in sift(stream, (COLUMNS,)))
-                every = (_names_in(line, attempt, at) for line in lines)
-                return next((names for names in every if names is not None), None)
-        except OSError:
-            return None
+        with open_file(self._path) as stream:
+            stream.seek(min(max(0, at), os.fstat(stream.fileno()).st_size))
+            found = _names_in(stream.readline(_MOST_NAMES), attempt, at)
+            if found is not None:
+                return found
+            # Somebody has edited the file, or two machines wrote at once.
+            stream.seek(0)
+            lines = (line for line in sift(stream, (COLUMNS,)))
+            every = (_names_in(line, attempt, at) for line in lines)
+            return next((names for names in every if names is not None), None)
 
 
 def _names_in(line: bytes, attempt: int, at: int) -> Names | None:
@@ -416,8 +417,14 @@ def short(measured: float) -> float:
 
 
 def number(value: Any) -> float:
-    """A number of a record as a float; also the strings that stand for NaN and infinities."""
-    return float(value)
+    """A number of a record as a float; also the strings that stand for NaN and infinities.
+
+    An integer beyond all floats, as only a program of the user's would write, is infinite.
+    """
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 @contextmanager

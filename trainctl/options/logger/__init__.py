@@ -167,12 +167,15 @@ def missing(spec: Logger, python: str = sys.executable) -> Finding | None:
 
 
 def _lacking(spec: Logger) -> list[str]:
-    return [module for module in spec.modules if find_spec(module) is None]
+    found = {module: find_spec(module) for module in spec.modules}
+    # A folder beside the user, such as the `wandb` that it makes itself, has no origin.
+    return [module for module, each in found.items() if each is None or each.origin is None]
 
 
 _LOOK = """
 import importlib.util, sys
-print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])
+found = {name: importlib.util.find_spec(name) for name in sys.argv[1:]}
+print(*[name for name, each in found.items() if each is None or each.origin is None])
 sys.exit(sys.version_info < (3, 11))
 """
 _LOOK_SECONDS = 30

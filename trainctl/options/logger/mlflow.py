@@ -8,6 +8,8 @@ and the one before it is deleted (which MLflow can take back, until `mlflow gc`)
 from __future__ import annotations
 
 import os
+import posixpath
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,7 @@ RUN_TAG, BRANCH_TAG = "trainctl.run_id", "trainctl.branch"
 
 _STATES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _METRICS_AT_ONCE, _PARAMETERS_AT_ONCE, _PARAMETER_LENGTH = 1000, 100, 6000
+_NAME_LENGTH = 240
 """Limits of its interface."""
 
 
@@ -70,7 +73,7 @@ class Server:
 
     def open(self, branch: int) -> int | None:
         found = self._runs(branch)
-        known = dict(flat(self._followed.about))
+        known = {named(name): value for name, value in flat(self._followed.about)}
         if found:
             self._run = found[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
@@ -93,7 +96,7 @@ class Server:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(name, value, int(point.time * 1000), point.step)
+            Metric(named(name), value, int(point.time * 1000), point.step)
             for point in points
             for name, value in point.values.items()
         ]
@@ -140,6 +143,11 @@ class Server:
         for name, value in known.items():
             if before.get(name) != _text(value):
                 self._client.set_tag(self._run, f"changed.{name}", _text(value))
+
+
+def named(name: str) -> str:
+    """A metric's or parameter's name as it takes it, which refuses what is no path of words."""
+    return posixpath.normpath(re.sub(r"[^\w.\- :/]", "_", f"/{name}")).strip("/")[:_NAME_LENGTH]
 
 
 def _text(value: Any) -> str:

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -152,6 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = TIMEOUT_SECONDS
 
     def do_GET(self) -> None:
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # nobody reads a body, and it is no next request
         self._send(self._answer())
 
     do_HEAD = do_GET
@@ -199,11 +200,10 @@ class _Handler(BaseHTTPRequestHandler):
         scheme, _, bearer = self.headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_token(bearer.strip()):
             return True
-        try:
-            cookies = SimpleCookie(self.headers.get("Cookie", ""))
-        except CookieError:
-            return False
-        return self.server.cookie in cookies and self._is_token(cookies[self.server.cookie].value)
+        # Other servers of this machine have set cookies too, of whatever form.
+        cookies = self.headers.get("Cookie", "").split(";")
+        pairs = (cookie.strip().partition("=") for cookie in cookies)
+        return any(name == self.server.cookie and self._is_token(value) for name, _, value in pairs)
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self.server.token.encode())

@@ -54,7 +54,7 @@ class RunsPage:
         """The page, which asks for its data."""
         text = page(title=self.title, source=Source("data.json", POLL_SECONDS))
         policy = content_security_policy(has_source=True) + _NO_FRAMES
-        return Answer(text.encode(), "text/html; charset=utf-8", policy=policy)
+        return Answer(_bytes(text), "text/html; charset=utf-8", policy=policy)
 
     def data(self, after: str | None) -> Answer:
         """The newest document; 204 where that is the one that is there already."""
@@ -109,7 +109,7 @@ class Watching:
         if path == "/":
             text = folder_page(folder.root.name, FOLDER_POLL_SECONDS)
             policy = folder_policy() + _NO_FRAMES
-            return Answer(text.encode(), "text/html; charset=utf-8", policy=policy)
+            return Answer(_bytes(text), "text/html; charset=utf-8", policy=policy)
         if path == "/runs.json":
             version, document = folder.look()
             if after == version:
@@ -143,4 +143,10 @@ def _of_page(opened: RunsPage, name: str, after: str | None) -> Answer | None:
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _bytes(text)
+
+
+def _bytes(text: str) -> bytes:
+    """UTF-8; bytes of a path that are none become escapes, as JSON has them."""
+    return text.encode(errors="backslashreplace")
