@@ -280,8 +280,10 @@ def _tasks(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> 
     from trainctl.train.export import export
     from trainctl.train.loaded import choose_device
     from trainctl.train.model import TORCH_TYPES
+    from trainctl.train.prompts import first_source
     from trainctl.train.tasks import Asked, evaluate_tasks, manager_of
 
+    choose_device(arguments.device, 0)  # before the export, which may take long
     if spec_of(plan.config.tokenizer).published is None:
         why = spec_of(plan.config.tokenizer).why_not_published
         raise TrainctlError(f"--tasks needs tokenizer files: {why}")
@@ -297,6 +299,7 @@ def _tasks(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> 
         arguments.limit,
         arguments.batch_size or plan.batch.micro_batch_size,
         arguments.chat,
+        getattr(first_source(plan.config.data), "template_arguments", {}),
     )
     progress("looking for tasks", 0, 1)
     manager = manager_of(asked)
