@@ -73,3 +73,10 @@ def test_a_device_that_is_not_here_is_refused(run):
     for task in (["evaluate"], ["tasks", "--name=arc_easy"]):  # of tasks, before the export
         code, answer = offline(*task, run.root, checkpoint, "--device=cuda")
         assert code == ExitCode.environment and "no cuda device" in answer["error"]["message"]
+
+
+def test_what_a_directory_lacks_is_said(tmp_path):
+    """Not the number of findings alone."""
+    code, answer = offline("add-tokens", tmp_path / "none", tmp_path / "out", '["<a>"]')
+    assert code == ExitCode.bad_input and str(tmp_path / "none") in answer["error"]["message"]
+    assert "config.json" in answer["error"]["hint"] and not (tmp_path / "out").exists()

@@ -53,11 +53,18 @@ def main() -> int:
     try:
         result = _do_while_it_is_there(arguments, progress)
     except TrainctlError as error:
-        problem = {"message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}
-        print(json.dumps({"error": problem}), file=answers)
+        print(json.dumps({"error": _problem(error)}), file=answers)
         return int(error.exit_code)
     print(json.dumps({"result": result}), file=answers)
     return ExitCode.success
+
+
+def _problem(error: TrainctlError) -> dict[str, Any]:
+    """An error as its answer; of one that lists findings, what these say."""
+    found = [each for each in error.findings if each.is_error]
+    message = "; ".join(each.message for each in found) or error.message
+    hint = error.hint or next((each.hint for each in found), "")
+    return {"message": message, "hint": hint, "exit_code": int(error.exit_code)}
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
