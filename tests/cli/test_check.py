@@ -93,3 +93,13 @@ def test_a_config_that_cannot_be_planned_has_no_budget(capsys: pytest.CaptureFix
     arguments = ["recipe=tiny", "training.global_batch_size=31"]
     assert run(["estimate-memory", *arguments]) == ExitCode.bad_input
     assert capsys.readouterr().out == ""
+
+
+def test_what_a_template_is_given_anyway_is_shown_where_it_was_set(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = "data.template_arguments={tools: []}"
+    chat = ["data=chat", "data.paths=[a.jsonl]", "data.packing=best_fit"]
+    assert run(["validate", "recipe=tiny", *chat, given]) == ExitCode.bad_input
+    said = capsys.readouterr()
+    assert f"set by: {given}" in said.out + said.err

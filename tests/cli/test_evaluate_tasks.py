@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
 from trainctl.cli import evaluate_tasks
 from trainctl.cli.main import run as command
+from trainctl.cli.meter import Meter
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.layout import RunPaths
 from trainctl.train.tasks import require_known, rows_of
 
 
@@ -35,6 +38,16 @@ def test_a_task_that_there_is_none_of_is_refused_with_the_nearest() -> None:
     assert evaluate_tasks.names_of("a, b,a,") == ("a", "b")
     with pytest.raises(TrainctlError, match="names no task"):
         evaluate_tasks.names_of(" , ")
+
+
+def test_what_is_kept_has_a_place_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "kept" / "other").mkdir(parents=True)
+    asked = evaluate_tasks.Tasks(("a",), None, None, None, None, False, tmp_path / "kept")
+    run, nowhere = RunPaths(tmp_path / "run"), tmp_path / "nowhere"
+    with pytest.raises(TrainctlError, match="kept exists and is not an empty folder"):
+        evaluate_tasks.evaluate_tasks(
+            run, nowhere, asked, weights="raw", device="cpu", meter=Meter()
+        )
 
 
 def test_a_row_is_a_metric_of_a_task() -> None:

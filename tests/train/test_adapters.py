@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from adapter_cases import Adapting, base_directory, config_of, train
+from fabricated import fabricate
 from fork_server import RanksFailed
 from parity_cases import Difference
 from rank_processes import Case, curve, tiny_plan, train_cases, with_stop
@@ -225,6 +226,21 @@ def test_what_trains_beside_an_adapter_is_exported_with_it(tmp_path: Path, model
         assert (before - after).abs().max() > 1e-3
     theirs = peft.PeftModel.from_pretrained(start, tmp_path / "adapter")
     assert (logits_of(merged) - logits_of(theirs)).abs().max() < 5e-6
+
+
+def test_a_bias_that_trained_beside_its_layer_s_adapter_is_in_the_merged_model_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a module to save it would take the place of the layer, and of its adapter."""
+    config = config_of(Adapting(model="gpt2"), STEPS)
+    config.adapter.also_train = ["c_attn.bias"]
+    run = RunPaths(tmp_path / "run")
+    run.root.mkdir()
+    checkpoint = fabricate(run, config.model)
+    monkeypatch.setattr("trainctl.train.export_adapter.adapter_of", lambda _: config.adapter)
+    with pytest.raises(TrainctlError, match=r"0\.attn\.c_attn\.bias was trained") as caught:
+        export_adapter(config, checkpoint, tmp_path / "adapter", dtype=torch.float32)
+    assert "merged" in caught.value.hint and not (tmp_path / "adapter").exists()
 
 
 LAYOUTS = (

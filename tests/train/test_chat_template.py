@@ -4,6 +4,7 @@ import pytest
 from chat_files import FORGETFUL, MARKED, UNMARKED, asked, write_tokenizer
 from tokenizers import Tokenizer
 
+from trainctl.config.chat_template import template_of
 from trainctl.config.text.conversations import Learn
 from trainctl.errors import TrainctlError
 from trainctl.train.chat import CannotRender, ChatTemplate
@@ -195,6 +196,8 @@ def test_what_cannot_be_rendered_is_said(folder, named, tmp_path):
 def test_templates_are_found_in_every_form(folder, tmp_path):
     import json
 
+    from transformers import AutoTokenizer
+
     several = write_tokenizer(tmp_path / "several", template=None)
     config = json.loads((several / "tokenizer_config.json").read_text())
     config["chat_template"] = [
@@ -208,6 +211,10 @@ def test_templates_are_found_in_every_form(folder, tmp_path):
         ChatTemplate.of(each / "tokenizer.json").fingerprint for each in (folder, several, jinja)
     }
     assert len(prints) == 1
+    saved = tmp_path / "saved"  # which has the others in files of their own
+    AutoTokenizer.from_pretrained(str(several)).save_pretrained(saved)
+    assert template_of(saved / "tokenizer.json") == MARKED
+    assert template_of(saved / "tokenizer.json", "tool_use") == "no"
     config["chat_template"].pop()
     config["chat_template"].append({"name": "rag", "template": MARKED})
     (several / "tokenizer_config.json").write_text(json.dumps(config))

@@ -104,6 +104,36 @@ def test_tokens_that_are_there_are_refused_and_nothing_is_left(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
+def test_what_is_not_the_model_of_its_configuration_is_refused(tmp_path: Path) -> None:
+    """Else rows that the configuration does not count would be lost."""
+    base = tmp_path / "base"
+    ids = write_base(base)
+    whole = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**whole, "vocab_size": ids - 60}))
+    with pytest.raises(TrainctlError, match=rf"embed_tokens.*{ids}"):
+        add_tokens(base, tmp_path / "out", NEW)
+    (base / "config.json").write_text(json.dumps(whole))
+    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    tokenizer["model"]["type"] = "none"
+    (base / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(TrainctlError, match=r"tokenizer\.json is not a tokenizer"):
+        add_tokens(base, tmp_path / "out", NEW)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_an_index_without_metadata_and_further_templates_are_kept(tmp_path: Path) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    write_base(base)
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    (base / "model.safetensors.index.json").write_text(json.dumps({**index, "metadata": None}))
+    add_tokens(base, out, NEW)
+    made = json.loads((out / "model.safetensors.index.json").read_text())
+    assert made["weight_map"] == index["weight_map"] and made["metadata"]["total_size"] > 0
+    assert AutoTokenizer.from_pretrained(out).chat_template["rag"] == "{{ messages }}"
+
+
 @pytest.mark.slow
 def test_a_run_starts_from_it(tmp_path: Path) -> None:
     """On two tensor ranks, which share the vocabulary; exported with its tokens."""

@@ -70,5 +70,13 @@ def test_a_corpus_that_the_cache_lost_is_made_again_if_it_is_the_same(run, tmp_p
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a cuda device")
 def test_a_device_that_is_not_here_is_refused(run):
     checkpoint = fabricate(run, tiny_config().model)
-    code, answer = offline("evaluate", run.root, checkpoint, "--device=cuda")
-    assert code == ExitCode.environment and "no cuda device" in answer["error"]["message"]
+    for task in (["evaluate"], ["tasks", "--name=arc_easy"]):  # of tasks, before the export
+        code, answer = offline(*task, run.root, checkpoint, "--device=cuda")
+        assert code == ExitCode.environment and "no cuda device" in answer["error"]["message"]
+
+
+def test_what_a_directory_lacks_is_said(tmp_path):
+    """Not the number of findings alone."""
+    code, answer = offline("add-tokens", tmp_path / "none", tmp_path / "out", '["<a>"]')
+    assert code == ExitCode.bad_input and str(tmp_path / "none") in answer["error"]["message"]
+    assert "config.json" in answer["error"]["hint"] and not (tmp_path / "out").exists()

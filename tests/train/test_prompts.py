@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_files import UNMARKED, write_tokenizer
+from chat_files import MARKED, UNMARKED, write_tokenizer
 from fabricated import fabricate
-from rank_processes import tiny_config
+from fork_server import RanksFailed
+from rank_processes import Case, tiny_config, tiny_plan, train_cases
 from transformers import AutoTokenizer, GenerationConfig
 
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events
 from trainctl.train.evaluation import sampled_ids
 from trainctl.train.export import export
 from trainctl.train.prompts import prompts_of
@@ -78,3 +80,37 @@ def test_an_export_has_the_template_that_was_named_and_its_ends(tmp_path: Path) 
     ends = GenerationConfig.from_pretrained(str(out)).eos_token_id
     assert {*ends} == prompts_of(config.data, load_tokenizer(config.tokenizer)).ends
     assert theirs.convert_tokens_to_ids("<s>") in ends
+
+
+def test_an_export_needs_no_template_that_is_gone(tmp_path: Path) -> None:
+    """Of pairs it takes the one that was named; where that is gone, a note says so."""
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    named = tmp_path / "named.jinja"
+    named.write_text(OVER)
+    config = config_of(folder, kind="preferences", chat_template=str(named))
+    run = RunPaths(tmp_path / "run")
+    run.root.mkdir()
+    checkpoint = fabricate(run, config.model)
+    export(config, checkpoint, tmp_path / "first", dtype=torch.float32)
+    assert (tmp_path / "first" / "chat_template.jinja").read_text() == OVER
+    named.unlink()
+    exported = export(config, checkpoint, tmp_path / "second", dtype=torch.float32)
+    assert any("without the chat template of the run" in note for note in exported.notes)
+    assert "model.safetensors" in exported.files
+
+
+def test_a_prompt_that_the_template_refuses_is_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    refusing = "{% if add_generation_prompt %}{{ raise_exception('none') }}{% endif %}" + MARKED
+    folder = write_tokenizer(tmp_path / "tokenizer", refusing)
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 40}]
+    file = tmp_path / "chat.jsonl"
+    file.write_text((json.dumps({"messages": said}) + "\n") * 200)
+    config = config_of(folder, paths=[str(file)])
+    config.training.steps, config.training.sample_tokens = 2, 4
+    config.training.sample_prompts = ["a"]
+    run = RunPaths(tmp_path / "run")
+    with pytest.raises(RanksFailed, match="the chat template cannot write"):
+        train_cases(1, [Case(tiny_plan(config, 1), run)])
+    assert not read_events(run.events, "step")

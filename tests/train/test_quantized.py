@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trainctl.config.registry import new_section
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import BaseWeights
 from trainctl.plan.quantized import BLOCK, packed_size
 from trainctl.plan.trainable import LORA_A, LinearLayer
@@ -23,7 +24,7 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest
-from trainctl.train import quantized
+from trainctl.train import codecs, quantized
 from trainctl.train.adapters import initial_adapter
 from trainctl.train.codecs import codec_of
 from trainctl.train.corpora import load_corpora
@@ -100,6 +101,13 @@ def test_layers_of_four_bits_are_bitsandbytes_own(double: bool) -> None:
     theirs(inputs).square().sum().backward()
     result.square().sum().backward()
     torch.testing.assert_close(own.grad, inputs.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "find_spec", lambda name: None)
+    with pytest.raises(TrainctlError, match=r"missing \(bitsandbytes\)") as caught:
+        codec_of(BaseWeights.nf4, LAYER)
+    assert caught.value.exit_code == ExitCode.environment and "[qlora]" in caught.value.hint
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,7 @@ import typer
 from trainctl.cli.arguments import Json
 from trainctl.cli.console import print_json, put, say
 from trainctl.cli.meter import Meter
-from trainctl.cli.offline import run_offline
-from trainctl.errors import TrainctlError
+from trainctl.cli.offline import require_new, run_offline
 
 
 def add_tokens(
@@ -33,10 +32,7 @@ def add_tokens(
 
     Example: trainctl add-tokens DIR OUT '<|im_start|>' '<|im_end|>'
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise TrainctlError(
-            f"{out} exists and is not an empty folder", hint="name another, or remove it"
-        )
+    require_new(out)
     arguments: list[str | Path] = [directory.absolute(), out.absolute(), json.dumps(tokens)]
     with Meter() as meter:
         result = run_offline("add-tokens", [*arguments, "--multiple-of", str(multiple_of)], meter)

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainctl.cli.console import print_json, print_table, put, say
 from trainctl.cli.meter import Meter
-from trainctl.cli.offline import run_offline
+from trainctl.cli.offline import require_new, run_offline
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.attempts import standing_attempt
 from trainctl.runs.layout import RunPaths
@@ -69,10 +69,13 @@ def evaluate_tasks(
     """Do the tasks, and add what came of it to the run's records; gives the record.
 
     Raises:
-        TrainctlError: The folder of tasks is none, or as the process that does them says.
+        TrainctlError: The folder of tasks is none, what is kept has no place, or as the process
+            that does them says.
     """
     if tasks.include is not None and not tasks.include.is_dir():
         raise TrainctlError(f"--include-path {tasks.include} is no folder")
+    if tasks.keep is not None:
+        require_new(tasks.keep)
     arguments: list[str | Path] = [run.root, checkpoint, "--weights", weights, "--device", device]
     for name in tasks.names:
         arguments.append(f"--name={name}")

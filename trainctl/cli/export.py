@@ -12,7 +12,7 @@ from trainctl.cli.arguments import Best, Json, NamedRun, Step, Weights, WhichWei
 from trainctl.cli.console import print_json, put, say, short_count, size_text
 from trainctl.cli.intact import choose_checkpoint
 from trainctl.cli.meter import Meter
-from trainctl.cli.offline import run_offline
+from trainctl.cli.offline import require_new, run_offline
 from trainctl.config.quantities import in_unit
 from trainctl.config.store import load_config
 from trainctl.errors import TrainctlError
@@ -72,10 +72,7 @@ def export(
             f"{paths.root} has no adapter: its checkpoints hold the model's own weights",
             hint="leave the option out",
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise TrainctlError(
-            f"{out} exists and is not an empty folder", hint="name another, or remove it"
-        )
+    require_new(out)
     with Meter() as meter:
         checkpoint = choose_checkpoint(paths, meter, step=step, best=best)
         arguments: list[str | Path] = [paths.root, checkpoint, out, "--weights", weights.value]

@@ -18,6 +18,18 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.processes import PARENT_VARIABLE
 
 
+def require_new(out: Path) -> None:
+    """Refuse a folder to make that has something in it, before the work.
+
+    Raises:
+        TrainctlError: It has.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise TrainctlError(
+            f"{out} exists and is not an empty folder", hint="name another, or remove it"
+        )
+
+
 def run_offline(task: str, arguments: Sequence[str | Path], meter: Meter) -> dict[str, Any]:
     """Do a task of `trainctl.train.offline` in a process of its own; its result.
 

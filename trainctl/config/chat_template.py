@@ -1,7 +1,8 @@
 """The chat template of a tokenizer: where its files have it, and what it calls special tokens.
 
 The first of these that there is: `chat_template.jinja`, `chat_template` of `tokenizer_config.json`
-(of several the one that is called `default`), beside the tokenizer. Of several, another is named.
+(of several the one that is called `default`), beside the tokenizer. Of several, another is named:
+of those, or of the files in `additional_chat_templates`, where transformers writes them today.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from trainctl.config.special_tokens import beside
 from trainctl.errors import TrainctlError
 
 _FILE, _CONFIG, _MAP = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
+_FOLDER = "additional_chat_templates"
 _NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -60,11 +62,13 @@ def _by_name(tokenizer: Path) -> dict[str, str]:
     """The templates of a tokenizer that has several."""
     said = beside(tokenizer, _CONFIG).get("chat_template")
     objects = [each for each in said if isinstance(each, dict)] if isinstance(said, list) else []
-    return {
+    found = {
         each["name"]: each["template"]
         for each in objects
         if isinstance(each.get("name"), str) and isinstance(each.get("template"), str)
     }
+    files = sorted((tokenizer.parent / _FOLDER).glob("*.jinja"))
+    return found | {file.stem: _read(file) for file in files}
 
 
 def special_tokens_of(tokenizer: Path) -> dict[str, str]:

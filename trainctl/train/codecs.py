@@ -7,9 +7,11 @@ do, so that whoever keeps a part of a matrix reads and quantizes that part alone
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from importlib.util import find_spec
 
 import torch
 
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import BaseWeights
 from trainctl.plan.quantized import BLOCK, BLOCK_OF_SCALES, packed_size
 from trainctl.plan.trainable import LinearLayer
@@ -145,5 +147,15 @@ _CODECS: dict[BaseWeights, type[Codec]] = {
 
 
 def codec_of(kind: BaseWeights, layer: LinearLayer) -> Codec:
-    """The codec of a layer's matrix."""
+    """The codec of a layer's matrix.
+
+    Raises:
+        TrainctlError: bitsandbytes is not installed (exit code 4).
+    """
+    if find_spec("bitsandbytes") is None:
+        raise TrainctlError(
+            f"adapter.base_weights={kind.value} needs a package that is missing (bitsandbytes)",
+            hint="pip install 'trainctl[qlora]'",
+            exit_code=ExitCode.environment,
+        )
     return _CODECS[kind](kind, layer)

@@ -252,11 +252,17 @@ def _write_config(
 
 def _write_chat(model: PreTrainedModel, config: RunConfig, folder: Path) -> list[str]:
     """Of a run on conversations: the template that was named, and what ends an answer; notes."""
-    prompts = prompts_of(config.data, load_tokenizer(config.tokenizer))
+    is_named = getattr(first_source(config.data), "chat_template", None) is not None
+    try:
+        prompts = prompts_of(
+            config.data, load_tokenizer(config.tokenizer), chat=True if is_named else None
+        )
+    except TrainctlError as error:  # a file of the user's: the weights need none
+        return [f"without the chat template of the run: {error.message}"]
     template = prompts.template
     if template is None:
         return []
-    if getattr(first_source(config.data), "chat_template", None) is not None:
+    if is_named:
         (folder / "chat_template.jinja").write_text(template.source, encoding="utf-8")
     file, said = folder / "generation_config.json", model.config.eos_token_id
     facts = {name: getattr(model.config, name, None) for name in TOKEN_IDS}

@@ -60,7 +60,8 @@ def export_adapter(
         progress: Called with the bytes of weights written and their number.
 
     Raises:
-        TrainctlError: The checkpoint has no adapter (5), or the folder cannot be written.
+        TrainctlError: The checkpoint has no adapter (5), PEFT's form has no place for what else
+            was trained, or the folder cannot be written.
     """
     source = Checkpoint(checkpoint, weights=weights)
     adapter = low_rank(adapter_of(source.manifest))
@@ -73,6 +74,14 @@ def export_adapter(
     layers = adapted_layers(config.model, adapter)
     tensors = {tensor.name: tensor for layer in layers for tensor in added_tensors(layer, adapter)}
     also = [t for t in trainable(config).trained if t.name not in tensors]
+    beside = {layer.name for layer in layers}
+    for tensor in also:
+        if tensor.name.rpartition(".")[0] in beside:
+            raise TrainctlError(
+                f"{tensor.name} was trained and is of a layer with an adapter, of which PEFT saves "
+                "the adapter alone",
+                hint="leave --adapter out: the merged model has it",
+            )
     tensors |= {tensor.name: tensor for tensor in also}
     # PEFT reads a tied weight that trains under both of its names.
     tied = {alias: tensors[name] for alias, name in ties(config.model) if name in tensors}

@@ -37,6 +37,9 @@ ROWS = 1 << 12
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """Endings of files that are not copied beside the new weights."""
 
+TEMPLATES = "additional_chat_templates"
+"""Where transformers keeps the chat templates beside the default one."""
+
 TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -90,13 +93,15 @@ def add_tokens(
     found = Grown(ids, known, model.vocab_size, rows)
     stored = stored_tensors(folder)
     built = skeleton(portable(model), torch.float32)
-    growing = _tables(built, stored, model.vocab_size)
+    growing = _tables(folder, built, stored, model.vocab_size)
     sizes = {name: (rows, *stored[name].shape[1:]) for name in growing}
     total = sum(_bytes(tensor, sizes.get(name)) for name, tensor in stored.items())
     with new_folder(out, total) as made:
         for file in sorted(folder.iterdir()):
             if file.is_file() and not file.name.endswith((*WEIGHTS, ".index.json")):
                 shutil.copy(file, made / file.name)
+        if (folder / TEMPLATES).is_dir():
+            shutil.copytree(folder / TEMPLATES, made / TEMPLATES)
         backend.save(str(made / "tokenizer.json"))
         _name_in(made / "tokenizer_config.json", ids)
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -112,7 +117,7 @@ def add_tokens(
             progress(done, total)
         if (folder / INDEX).is_file():
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            metadata = {**index.get("metadata", {}), "total_size": total}
+            metadata = {**(index.get("metadata") or {}), "total_size": total}
             write_json(made / INDEX, {**index, "metadata": metadata})
     return found
 
@@ -128,7 +133,10 @@ def _with_tokens(
             hint="save it by transformers' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
         )
     first = read_facts(file).vocab_size
-    backend = Tokenizer.from_file(str(file))
+    try:
+        backend = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise TrainctlError(f"{file} is not a tokenizer: {error}") from None
     before = backend.get_vocab(with_added_tokens=True)
     new = [token for token in dict.fromkeys(tokens) if token not in before]
     known = [token for token in dict.fromkeys(tokens) if token in before]
@@ -163,12 +171,16 @@ def _name_in(settings: Path, ids: Mapping[str, int]) -> None:
         write_json(settings, {**found, "added_tokens_decoder": {**listed, **more}})
 
 
-def _tables(model: Any, stored: Mapping[str, StoredTensor], rows: int) -> set[str]:
+def _tables(folder: Path, model: Any, stored: Mapping[str, StoredTensor], rows: int) -> set[str]:
     """Names in the files of what has a row for each token: embedding, output projection, its bias.
 
     Raises:
-        TrainctlError: One of them is not in the files as the model has it.
+        TrainctlError: The files are not of the model that `config.json` says, or one of these is
+            not in them as the model has it.
     """
+    found = StoredModel(model, stored)
+    if found.problems:
+        raise TrainctlError(f"{folder}: {'; '.join(found.problems)}")
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = {
         parameter
@@ -177,7 +189,7 @@ def _tables(model: Any, stored: Mapping[str, StoredTensor], rows: int) -> set[st
         for parameter in module.parameters(recurse=False)
         if parameter.shape[0] == rows
     }
-    joined, ties = StoredModel(model, stored).joined, names_of_tied(model)
+    joined, ties = found.joined, names_of_tied(model)
     names: set[str] = set()
     for name, parameter in model.named_parameters():
         if parameter not in tables:

@@ -53,11 +53,18 @@ def main() -> int:
     try:
         result = _do_while_it_is_there(arguments, progress)
     except TrainctlError as error:
-        problem = {"message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}
-        print(json.dumps({"error": problem}), file=answers)
+        print(json.dumps({"error": _problem(error)}), file=answers)
         return int(error.exit_code)
     print(json.dumps({"result": result}), file=answers)
     return ExitCode.success
+
+
+def _problem(error: TrainctlError) -> dict[str, Any]:
+    """An error as its answer; of one that lists findings, what these say."""
+    found = [each for each in error.findings if each.is_error]
+    message = "; ".join(each.message for each in found) or error.message
+    hint = error.hint or next((each.hint for each in found), "")
+    return {"message": message, "hint": hint, "exit_code": int(error.exit_code)}
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -280,8 +287,10 @@ def _tasks(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> 
     from trainctl.train.export import export
     from trainctl.train.loaded import choose_device
     from trainctl.train.model import TORCH_TYPES
+    from trainctl.train.prompts import first_source
     from trainctl.train.tasks import Asked, evaluate_tasks, manager_of
 
+    choose_device(arguments.device, 0)  # before the export, which may take long
     if spec_of(plan.config.tokenizer).published is None:
         why = spec_of(plan.config.tokenizer).why_not_published
         raise TrainctlError(f"--tasks needs tokenizer files: {why}")
@@ -297,6 +306,7 @@ def _tasks(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> 
         arguments.limit,
         arguments.batch_size or plan.batch.micro_batch_size,
         arguments.chat,
+        getattr(first_source(plan.config.data), "template_arguments", {}),
     )
     progress("looking for tasks", 0, 1)
     manager = manager_of(asked)

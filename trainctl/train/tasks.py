@@ -7,7 +7,7 @@ has come, and the results as rows. No code of a model or of a data set is let ru
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Asked:
         limit: Examples of each task, at most.
         batch_size: Requests that the model sees at a time.
         chat: Whether questions are written by the tokenizer's chat template.
+        template_arguments: What that is given beside the messages, by name.
     """
 
     tasks: Sequence[str]
@@ -39,6 +40,7 @@ class Asked:
     limit: int | None = None
     batch_size: int = 1
     chat: bool = False
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def manager_of(asked: Asked) -> Any:
@@ -126,6 +128,7 @@ def evaluate_tasks(
             dtype=dtype,
             batch_size=asked.batch_size,
             trust_remote_code=False,
+            chat_template_args=dict(asked.template_arguments),
         )
         found = lm_eval.simple_evaluate(
             model=model,

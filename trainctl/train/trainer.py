@@ -85,6 +85,8 @@ class Trainer:
         )
         self._saved_at = time.monotonic()
         self._metrics: dict[str, float] = {}
+        self._prompts: Prompts
+        self._asked: list[tuple[str, list[int]]] = []
         config = session.plan.config
         self._saver = Saver(
             session.run,
@@ -121,6 +123,9 @@ class Trainer:
         plan, progress, training = session.plan, session.progress, session.plan.config.training
         if session.process.is_first:
             checkpoints.leave_weights_behind(session.run, progress.step, attempt=self._attempt)
+        if training.sample_tokens:  # what a template refuses is refused before the first step
+            self._prompts = prompts_of(plan.config.data, session.tokenizer)
+            self._asked = [(text, self._prompts.ids(text)) for text in training.sample_prompts]
         reference = give_reference(session, partial(self._beat, Phase.start))
         self._record_start()
         if reference is not None:
@@ -335,17 +340,16 @@ class Trainer:
         if training.sample_tokens == 0:
             return
         self._beat(Phase.end, "sampling text")
-        prompts = prompts_of(session.plan.config.data, session.tokenizer)
         if not training.sample_prompts:
             ids = session.tokenizer.encode(training.sample_prompt).tolist() or [0]
-            drawn = self._said(ids, prompts, temperature=0.8)
+            drawn = self._said(ids, temperature=0.8)
             text = session.tokenizer.decode([*ids, *drawn])
             self._record("sample", step=session.progress.step, text=text)
-        for prompt in training.sample_prompts:  # the likeliest token each time
-            text = session.tokenizer.decode(self._said(prompts.ids(prompt), prompts))
+        for prompt, ids in self._asked:  # the likeliest token each time
+            text = session.tokenizer.decode(self._said(ids))
             self._record("sample", step=session.progress.step, prompt=prompt, text=text)
 
-    def _said(self, ids: list[int], prompts: Prompts, *, temperature: float = 0.0) -> list[int]:
+    def _said(self, ids: list[int], *, temperature: float = 0.0) -> list[int]:
         """With what the model goes on from the ids of a prompt."""
         session = self._session
         training = session.plan.config.training
@@ -357,7 +361,7 @@ class Trainer:
                 window=training.sequence_length,
                 seed=training.seed,
                 vocab_size=session.tokenizer.vocab_size,
-                ends=prompts.ends,
+                ends=self._prompts.ends,
                 temperature=temperature,
             )
 

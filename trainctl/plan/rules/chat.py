@@ -79,7 +79,7 @@ def template_arguments_are_its_own(draft: Draft) -> Iterator[Finding]:
         for argument in getattr(section, "template_arguments", {}):
             if argument in _GIVEN or argument.endswith("_token"):
                 yield error(
-                    f"{key}.template_arguments",
+                    f"{key}.template_arguments.{argument}",
                     f"{key}.template_arguments names {argument}, which the template is given "
                     "anyway",
                     "leave it out",
