@@ -83,7 +83,7 @@ def test_a_bug_asks_for_a_report_and_shows_the_traceback(
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
-        (["lauch"], "No such command 'lauch'.", "did you mean 'launch'?"),
+        (["lauch"], "No such command 'lauch'.", "did you mean 'launch'"),
         (["config", "shwo"], "No such command 'shwo'.", "did you mean 'show'?"),
         (["launch", "--model=x"], "No such option: --model", "without dashes: model=VALUE"),
         (["config", "why"], "Missing argument", "trainctl config why --help"),

@@ -265,10 +265,14 @@ def _body(dice: random.Random, section: str, indent: str) -> list[str]:
     plain = [
         leaf for leaf in inside if not (leaf.is_mapping or leaf.kinds or leaf.key.endswith(".kind"))
     ]
-    return [
-        f"{indent}{leaf.key.partition('.')[2]}: {json.dumps(drawn(leaf, dice))}"
-        for leaf in dice.sample(plain, min(4, len(plain)))
-    ]
+    values: dict[str, Any] = {}
+    for leaf in dice.sample(plain, min(4, len(plain))):
+        *parents, name = leaf.key.split(".")[1:]
+        place = values
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[name] = drawn(leaf, dice)
+    return [f"{indent}{name}: {json.dumps(value)}" for name, value in values.items()]
 
 
 def _write(path: Path, lines: list[str]) -> None:
