@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from enum import Enum
-from typing import get_args
+from typing import get_args, get_origin
 
 import pytest
 from plan_cases import config_with, cpus, gpus
@@ -71,7 +71,9 @@ def variants(changes: dict) -> Iterator[dict]:
         values += [True, False] if bool in kinds else []
         values += [None] if type(None) in kinds else []
         for value in values:
-            yield changes | {key.replace(".", "__"): getattr(value, "value", value)}
+            plain = getattr(value, "value", value)
+            turned = [plain] if get_origin(leaf.hint) is list else plain
+            yield changes | {key.replace(".", "__"): turned}
 
 
 def derived(base: str) -> list[Derived]:
