@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -15,6 +15,9 @@ from trainctl.hardware.detect import visible_devices
 # No example is late: how long one takes says more of the machine than of the code.
 settings.register_profile("trainctl", deadline=None)
 settings.load_profile("trainctl")
+
+if TYPE_CHECKING:
+    from preloaded_server import PreloadedServer
 
 MUST_RUN_MARKS = ("slow", "cluster", "slurm")
 
@@ -26,6 +29,26 @@ def pytest_configure() -> None:
     os.environ["TRAINCTL_CALIBRATION_FILE"] = os.devnull
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def preloaded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreloadedServer]:
+    """What forks the processes of launches; started by the first test of a worker to want it."""
+    from preloaded_server import PreloadedServer
+
+    with PreloadedServer(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def preloaded(preloaded_server: PreloadedServer) -> Iterator[None]:
+    """The processes of this module's launches, but for the agent, have imported all before they
+    start: three quarters of what a short run costs. Not for tests of how processes start, end and
+    are found: they are no children of what started them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in preloaded_server.environment.items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

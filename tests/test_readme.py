@@ -90,6 +90,7 @@ def test_the_recipe_of_the_users_is_valid(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
 def test_commands_that_train_run(tmp_path: Path) -> None:
     """One block after the other in one folder, as who reads on would run them.
 

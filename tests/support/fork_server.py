@@ -10,6 +10,7 @@ Standard library only, beside what it is told to import.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import importlib
@@ -20,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -172,8 +174,8 @@ class ForkServer:
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Fork the ranks of one piece of work after the other, until there are no more.
 
-    Returns in the server and, in a rank, when its work is done: the process then ends as any other
-    does, so that what fails in an interpreter's last moments is seen.
+    Returns in the server. A rank leaves as one that the agent started does: its threads have ended
+    and what it registered has run, but its libraries are not unloaded.
     """
     while True:
         try:
@@ -194,7 +196,11 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
                     requests.close()
                     answers.close()
                     _be_rank(work, rank, port, server)
-                    return
+                    threading._shutdown()  # type: ignore[attr-defined]
+                    atexit._run_exitfuncs()
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(0)
                 ranks[pid] = rank
             problem = _watch(ranks, work.seconds)
         pickle.dump(problem, answers)

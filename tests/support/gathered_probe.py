@@ -31,7 +31,7 @@ def _of(case: Any, process: Any) -> int:
         seen[0] = max(seen[0], here)
 
     coordinator.fetch_sub_module = counted
-    engine.set_learning_rate(1.0)
+    engine.set_learning_rate(1e-3)
     for step in range(STEPS):
         seen[0] = 0
         engine.accumulate(session.training.step(step, case.plan.batch))

@@ -33,9 +33,10 @@ def planned(of: RunPlan) -> int:
     """Elements gathered where forward turns into backward, those that always are left out."""
     engine = read_engine(of)
     (stage,) = stages(of.config.model)
-    always = stage.below(of.config.zero_stage.param_persistence_threshold)
+    threshold = of.config.zero_stage.param_persistence_threshold
+    always = stage.bytes_below(threshold, engine.weight_bytes)
     gathered = phases(of, engine, stage, 0)["forward_end"].gathered_parameters
-    return gathered // engine.weight_bytes - always
+    return (gathered - always) // engine.weight_bytes
 
 
 CASES = {

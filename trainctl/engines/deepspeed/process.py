@@ -29,6 +29,11 @@ def start_process(plan: RunPlan) -> Process:
         timeout=timeout,
         **meeting_place(),
     )
+    if accelerator.device_name() == "cpu":
+        # Where this does not say how many ranks a node has, DeepSpeed starts a program that looks,
+        # at each reduction of ZeRO 3. Only now: told before, it would open files in shared memory
+        # for an all-reduce that training does not use.
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Process(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
