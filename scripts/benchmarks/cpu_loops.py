@@ -107,7 +107,7 @@ def _watch(process: subprocess.Popen[bytes], most: list[int]) -> None:
                 with suppress(psutil.Error):
                     total += one.memory_full_info().pss
         most[0] = max(most[0], total)
-        time.sleep(0.5)
+        time.sleep(2)  # a look takes milliseconds of the processors that train
 
 
 def ours(folder: Path, case: str, steps: int) -> tuple[Measured, RunPaths]:
