@@ -14,7 +14,7 @@ all. Measured from outside, as their users wait for it:
 - resume: from the start of the command that goes on to the end of its first step;
 - memory: the most that all processes of a command had at once, shared pages counted once (PSS).
 
-The median of the turns counts; a ratio is trainctl's figure over the loop's, by turn.
+The median of the turns after the first counts; a ratio is trainctl's figure over the loop's, by turn.
 """
 
 from __future__ import annotations
@@ -189,6 +189,16 @@ def job_of(run: RunPaths, folder: Path, steps: int) -> tuple[dict[str, Any], Run
     }, plan
 
 
+def turn(case: str, loops: Sequence[str], steps: int) -> dict[str, Measured]:
+    """What each loop did, one after the other."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found = {}
+        found["trainctl"], run = ours(folder, case, steps)
+        job, plan = job_of(run, folder, steps)
+        return found | {loop: theirs(folder, loop, job, plan) for loop in loops}
+
+
 def row(case: str, loop: str, turns: list[dict[str, Measured]]) -> str:
     """A line of the table: medians, and how many times a loop's figure trainctl's is."""
 
@@ -222,15 +232,11 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|---|")
     for case in arguments.cases:
         turns: list[dict[str, Measured]] = []
-        for turn in range(arguments.turns):
-            with tempfile.TemporaryDirectory() as name:
-                folder = Path(name)
-                figures, run = ours(folder, case, arguments.steps)
-                job, plan = job_of(run, folder, arguments.steps)
-                turns.append({"trainctl": figures})
-                for loop in arguments.loops:
-                    turns[-1][loop] = theirs(folder, loop, job, plan)
-            print(f"{case}, turn {turn + 1}: {turns[-1]}", file=sys.stderr)
+        for number in range(arguments.turns + 1):
+            steps = arguments.steps if number else WARM_STEPS + 1
+            turns.append(turn(case, arguments.loops, steps))
+            print(f"{case}, turn {number}: {turns[-1]}", file=sys.stderr, flush=True)
+        del turns[0]  # operators were compiled, libraries read from the disk
         for loop in ("trainctl", *arguments.loops):
             print(row(case, loop, turns), flush=True)
     return 0
