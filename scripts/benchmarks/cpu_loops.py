@@ -14,7 +14,8 @@ all. Measured from outside, as their users wait for it:
 - resume: from the start of the command that goes on to the end of its first step;
 - memory: the most that all processes of a command had at once, shared pages counted once (PSS).
 
-The median of the turns after the first counts; a ratio is trainctl's figure over the loop's, by turn.
+The median of the turns after the first counts; a ratio is trainctl's figure over the loop's, by
+turn.
 """
 
 from __future__ import annotations
