@@ -1,6 +1,7 @@
 """Kills at seeded random times in one run, which ends as if nothing had happened.
 
-Two of them in CI: a rank in a save, and the agent; `TRAINCTL_SOAK_KILLS=30 python -m pytest tests/faults/test_soak.py` for more.
+Two of them in CI, of a rank in a save and of the agent;
+`TRAINCTL_SOAK_KILLS=30 python -m pytest tests/faults/test_soak.py` for more.
 """
 
 import os
