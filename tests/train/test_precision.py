@@ -39,7 +39,8 @@ MASTERS = {"low-memory": torch.bfloat16}
 
 
 def config(precision, stage, steps=STEPS):
-    made = tiny_config(steps=steps)
+    made = tiny_config(steps=steps, sequence_length=32)
+    made.model.num_layers = 2
     made.precision = precision
     made.zero_stage.stage = stage
     made.optimizer.lr = 1e-3

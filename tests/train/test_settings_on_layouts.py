@@ -37,7 +37,9 @@ def clipped(*, steps, large=False, **changes):
         "schedule__warmup_steps": 2,
         "checkpoint__at_end": False,
     }
-    config = tiny_config(steps=steps, evaluation_samples=0, **{**chosen, **changes})
+    config = tiny_config(
+        steps=steps, evaluation_samples=0, sequence_length=32, **{**chosen, **changes}
+    )
     if large:
         enlarge(config)
     return config
@@ -171,7 +173,7 @@ def test_mup_in_bf16_on_every_layout(tmp_path):
     """What a layout rounds otherwise differs, and in no case by what muP changes."""
 
     def mup(**layout):
-        config = clipped(steps=12, precision__compute=DataType.bf16, **layout)
+        config = clipped(steps=6, precision__compute=DataType.bf16, **layout)
         model = config.model
         model.num_attention_heads, model.num_key_value_heads = 4, 2
         model.mup, model.mup_base_width, model.mup_base_head_dim = True, 32, 8
