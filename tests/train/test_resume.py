@@ -15,6 +15,7 @@ def plan(stage, compute, steps=STEPS):
     config = tiny_config(steps=steps, evaluate_every_steps=HALF, sequence_length=32)
     config.zero_stage.stage = stage
     config.precision.compute = compute
+    config.optimizer.lr = 1e-3
     config.checkpoint.keep = 2
     config.checkpoint.asynchronous = compute is DataType.bf16
     return tiny_plan(config, 2)
