@@ -10,9 +10,10 @@ from supervised import Launches
 IMPORTED = (
     "driver",
     "trainctl.launch.local",
-    "trainctl.agent.__main__",
     "trainctl.agent.builds",
     "trainctl.agent.elastic",
+    "trainctl.agent.guard",
+    "trainctl.agent.place",
     "trainctl.agent.rendezvous",
     "trainctl.agent.watch",
 )

@@ -135,7 +135,8 @@ class Forked:
     def kill(self) -> None:
         """By SIGKILL, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def communicate(self, timeout: float | None = None) -> tuple[None, str]:
         """End its stdin and wait for its end; what it, or who has its stderr, said until then.
