@@ -97,9 +97,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(
-    installed: Path, tmp_path_factory: pytest.TempPathFactory, preloaded: None
-) -> Trained:
+def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> Trained:
     trainctl = Command(installed, tmp_path_factory.mktemp("trained"))
     write_texts(trainctl.folder)
     run, whole = trainctl.folder / "run", trainctl.folder / "whole"
