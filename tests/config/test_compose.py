@@ -276,6 +276,21 @@ def test_the_current_folder_is_searched(write: Write) -> None:
     assert composed.source_of("schedule.kind") == "conf/schedule/mine.yaml:1"
 
 
+def test_files_that_change_between_two_compositions_are_ordered_anew(write: Write) -> None:
+    """Hydra's order is kept for as long as all that it was made from is the same."""
+    write("recipes/mine.yaml", "defaults: [tiny, _self_]\n")
+    assert compose(["recipe=mine"]).config.optimizer.kind == "adamw"
+    write("recipes/mine.yaml", "defaults: [tiny, {override /optimizer: lion}, _self_]\n")
+    assert compose(["recipe=mine"]).config.optimizer.kind == "lion"
+    write("recipes/tiny.yaml", "defaults: [base, {override /schedule: linear}, _self_]\n")
+    composed = compose(["recipe=mine"])
+    assert composed.config.schedule.kind == "linear" and composed.config.optimizer.kind == "lion"
+    write("conf/optimizer/lion.yaml", "defaults: [sgd, _self_]\n")
+    assert compose(["recipe=mine"]).config.optimizer.kind == "sgd"
+    write("recipes/tiny.yaml", "defaults: [base, _self_]\n").unlink()
+    assert compose(["recipe=mine"]).config.schedule.kind == "cosine"
+
+
 def test_shadowing_is_a_warning_when_it_matters(write: Write) -> None:
     write("conf/optimizer/adamw.yaml", "lr: 0.125\n")
     write("recipes/tiny.yaml", "defaults: [base, _self_]\ntraining: {steps: 3}\n")
