@@ -38,7 +38,7 @@ def plan(
     offload: str = "none",
     **trains: Any,
 ) -> RunPlan:
-    config = tiny_config(steps=2, sequence_length=32)
+    config = tiny_config(steps=2)
     config.training.freeze = trains.get("freeze", [])
     if "adapter" in trains:
         keys = {

@@ -25,7 +25,7 @@ LOW_MASTERS = PrecisionConfig(master_weights=DataType.bf16)
 
 
 def plan(stage, optimizer, parameters="none", nvme=None, *, precision=FP32, ratio=1.0):
-    config = tiny_config(steps=STEPS, sequence_length=32)
+    config = tiny_config(steps=STEPS)
     config.precision = precision
     config.optimizer.lr = 1e-3
     config.schedule.warmup_steps = 2

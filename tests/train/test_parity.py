@@ -125,7 +125,9 @@ def test_long_curves_agree_and_learn(tmp_path):
 def test_the_first_step_in_bf16_is_the_same_at_every_stage(tmp_path):
     """At stage 0 DeepSpeed makes a hidden first step, which would shift Adam's bias correction."""
     stages = [Combination("DP2", stage, precision="bf16") for stage in "0123"]
-    zero, *others = [train(combination, tmp_path, steps=FEW, tokens=TOKENS) for combination in stages]
+    zero, *others = [
+        train(combination, tmp_path, steps=FEW, tokens=TOKENS) for combination in stages
+    ]
     for other in others:
         difference = Difference.between(zero, other)
         assert difference.loss < 2e-3 and difference.norm < 5e-3

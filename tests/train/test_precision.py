@@ -110,10 +110,10 @@ def test_formats_differ_where_they_should(tmp_path):
     assert max(first.values()) - min(first.values()) < 1e-3
 
 
-def fp16_plan(stage, **precision):
+def fp16_plan(stage, *, tokens=128, layers=3, **precision):
     """As planned for two GPUs, then moved to two CPU processes, which a plan is refused for."""
     made = config(new_section("precision", "fp16", **precision), stage, steps=12)
-    made.training.sequence_length = 64
+    made.training.sequence_length, made.model.num_layers = tokens, layers
     made.optimizer.lr = 1e-3
     gpus = Hardware(name="gpu", accelerator=Accelerator.cuda, nodes=1, devices_per_node=2)
     plan = resolve(made, gpus).plan
@@ -148,7 +148,7 @@ def test_fp16_skips_overflows_on_the_records_and_resumes_with_its_scale(
 def test_fp16_follows_the_curve_of_fp32(tmp_path):
     """The scale is in no figure: losses and norms are those of fp32, rounded."""
     half, full = RunPaths(tmp_path / "half"), RunPaths(tmp_path / "full")
-    plan = fp16_plan(2, initial_scale_power=14)
+    plan = fp16_plan(2, tokens=64, layers=2, initial_scale_power=14)
     in_fp32 = replace(plan.config, precision=PrecisionConfig(compute=FP32))
     train_cases(2, [Case(plan, half)], probe="format_probe:train_in_fp16")
     train_cases(2, [Case(tiny_plan(in_fp32, 2), full)])

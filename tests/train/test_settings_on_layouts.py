@@ -172,9 +172,7 @@ def test_mup_in_bf16_on_every_layout(tmp_path):
     """What a layout rounds otherwise differs, and in no case by what muP changes."""
 
     def mup(**layout):
-        config = clipped(
-            steps=6, sequence_length=128, precision__compute=DataType.bf16, **layout
-        )
+        config = clipped(steps=6, sequence_length=128, precision__compute=DataType.bf16, **layout)
         model = config.model
         model.num_attention_heads, model.num_key_value_heads = 4, 2
         model.mup, model.mup_base_width, model.mup_base_head_dim = True, 32, 8
