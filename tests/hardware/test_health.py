@@ -94,8 +94,8 @@ def test_a_healthy_machine_for_the_tiny_recipe() -> None:
 def test_every_rule_of_the_machine_has_one_place() -> None:
     folder = Path(health.__file__).parent
     text = "\n".join(path.read_text() for path in sorted(folder.glob("*.py")))
-    found = {rule for rule in (f"TC{number}" for number in range(120, 140)) if rule in text}
-    assert found == {f"TC{number}" for number in range(120, 138)}
+    found = {rule for rule in (f"TC{number}" for number in (*range(120, 140), 372)) if rule in text}
+    assert found == {*(f"TC{number}" for number in range(120, 138)), "TC372"}
 
 
 # ---------------------------------------------------------------- packages
@@ -233,6 +233,31 @@ def test_the_format_of_the_device(tools: Any, compute: str, capability: str, is_
     assert rules(found) == ([] if is_able else ["TC134"])
     if not is_able:
         assert f"(device 1) does not compute in {compute}" in only(found).message
+
+
+@pytest.mark.parametrize(
+    ("flags", "lacking"),
+    [
+        ("fpu avx avx2 fma f16c", {"bf16", "fp16"}),
+        ("fpu avx2 avx512f avx512bw avx512vl", {"fp16"}),
+        ("fpu avx2 avx512bw avx512_bf16 amx_bf16 avx512_fp16", set()),
+        ("fpu avx2 avx_ne_convert", set()),
+        (None, set()),
+    ],
+)
+def test_the_formats_of_a_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str | None, lacking: set[str]
+) -> None:
+    told = tmp_path / "cpuinfo"
+    told.write_text("processor\t: 0\n" + (f"flags\t\t: {flags}\n" if flags else ""))
+    assert devices.lacking_formats(told) == lacking
+    monkeypatch.setattr(devices, "lacking_formats", lambda: frozenset(lacking))
+    for compute in ("fp32", "bf16", "fp8"):  # fp8: the rest of it is computed in bf16
+        made = config()
+        made.precision = new_section("precision", compute)
+        found = list(devices.compute_in_the_format(made, CPU))
+        slow = compute != "fp32" and "bf16" in lacking
+        assert rules(found) == (["TC372"] if slow else [])
 
 
 # ---------------------------------------------------------------- builds

@@ -115,10 +115,13 @@ def tiny_plan(config: RunConfig, world_size: int) -> RunPlan:
     return resolution.plan
 
 
-def train_cases(world_size: int, cases: list[Case], *, probe: str = "") -> list[Any]:
+def train_cases(
+    world_size: int, cases: list[Case], *, together: bool = False, probe: str = ""
+) -> list[Any]:
     """Train every case on `world_size` fresh processes; what `probe` returned, by rank.
 
     Args:
+        together: All one after the other in the same processes: half of a small case is its start.
         probe: ``module:function`` called once as ``function(cases, process)`` in place of training.
 
     Raises:
@@ -136,8 +139,8 @@ def train_cases(world_size: int, cases: list[Case], *, probe: str = "") -> list[
         server().prepare("ranks:load_module", "bitsandbytes")
     if probe:
         return server().run("ranks:probe", (cases, probe), world_size, SECONDS)
-    for case in cases:
-        server().run("ranks:train", case, world_size, SECONDS)
+    for work in [cases] if together else [[case] for case in cases]:
+        server().run("ranks:train", work, world_size, SECONDS)
     return []
 
 

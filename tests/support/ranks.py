@@ -35,18 +35,23 @@ def load_module(name: str) -> None:
     importlib.import_module(name)
 
 
-def train(case: Case) -> None:
-    """Train as a launched rank does, noting the samples that are really read."""
-    with _joined(case) as process:
-        session = assemble(case.plan, case.run, process)
-        _assert_swapped(session)
-        mesh = session.mesh
-        if mesh.tensor.is_first and mesh.sequence.is_first and mesh.pipeline.is_first:
-            session.training = _Watched(session.training, case)  # type: ignore[assignment]
-        events = EventWriter(case.run.events, case.attempt) if process.is_first else None
-        Trainer(session, events, attempt=case.attempt).train()
-        process.barrier()
-        session.engine.close()
+def train(cases: list[Case]) -> None:
+    """Train each as a launched rank does, noting the samples that are really read."""
+    with _joined(cases[0]) as process:
+        for case in cases:
+            _train(case, process)
+
+
+def _train(case: Case, process: Process) -> None:
+    session = assemble(case.plan, case.run, process)
+    _assert_swapped(session)
+    mesh = session.mesh
+    if mesh.tensor.is_first and mesh.sequence.is_first and mesh.pipeline.is_first:
+        session.training = _Watched(session.training, case)  # type: ignore[assignment]
+    events = EventWriter(case.run.events, case.attempt) if process.is_first else None
+    Trainer(session, events, attempt=case.attempt).train()
+    process.barrier()
+    session.engine.close()
 
 
 def _assert_swapped(session: Session) -> None:

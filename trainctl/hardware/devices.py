@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from pathlib import Path
 
 from trainctl.config.quantities import memory_text
 from trainctl.config.schema import Accelerator, RunConfig
@@ -160,10 +161,36 @@ def compute_in_the_format(config: RunConfig, hardware: Hardware) -> Iterator[str
                 f"precision={other}, or leave the device out with CUDA_VISIBLE_DEVICES",
             )
             return
-    if hardware.accelerator is Accelerator.cpu and compute.on_cpu:
+    narrow = compute.format.value
+    if hardware.accelerator is Accelerator.cpu and narrow in lacking_formats():
+        yield doubt(
+            "TC372",
+            "precision.compute",
+            f"this machine's processor has no instructions for {narrow}: its matrix products take "
+            "some thirty times as long as in fp32",
+            "precision=fp32",
+        )
+    elif hardware.accelerator is Accelerator.cpu and compute.on_cpu:
         yield f"{compute.name} on a CPU: {compute.on_cpu}"
     elif hardware.accelerator is Accelerator.cpu or _of_the_plan(hardware):
         yield compute.name
+
+
+def lacking_formats(processor: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Number formats in which torch multiplies matrices without the processor's help: bf16, fp16.
+
+    Empty where the kernel does not say what an x86 processor has. (oneDNN's formats by instruction
+    set, as torch asks for them: aten/src/ATen/native/mkldnn/Utils.h.)
+    """
+    try:
+        text = processor.read_text()
+    except OSError:
+        return frozenset()
+    flags = next((set(line.split()) for line in text.splitlines() if line[:5] == "flags"), set())
+    if not flags:
+        return frozenset()
+    helped = {"bf16": {"avx512bw", "avx_ne_convert"}, "fp16": {"avx512_fp16", "avx_ne_convert"}}
+    return frozenset(name for name, any_of in helped.items() if not any_of & flags)
 
 
 def _of_the_plan(hardware: Hardware) -> list[Device]:
