@@ -75,7 +75,7 @@ def directory(folder, kind, changes):
 
 
 def plan(model, settings):
-    config = tiny_config(steps=STEPS, sequence_length=64, global_batch_size=4)
+    config = tiny_config(steps=STEPS, sequence_length=64)
     config.model, config.optimizer.lr = model, LR
     config.zero_stage.stage, config.precision.compute = 1, DataType.fp32
     for key, value in settings.items():
@@ -128,6 +128,7 @@ def test_a_router_s_bias_stays_in_fp32_through_training_checkpoints_and_a_resume
             "zero_stage.stage": stage,
             "precision.compute": DataType.bf16,
             "training.stop_after_steps": STEPS - 1,
+            "training.global_batch_size": 4,
         }
         made_plan = plan(of_directory(tmp_path / "from", "deepseek_v3"), settings)
         cases.append(Case(made_plan, RunPaths(tmp_path / f"{stage}")))

@@ -37,7 +37,9 @@ STEPS = 3
 
 
 def plan(stage, compute=DataType.fp32, **model):
-    config = tiny_config(steps=STEPS, sequence_length=64, global_batch_size=4)
+    config = tiny_config(
+        steps=STEPS, sequence_length=64, global_batch_size=4, gradient_accumulation_steps=1
+    )
     config.zero_stage.stage = stage
     config.precision.compute = compute
     config.optimizer.lr = 1e-3
