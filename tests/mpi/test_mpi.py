@@ -61,6 +61,7 @@ def prepare(flavor: str, folder: Path, port: int) -> list[str]:
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize("flavor", FLAVORS)
 def test_mpirun_trains_on_two_nodes(flavor: str, tmp_path: Path, port: int) -> None:
     """With a hostile folder and value, to the loss of one machine."""

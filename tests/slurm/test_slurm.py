@@ -19,7 +19,7 @@ from trainctl.runs.job import read_job
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.status import State, read_status
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("preloaded")]
 
 TWO_NODES = (
     *TINY,
