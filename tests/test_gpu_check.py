@@ -24,6 +24,7 @@ def check(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
 def test_every_loop_is_measured_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "figures"
     size = ("--cases", "zero3-checkpointing", "--steps", "3", "--warmup", "1")

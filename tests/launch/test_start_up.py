@@ -6,12 +6,21 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from supervised import Launch, Launches
 
 from trainctl.runs.lock import holder
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> Iterator[Launches]:
+    """What is started is started: no fork has anything imported."""
+    launches = Launches(tmp_path)
+    yield launches
+    launches.close()
 
 
 def kill_launcher(launch: Launch) -> None:

@@ -16,7 +16,7 @@ from live_runs import make_run, train
 
 from trainctl.runs.records import EventWriter, read_events
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded")]
 
 READY = "return document.documentElement.dataset.ready !== undefined"
 SHOWN = "Number(document.querySelector('#tiles .value').firstChild.textContent.replace(/\\D/g, ''))"

@@ -75,7 +75,7 @@ def test_curves_agree_with_compiled_blocks(tmp_path):
         )
         config.checkpoint.at_end = False
         cases.append(Case(tiny_plan(config, 2), RunPaths(tmp_path / str(index))))
-    train_cases(2, cases)
+    train_cases(2, cases, together=True)
     plain, *others = (curve(case.run) for case in cases)
     assert list(plain) == list(range(1, 5))
     for other in others:
