@@ -28,6 +28,8 @@ from trainctl.runs.processes import PARENT_VARIABLE, die_with_parent
 
 PRELOADED = (
     "trainctl.train.rank",
+    "trainctl.train.anatomy",
+    "trainctl.train.trace",
     "trainctl.engines.deepspeed.room",
     "trainctl.cli.main",
     "trainctl.config.compose",
