@@ -131,7 +131,7 @@ def train_cases(
         attempt = case.run.attempt(case.attempt)
         attempt.root.mkdir(parents=True, exist_ok=True)
         write_json(attempt.plan, to_plain(case.plan))
-        _prepare(case.plan, case.run)
+        prepare_once(case.plan, case.run)
     for operator in sorted(set().union(*(_operators(case.plan) for case in cases))):
         # Once for all ranks, and with no limit to it: a compiler that is killed leaves a lock.
         server().prepare("ranks:load_operator", operator)
@@ -144,7 +144,7 @@ def train_cases(
     return []
 
 
-def _prepare(plan: RunPlan, run: RunPaths) -> None:
+def prepare_once(plan: RunPlan, run: RunPaths) -> None:
     """As before a launch, but the standard library's folders are walked once: it takes as long as
     ten steps of the tiny model."""
     config = plan.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.utils import groups
 from rank_processes import Case
 
 from trainctl.config.schema import OffloadDevice
@@ -23,6 +25,13 @@ from trainctl.train.session import Session, assemble
 from trainctl.train.trainer import Trainer
 
 deepspeed.ops.__compatible_ops__  # noqa: B018 (probed when first asked for, with a compiler)
+
+_GROUPS = {
+    name: copy.copy(value)
+    for name, value in vars(groups).items()
+    if not name.startswith("__") and (value is None or isinstance(value, dict | list))
+}
+"""What DeepSpeed notes of an engine's process groups, before there is one."""
 
 
 def load_operator(name: str) -> None:
@@ -40,6 +49,8 @@ def train(cases: list[Case]) -> None:
     with _joined(cases[0]) as process:
         for case in cases:
             _train(case, process)
+            for name, value in _GROUPS.items():  # else the next engine takes them for its own
+                setattr(groups, name, copy.copy(value))
 
 
 def _train(case: Case, process: Process) -> None:
