@@ -199,7 +199,8 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                     os.close(descriptor)
                 for open_one in (listener, connection, *forks.values()):
                     open_one.close()
-                request["environment"][PARENT_VARIABLE] = str(server)
+                if PARENT_VARIABLE in request["environment"]:
+                    request["environment"][PARENT_VARIABLE] = str(server)
                 return request
             for descriptor in descriptors:
                 os.close(descriptor)
