@@ -24,9 +24,10 @@ def check(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
 def test_every_loop_is_measured_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "figures"
-    size = ("--cases", "zero3-checkpointing", "--steps", "3", "--warmup", "1")
+    size = ("--cases", "zero3-checkpointing", "--steps", "2", "--warmup", "1")
     done = check(*size, "--without-tests", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name for path in out.iterdir()} == {"cpu-small.md", "cpu-small.csv"}

@@ -83,6 +83,7 @@ def test_pages_can_be_read_by_everyone_and_ask_nobody(site: Path) -> None:
         window.wait("return document.querySelectorAll('#search-results li').length > 0")
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_the_tutorials_commands_run_in_their_order(tmp_path: Path) -> None:
     commands = [
         line[2:]

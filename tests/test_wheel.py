@@ -79,7 +79,8 @@ def test_it_trains_in_an_empty_folder_without_a_compiler(environment: Path, tmp_
 
     imported = run("python", "-c", "import trainctl; print(trainctl.__file__)")
     assert Path(imported.strip()).is_relative_to(environment)
-    output = run("trainctl", "launch", "recipe=tiny", "training.stop_after_steps=20")
+    small = ("training.sequence_length=128", "training.global_batch_size=8")
+    output = run("trainctl", "launch", "recipe=tiny", *small, "training.stop_after_steps=20")
     (run_directory,) = (folder / "runs").iterdir()
     assert output.splitlines()[-1] == f"run directory: {run_directory}"
     events = [json.loads(line) for line in (run_directory / "events.jsonl").open()]

@@ -14,12 +14,9 @@ from trainctl.config.catalog import search_folders
 from trainctl.config.keys import leaves
 from trainctl.config.overrides import read_overrides
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 BIN = Path(sys.executable).parent
-ENVIRONMENT = {
-    **os.environ,
-    "PATH": f"{BIN}:{os.environ['PATH']}",
-    "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
-}
 FUNCTION = """
 eval "$(trainctl --show-completion bash)"
 ask() {
@@ -46,6 +43,11 @@ ASKED = {
 }
 
 
+def environment() -> dict[str, str]:
+    path = f"{BIN}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+
+
 def test_bash(tmp_path: Path) -> None:
     for name in ("config.yaml", "run.json"):
         path = tmp_path / "runs" / "mine" / name
@@ -57,7 +59,7 @@ def test_bash(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=ENVIRONMENT,
+        env=environment(),
     )
     assert done.stderr == ""
     found = [set(line.split()) for line in done.stdout.splitlines()]
@@ -70,7 +72,7 @@ def test_fish_shows_what_a_word_means() -> None:
         capture_output=True,
         text=True,
         env={
-            **ENVIRONMENT,
+            **environment(),
             "_TRAINCTL_COMPLETE": "complete_fish",
             "_TYPER_COMPLETE_FISH_ACTION": "get-args",
             "_TYPER_COMPLETE_ARGS": "trainctl launch optimizer.beta1",

@@ -21,8 +21,11 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
 from trainctl.runs.status import State
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 SMALL = [
     "recipe=tiny",
+    "training.sequence_length=64",
     "training.steps=6",
     "schedule.warmup_steps=2",
     "training.global_batch_size=4",

@@ -93,6 +93,7 @@ def test_what_cannot_be_planned_starts_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_a_launch_that_fails_is_shown_and_keeps_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

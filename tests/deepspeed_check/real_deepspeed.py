@@ -7,6 +7,7 @@ starts at once, and leaves nothing behind for the next. The ranks build a small 
 """
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -138,6 +139,10 @@ def wait(ranks: list[int], folder: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    # A collection in a rank would copy all that it shares with this process.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     answers, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed prints
     for line in sys.stdin:
         started = time.monotonic()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded")]
 
 
 def as_json(*arguments, cwd):

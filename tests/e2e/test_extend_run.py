@@ -20,6 +20,7 @@ WSD = (
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
 def test_a_finished_run_is_made_longer_as_its_refusal_says(tmp_path):
     run = tmp_path / "run"
     options = ("checkpoint.keep=1", "training.stop_patience=3", "training.evaluate_every_steps=2")

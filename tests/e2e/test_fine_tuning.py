@@ -6,7 +6,7 @@ import pytest
 from commands import events, trainctl
 from small_chat_model import questions, share_right, write_base, write_chat
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded")]
 
 
 WAYS = {

@@ -73,7 +73,7 @@ def strike(name, launcher, run):
     return err
 
 
-def test_interrupted_and_terminated_while_training(tmp_path, launcher):
+def test_interrupted_and_terminated_while_training(tmp_path, launcher, preloaded_server):
     """Kills of ranks, the agent and the launcher in training are in `tests/faults`."""
     run = tmp_path / "run"
     wait(lambda: len(curve(run)) >= 12)
@@ -91,7 +91,8 @@ def test_interrupted_and_terminated_while_training(tmp_path, launcher):
         again.kill()
     second = curve(run)
     last = max(second) + 5
-    trainctl("resume", "run", f"training.stop_after_steps={last}", cwd=tmp_path)
+    stop = f"training.stop_after_steps={last}"
+    trainctl("resume", "run", stop, cwd=tmp_path, **preloaded_server.environment)
     steps = curve(run)
     assert list(steps) == list(range(1, last + 1))
     for before in (first, second):  # what was done again came out the same

@@ -141,6 +141,7 @@ def test_records_of_a_script_as_json(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
 def test_functions_of_the_user_s_train(tmp_path):
     """The model and the text are mine, the training, checkpoints and export trainctl's."""
     shutil.copy(EXAMPLES / "own_functions.py", tmp_path)
@@ -167,6 +168,7 @@ def shown_commands():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize("command", shown_commands())
 def test_the_examples_run_as_the_page_shows(tmp_path, command):
     for path in EXAMPLES.glob("*.py"):

@@ -59,6 +59,7 @@ def start_pods(run: RunPaths, restart: int, port: int) -> list[subprocess.Popen[
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
 def test_pods_train_save_when_one_is_evicted_and_go_on(tmp_path: Path) -> None:
     """With a folder and a variable that a shell would execute."""
     config = compose(

@@ -8,6 +8,8 @@ from commands import TINY, curve, events, trainctl
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 
 def test_a_run_leaves_its_records(tmp_path):
     run = tmp_path / "run"
@@ -66,10 +68,11 @@ def test_text_too_short_for_a_sample_is_found_before_there_is_a_run(tmp_path):
 def test_the_recipe_for_nvme_trains_when_shrunk(tmp_path):
     """The others are trained in `tests/recipes/test_recipes_train.py`."""
     trainctl(
-        "launch", "recipe=7b-zero3-nvme", "model=tiny-llama", "launcher=local", "hardware=2xcpu",
+        "launch", "recipe=7b-zero3-nvme", "model=tiny-llama", "launcher=local", "hardware=1xcpu",
         f"offload.nvme_path={tmp_path}", "training.steps=3", "training.tokens=null",
-        "training.sequence_length=64", "training.global_batch_size=16",
+        "training.sequence_length=32", "training.global_batch_size=2",  # bf16: few tokens
         "training.micro_batch_size=1", "training.gradient_accumulation_steps=null",
+        "training.evaluation_samples=4",
         "schedule.warmup_steps=1", "data=stdlib", "data.max_bytes=1000000", "tokenizer=byte",
         "--run-dir", "run", "--force",
         cwd=tmp_path,

@@ -39,6 +39,7 @@ def assert_nothing_shown(text: str | bytes) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
 def test_a_program_gets_its_secrets_and_nothing_else_does(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(SCRIPT)
     run = tmp_path / "run"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import TINY, curve, events, finish, live_processes, start, trainctl
+from preloaded_server import PreloadedServer
 
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import holder
@@ -49,7 +50,11 @@ def test_a_sweep_runs_every_combination_and_shows_the_best(tmp_path: Path) -> No
     assert "optimizer.lr=-1" in out and not (tmp_path / "t").exists()
 
 
-def test_a_detached_run_is_followed_and_stopped(tmp_path: Path) -> None:
+def test_a_detached_run_is_followed_and_stopped(
+    tmp_path: Path, preloaded_server: PreloadedServer
+) -> None:
+    """The run's own processes are as a user's; what else is asked has imported all beforehand."""
+    quick = preloaded_server.environment
     run = tmp_path / "r"
     endless = (*SMALL, "training.steps=1000000", "checkpoint.at_end=true")
     out = trainctl("launch", *endless, "--run-dir", "r", "--detach", cwd=tmp_path)
@@ -63,7 +68,7 @@ def test_a_detached_run_is_followed_and_stopped(tmp_path: Path) -> None:
     # Two trainers in one directory: the second is refused, the first goes on.
     before = len(curve(run))
     for second in (("resume", "r"), ("launch", *endless, "--run-dir", "r", "--resume", "auto")):
-        refused = trainctl(*second, cwd=tmp_path, code=5)
+        refused = trainctl(*second, cwd=tmp_path, code=5, **quick)
         assert f"is in use by another launch: process {taken.pid} on " in refused
     while len(curve(run)) < before + 5 and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -73,20 +78,20 @@ def test_a_detached_run_is_followed_and_stopped(tmp_path: Path) -> None:
     # Ctrl-C ends the view only.
     view.send_signal(signal.SIGINT)
     assert finish(view)[0] == 130 and holder(RunPaths(run)) is not None
-    assert "running" in trainctl("runs", "status", "r", cwd=tmp_path)
-    again = start("runs", "attach", "r", cwd=tmp_path)
-    assert "saved and stopped" in trainctl("runs", "stop", "r", cwd=tmp_path)
+    assert "running" in trainctl("runs", "status", "r", cwd=tmp_path, **quick)
+    again = start("runs", "attach", "r", cwd=tmp_path, **quick)
+    assert "saved and stopped" in trainctl("runs", "stop", "r", cwd=tmp_path, **quick)
     code, shown, talk = finish(again)
     assert code == 0 and "checkpoint at step" in shown and "saved and stopped" in talk
     assert events(run, "end")[-1]["reason"] == "stop_requested"
     assert not live_processes(run)
     # `--now` ends it without a save.
     trainctl("resume", "r", "--detach", cwd=tmp_path)
-    trainctl("runs", "stop", "r", "--now", cwd=tmp_path)
-    assert "exit code 143" in trainctl("runs", "status", "r", cwd=tmp_path)
+    trainctl("runs", "stop", "r", "--now", cwd=tmp_path, **quick)
+    assert "exit code 143" in trainctl("runs", "status", "r", cwd=tmp_path, **quick)
     assert not live_processes(run)
-    trainctl("runs", "rm", "r", cwd=tmp_path, code=5)
-    trainctl("runs", "rm", "r", "--force", cwd=tmp_path)
+    trainctl("runs", "rm", "r", cwd=tmp_path, code=5, **quick)
+    trainctl("runs", "rm", "r", "--force", cwd=tmp_path, **quick)
     assert not run.exists()
 
 

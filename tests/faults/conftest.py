@@ -7,22 +7,25 @@ from pathlib import Path
 
 import pytest
 from commands import curve, trainctl
+from preloaded_server import PreloadedServer
 from struck import CONFIG, STEPS, Curve, Struck
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Curve:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, preloaded_server: PreloadedServer
+) -> Curve:
     """Loss and gradient norm of every step of a run that nothing happened to."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    trainctl("launch", *CONFIG, "--run-dir", "run", cwd=folder)
+    trainctl("launch", *CONFIG, "--run-dir", "run", cwd=folder, **preloaded_server.environment)
     steps = curve(folder / "run")
     assert len(steps) == STEPS
     return steps
 
 
 @pytest.fixture
-def struck(tmp_path: Path) -> Iterator[Struck]:
+def struck(tmp_path: Path, preloaded_server: PreloadedServer) -> Iterator[Struck]:
     """A run to strike; whatever a test does, none of its processes outlives it."""
-    run = Struck(tmp_path)
+    run = Struck(tmp_path, preloaded_server.environment)
     yield run
     run.close()

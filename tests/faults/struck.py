@@ -17,7 +17,7 @@ from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import holder
 
-STEPS = 200
+STEPS = 100
 SAVES_EVERY = 10
 CONFIG = (
     *TINY,
@@ -33,10 +33,17 @@ Curve = dict[int, tuple[float, float]]
 
 
 class Struck:
-    """A run of the real command in `folder/run`."""
+    """A run of the real command in `folder/run`.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: To be its parent.
+        preloaded: Variables for a launch that no signal is sent to from outside: its ranks have
+            imported all before they start.
+    """
+
+    def __init__(self, folder: Path, preloaded: dict[str, str]) -> None:
         self.folder = folder
+        self.preloaded = preloaded
         self.root = folder / "run"
         self.paths = RunPaths(self.root)
         self._launchers: list[subprocess.Popen[str]] = []
@@ -66,7 +73,7 @@ class Struck:
 
     def complete(self, undisturbed: Curve, *overrides: str) -> None:
         """Resume to the end: every loss and norm is that of the undisturbed run, bit for bit."""
-        self.finish(self.launch(*overrides), 0)
+        self.finish(self.launch(*overrides, **self.preloaded), 0)
         assert self.curve == undisturbed
 
     @property

@@ -22,29 +22,30 @@ def test_a_port_that_is_taken_stays_taken(struck):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        launcher = struck.launch(*CONFIG, f"launcher.port={port}", "launcher.max_restarts=3")
+        typed = (f"launcher.port={port}", "launcher.max_restarts=3")
+        launcher = struck.launch(*CONFIG, *typed, **struck.preloaded)
         struck.finish(launcher, 4, f"launcher.port={port} on 127.0.0.1: Address already in use")
     assert not struck.events("restart")
 
 
 def test_kill_9_of_a_rank_of_the_agent_and_of_the_launcher(struck, undisturbed):
     launcher = struck.launch(*CONFIG)
-    struck.wait_for_step(25)
+    struck.wait_for_step(15)
     rank = struck.rank(1)
     os.kill(rank, signal.SIGKILL)
     struck.finish(launcher, 137, "rank 1 (node 0", f"process {rank}) was killed by SIGKILL")
     (failure,) = struck.events("failure")
     assert (failure["rank"], failure["cause"], failure["signal"]) == (1, "killed", "SIGKILL")
-    assert struck.saved[-1] in (20, 30, 40), "what was committed by then"
+    assert struck.saved[-1] in (10, 20, 30), "what was committed by then"
 
     launcher = struck.launch()
-    struck.wait_for_step(65)
+    struck.wait_for_step(40)
     agent = struck.agent()
     os.kill(agent, signal.SIGKILL)
     struck.finish(launcher, 137, f"the agent (node 0, process {agent}) was killed by SIGKILL")
 
     launcher = struck.launch()
-    struck.wait_for_step(105)
+    struck.wait_for_step(60)
     os.kill(launcher.pid, signal.SIGKILL)
     struck.finish(launcher, -signal.SIGKILL)
     assert struck.status()["message"] == (
@@ -60,38 +61,33 @@ def is_between_saves(struck):
     return beat is not None and beat.phase is Phase.step and beat.step % SAVES_EVERY in range(1, 6)
 
 
-def test_a_stopped_rank_and_a_killed_one_need_nobody_where_restarts_are_allowed(
-    struck, undisturbed
-):
+def test_a_stopped_rank_needs_nobody_where_restarts_are_allowed(struck, undisturbed):
+    """Nor does a killed one: `test_soak.py`."""
     launcher = struck.launch(*CONFIG, "launcher.max_restarts=2", "launcher.heartbeat_seconds=3")
-    struck.wait_for_step(50)
+    struck.wait_for_step(15)
     rank = struck.rank(1)
     struck.wait(lambda: is_between_saves(struck))
     os.kill(rank, signal.SIGSTOP)
     stopped = time.time()
-    struck.wait_for_step(120)
-    os.kill(struck.rank(0), signal.SIGKILL)
-    killed = time.time()
-    said = ("restart 1 of 2", "rank 0", "was killed by SIGKILL", "restart 2 of 2")
-    struck.finish(launcher, 0, "rank 1", "is hung", "process state T (stopped)", *said)
-    hung, dead = struck.events("failure")
-    assert (hung["rank"], hung["cause"], dead["rank"], dead["cause"]) == (1, "hung", 0, "killed")
+    said = ("rank 1", "is hung", "process state T (stopped)", "restart 1 of 2")
+    struck.finish(launcher, 0, *said)
+    (hung,) = struck.events("failure")
+    assert (hung["rank"], hung["cause"]) == (1, "hung")
     assert 3 <= hung["time"] - stopped < 12
     stacks = struck.paths.attempt(1).rank_log(0).read_text()
     assert "(most recent call first)" in stacks and "distributed_c10d.py" in stacks
     assert struck.curve == undisturbed
-    assert struck.status()["attempt"] == 3
+    assert struck.status()["attempt"] == 2
     again = {event["attempt"]: event["time"] for event in reversed(struck.events("step"))}
     print(
         f"hung rank: found after {hung['time'] - stopped:.1f} s, "
-        f"training again {again[2] - hung['time']:.1f} s later; killed rank: found after "
-        f"{dead['time'] - killed:.2f} s, training again {again[3] - dead['time']:.1f} s later"
+        f"training again {again[2] - hung['time']:.1f} s later"
     )
 
 
 def test_sigterm_with_grace_saves_and_is_requeued(struck, undisturbed):
     launcher = struck.launch(*CONFIG, "launcher.stop_grace_seconds=60")
-    struck.wait_for_step(30)
+    struck.wait_for_step(15)
     os.kill(launcher.pid, signal.SIGTERM)
     asked = time.monotonic()
     struck.finish(launcher, 75, "saved and stopped after step", "for SIGTERM")
@@ -103,7 +99,8 @@ def test_sigterm_with_grace_saves_and_is_requeued(struck, undisturbed):
 
     # The limit is over when the ranks are up: one step, a save, the code for the scheduler.
     done = struck.steps_done
-    said = struck.finish(struck.launch("training.time_limit_minutes=0.02"), 75, "the time limit")
+    launcher = struck.launch("training.time_limit_minutes=0.005", **struck.preloaded)
+    said = struck.finish(launcher, 75, "the time limit")
     assert struck.saved[-1] == struck.steps_done == done + 1, said
 
     # A second SIGTERM, and a grace that ends: tests/launch/test_supervise.py, with stand-ins.

@@ -35,7 +35,7 @@ def test_kill_9_in_each_phase_of_a_save(struck, undisturbed):
         step = saved + 20
         fault = f"phase:{phase}:{rank}:{step}"
         how = f"checkpoint.asynchronous={str(is_behind).lower()}"
-        launcher = struck.launch(*overrides, how, TRAINCTL_FAULT=fault)
+        launcher = struck.launch(*overrides, how, TRAINCTL_FAULT=fault, **struck.preloaded)
         said = struck.finish(launcher, 137, f"rank {rank} (node 0", "was killed by SIGKILL")
         if phase in COMMITTED:
             assert struck.saved[-1] == step, f"{fault}: it was committed\n{said}"
@@ -45,7 +45,7 @@ def test_kill_9_in_each_phase_of_a_save(struck, undisturbed):
         saved, overrides = struck.saved[-1], ()
     struck.complete(undisturbed)
     names = {path.name for path in struck.paths.checkpoints.iterdir()}
-    assert names == {"latest", checkpoint_name(200)}, "cut saves and deletions are cleared away"
+    assert names == {"latest", checkpoint_name(STEPS)}, "cut saves and deletions are cleared away"
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_disk_that_is_full_and_a_file_that_cannot_grow(struck, undisturbed, sm
     filler = small_disk / "checkpoints" / "filler"
     filler.parent.mkdir()
     fill(filler, leaving=1_200_000)
-    launcher = struck.launch(*CONFIG, "checkpoint.keep=100")
+    launcher = struck.launch(*CONFIG, "checkpoint.keep=100", **struck.preloaded)
     struck.finish(launcher, 4, "the checkpoint could not be saved", "are free", "disk full")
     assert struck.saved in ([10, 20], [10, 20, 30]), "those that found room stay"
     assert not list(struck.paths.checkpoints.glob(".*.tmp")), "the failed save is cleared away"
@@ -80,7 +80,7 @@ def test_a_disk_that_is_full_and_a_file_that_cannot_grow(struck, undisturbed, sm
 
     # Neither ranks nor agent can say what happened: their logs are on that disk too.
     done = struck.steps_done
-    launcher = struck.launch("checkpoint.keep=3")
+    launcher = struck.launch("checkpoint.keep=3", **struck.preloaded)
     struck.wait_for_step(done + 12)
     fill(filler, leaving=0)
     assert struck.steps_done < STEPS, "the run ended before its disk was full"
@@ -129,13 +129,14 @@ def lose(struck):
 
 def test_damaged_checkpoints_are_passed_over_and_the_pointer_is_never_trusted(struck, undisturbed):
     """The newest one and the pointer are struck three times; the next older one is taken."""
-    struck.finish(struck.launch(*CONFIG, "training.stop_after_steps=35"), 0)
+    first = struck.launch(*CONFIG, "training.stop_after_steps=35", **struck.preloaded)
+    struck.finish(first, 0)
     assert struck.saved == [20, 30, 35]
     shutil.copytree(struck.paths.checkpoints / checkpoint_name(20), struck.root / "x")
     pointer = struck.paths.checkpoints / "latest"
     blows = (
-        (flip_a_byte, "step-00009999\n", 75),
-        (truncate, "../x\n", 115),
+        (flip_a_byte, "step-00009999\n", 55),
+        (truncate, "../x\n", 75),
         (lose, None, STEPS),
     )
     for damage, text, stop in blows:
@@ -145,7 +146,8 @@ def test_damaged_checkpoints_are_passed_over_and_the_pointer_is_never_trusted(st
             pointer.unlink()
         else:
             pointer.write_text(text)
-        said = struck.finish(struck.launch(f"training.stop_after_steps={stop}"), 0)
+        again = struck.launch(f"training.stop_after_steps={stop}", **struck.preloaded)
+        said = struck.finish(again, 0)
         assert "passed over" in said and file.name in said, said
         assert checkpoint_name(newest) in said, said
         assert struck.events("start")[-1]["resumed_from"] == checkpoint_name(intact)

@@ -4,12 +4,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from preloaded_server import PreloadedServer
 from supervised import Launches
+
+IMPORTED = (
+    "driver",
+    "trainctl.launch.local",
+    "trainctl.agent.builds",
+    "trainctl.agent.elastic",
+    "trainctl.agent.guard",
+    "trainctl.agent.place",
+    "trainctl.agent.rendezvous",
+    "trainctl.agent.watch",
+)
+
+
+@pytest.fixture(scope="session")
+def launch_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreloadedServer]:
+    """What forks launchers, and these their agents: see `forked_driver`."""
+    with PreloadedServer(tmp_path_factory.mktemp("launches"), IMPORTED) as server:
+        yield server
 
 
 @pytest.fixture
-def launches(tmp_path: Path) -> Iterator[Launches]:
+def launches(tmp_path: Path, launch_server: PreloadedServer) -> Iterator[Launches]:
     """Makes runs and launches; whatever a test does, none of their processes outlives it."""
-    launches = Launches(tmp_path)
+    launches = Launches(tmp_path, launch_server)
     yield launches
     launches.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ OVERRIDES = (
 )
 
 
+@cache
 def make_plan(*overrides: str) -> RunPlan:
     config = compose([*OVERRIDES, *overrides]).config
     plan = resolve(config, resolve_hardware(config.hardware)).plan

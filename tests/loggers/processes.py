@@ -1,33 +1,42 @@
-"""Processes that send a run's metrics, as a launcher and `runs sync` start them."""
+"""Processes that send a run's metrics, as a launcher and `runs sync` start them, but that they are
+forks of one that has imported what they do."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from preloaded_server import Forked, PreloadedServer
+
 from trainctl.runs.layout import RunPaths
 
 SECONDS = 60.0
+IMPORTED = (
+    "trainctl.loggers.alerts",
+    "trainctl.loggers.follower",
+    "trainctl.loggers.sending",
+    "trainctl.options.logger.csv",
+)
+servers: list[PreloadedServer] = []
+"""What forks them, while there are tests."""
 
 
-def start(run: RunPaths, name: str, *options: str, **variables: str) -> subprocess.Popen[bytes]:
+def start(run: RunPaths, name: str, *options: str, **variables: str) -> Forked:
     """A process that sends."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "trainctl.loggers", run.root, name, *options],
-        env={**os.environ, **variables},
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+    return Forked(
+        servers[-1],
+        "trainctl.loggers",
+        [str(run.root), name, *options],
+        environment={**os.environ, **variables},
     )
 
 
 @contextmanager
-def following(run: RunPaths, name: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+def following(run: RunPaths, name: str, **variables: str) -> Iterator[Forked]:
     process = start(run, name, "--follow", **variables)
     try:
         yield process
@@ -40,12 +49,14 @@ def send(run: RunPaths, name: str, *options: str, **variables: str) -> tuple[int
     """Send all that there is: the exit code, and what was said."""
     process = start(run, name, *options, **variables)
     said = process.communicate(timeout=SECONDS)[1]
-    return process.returncode, said.decode()
+    assert process.returncode is not None
+    return process.returncode, said
 
 
-def end(process: subprocess.Popen[bytes]) -> int:
+def end(process: Forked) -> int:
     """As a launcher does."""
     process.communicate(timeout=SECONDS)
+    assert process.returncode is not None
     return process.returncode
 
 

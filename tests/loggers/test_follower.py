@@ -66,11 +66,11 @@ def test_names_are_those_of_all_loggers_and_new_ones_are_new_columns(tmp_path: P
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_kills_lose_nothing_and_repeat_nothing(tmp_path: Path, seed: int) -> None:
     run, chance = new_run(tmp_path), random.Random(seed)
-    records = list(draw(seed, 2_000))
+    records = list(draw(seed, 1_000))
     while records:
         with following(run, "csv") as process:
             sent = cursor(run, "csv")["points"]
-            part, records = records[:400], records[400:]
+            part, records = records[:200], records[200:]
             for record in part:
                 append(run, iter([record]))
             if chance.random() < 0.7:

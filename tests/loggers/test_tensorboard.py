@@ -56,14 +56,14 @@ def test_tensorboard_reads_the_run_as_it_stands(tmp_path: Path) -> None:
 
 def test_kills_write_no_point_twice(tmp_path: Path) -> None:
     run, chance = new_run(tmp_path), random.Random(2)
-    records = list(draw(2, 1_000))
+    records = list(draw(2, 500))
     while records:
         with following(run, "tensorboard") as process:
             sent = cursor(run, "tensorboard")["points"]
-            part, records = records[:400], records[400:]
-            append(run, iter(part[:200]))
+            part, records = records[:200], records[200:]
+            append(run, iter(part[:100]))
             wait_for(lambda sent=sent: cursor(run, "tensorboard")["points"] > sent)
-            append(run, iter(part[200:]))
+            append(run, iter(part[100:]))
             time.sleep(chance.random() * 0.6)
             os.kill(process.pid, signal.SIGKILL)
     assert send(run, "tensorboard") == (0, "")

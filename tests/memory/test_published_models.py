@@ -81,6 +81,7 @@ def test_latent_and_sliding_attention_are_counted_as_they_multiply(read: dict) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
 def test_a_published_directory_is_planned_by_the_real_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,8 @@ from trainctl.memory.traced import TracedModel, on_tensor_rank
 from trainctl.plan.resolve import resolve
 from trainctl.plan.shapes import count_parameters
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 CPUS = Hardware(name="2xcpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=2)
 SEQUENCE = 128
 SHAPE = {
@@ -299,8 +301,11 @@ def test_tensor_ranks_share_a_traced_block_as_they_share_the_closed_form(
     assert exact["phases"] == closed["phases"]
 
 
-def test_a_trace_prints_no_warnings_of_the_libraries(tmp_path: Path) -> None:
-    # A new process: they warn while they are imported.
+def test_a_trace_prints_no_warnings_of_the_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Processes that import: the libraries warn while they are imported.
+    monkeypatch.delenv("TRAINCTL_TESTS_SERVER_OF")
     words = ["estimate-memory", "recipe=tiny", "--exact"]
     done = subprocess.run(
         [sys.executable, "-m", "trainctl", *words],

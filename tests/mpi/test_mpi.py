@@ -61,24 +61,6 @@ def prepare(flavor: str, folder: Path, port: int) -> list[str]:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("flavor", FLAVORS)
-def test_mpirun_trains_on_two_nodes(flavor: str, tmp_path: Path, port: int) -> None:
-    """With a hostile folder and value, to the loss of one machine."""
-    overrides = prepare(flavor, tmp_path, port)
-    run = tmp_path / HOSTILE
-    value = f"launcher.environment={{HOSTILE: {json.dumps(HOSTILE)}}}"
-    plain = "launcher.plain_environment=[HOSTILE]"
-    launched = ("launch", *TWO_NODES, *overrides, value, plain, "training.steps=3")
-    trainctl(*launched, "--run-dir", str(run), cwd=tmp_path)
-    assert set(curve(run)) == {1, 2, 3} and events(run, "start")[0]["world_size"] == 2
-    assert not list(tmp_path.rglob("pwned"))
-    if flavor == "openmpi":
-        one = ("launch", *TINY, "training.evaluation_samples=0", "hardware=1x2xcpu")
-        trainctl(*one, "training.steps=3", "--run-dir", "one", cwd=tmp_path)
-        assert curve(tmp_path / "one") == curve(run)
-
-
-@pytest.mark.cluster
 def test_a_program_of_the_user_s_trains_on_two_nodes_and_its_failure_is_told(
     tmp_path: Path, port: int
 ) -> None:
@@ -111,6 +93,25 @@ def test_stopping_mpirun_leaves_nothing(tmp_path: Path, port: int) -> None:
     assert finish(launched)[0] == 143
     assert not live_processes(run)
     trainctl("launch", *TWO_NODES, "launcher.mpi_program=nowhere", cwd=tmp_path, code=4)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("preloaded")
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_mpirun_trains_on_two_nodes(flavor: str, tmp_path: Path, port: int) -> None:
+    """With a hostile folder and value, to the loss of one machine."""
+    overrides = prepare(flavor, tmp_path, port)
+    run = tmp_path / HOSTILE
+    value = f"launcher.environment={{HOSTILE: {json.dumps(HOSTILE)}}}"
+    plain = "launcher.plain_environment=[HOSTILE]"
+    launched = ("launch", *TWO_NODES, *overrides, value, plain, "training.steps=3")
+    trainctl(*launched, "--run-dir", str(run), cwd=tmp_path)
+    assert set(curve(run)) == {1, 2, 3} and events(run, "start")[0]["world_size"] == 2
+    assert not list(tmp_path.rglob("pwned"))
+    if flavor == "openmpi":
+        one = ("launch", *TINY, "training.evaluation_samples=0", "hardware=1x2xcpu")
+        trainctl(*one, "training.steps=3", "--run-dir", "one", cwd=tmp_path)
+        assert curve(tmp_path / "one") == curve(run)
 
 
 def test_command_lines() -> None:

@@ -23,8 +23,8 @@ CHOSEN = ("recipe=tiny", "optimizer=signum")
 SHORT = (
     *CHOSEN,
     "training.steps=4",
-    "training.sequence_length=64",
-    "training.global_batch_size=8",
+    "training.sequence_length=32",
+    "training.global_batch_size=4",
     "training.micro_batch_size=2",
     "training.evaluation_samples=0",
     "training.sample_tokens=0",
@@ -157,6 +157,7 @@ def test_a_sweep_that_goes_on_has_to_be_trusted_again(trainctl, folder: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
 def test_it_trains_and_goes_on_from_its_checkpoint(trainctl, folder: Path) -> None:
     trust, own = ("--trust-code",), ("--config-dir", "own")
     first = ("training.stop_after_steps=2", "--run-dir", "run")

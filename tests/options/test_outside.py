@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded")]
 
 PACKAGE = Path(__file__).parent / "package"
 MODES = ("activation_checkpointing=marked", "precision=rounded")
@@ -30,8 +30,8 @@ OWN = (
     "model=granite",
     *MODES,
     "training.steps=4",
-    "training.sequence_length=64",
-    "training.global_batch_size=8",
+    "training.sequence_length=32",
+    "training.global_batch_size=4",
     "training.micro_batch_size=2",
     "training.evaluation_samples=0",
     "training.sample_tokens=0",
@@ -62,10 +62,11 @@ class Command:
 
     def __call__(self, *arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
         """Run it and expect the exit code; its result."""
+        path = os.pathsep.join(filter(None, [str(self.installed), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
             [sys.executable, "-m", "trainctl", *arguments],
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(self.installed), "COLUMNS": "200"},
+            env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
             capture_output=True,
             text=True,
         )
@@ -96,7 +97,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> Trained:
     trainctl = Command(installed, tmp_path_factory.mktemp("trained"))
     write_texts(trainctl.folder)
     run, whole = trainctl.folder / "run", trainctl.folder / "whole"

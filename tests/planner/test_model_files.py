@@ -110,6 +110,7 @@ def test_quantised_and_broken_files_are_told(tmp_path: Path) -> None:
     assert "not in its own directory" in found.message
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_published_names_are_held_against_the_model_by_transformers(tmp_path: Path) -> None:
     shape = {"vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2}
     kind = {"num_key_value_heads": 2, "intermediate_size": 3, "num_local_experts": 2}

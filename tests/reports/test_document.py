@@ -30,8 +30,8 @@ def read(*runs: RunPaths) -> list[History]:
     return histories
 
 
-def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
-    document = report_document(read(new_run(tmp_path / "run")), price=1.0)
+def test_a_run_that_has_not_begun(untrained: RunPaths) -> None:
+    document = report_document(read(untrained), price=1.0)
     (found,) = document["runs"]
     assert found["state"] == "new" and found["step"] == 0 and found["series"] == {}
     assert "</html>" in page(document, title="run")
@@ -123,6 +123,12 @@ def test_all_forms_have_the_same_numbers(
     assert len(capsys.readouterr().out.splitlines()) == 501
 
 
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    """A run that has not begun, which nobody changes."""
+    return new_run(tmp_path_factory.mktemp("untrained") / "run")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -134,10 +140,13 @@ def test_all_forms_have_the_same_numbers(
     ],
 )
 def test_what_is_refused(
-    arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    arguments: list[str],
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    untrained: RunPaths,
 ) -> None:
-    run = new_run(tmp_path / "run")
-    assert command(["report", str(run.root), *arguments]) == code
+    assert command(["report", str(untrained.root), *arguments]) == code
     assert said in capsys.readouterr().err
 
 

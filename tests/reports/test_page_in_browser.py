@@ -19,7 +19,7 @@ from selenium.webdriver.common.keys import Keys
 
 from trainctl.runs.records import read_events
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded")]
 
 STEPS = 40
 LENGTH = (
@@ -43,7 +43,7 @@ CHARTS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "memory", "
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def runs(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[Path]:
     """The two runs, trained."""
     folder = tmp_path_factory.mktemp("runs")
     names = ("spikes", "calm")

@@ -16,12 +16,12 @@ from live_runs import make_run, train
 
 from trainctl.runs.records import EventWriter, read_events
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded")]
 
 READY = "return document.documentElement.dataset.ready !== undefined"
 SHOWN = "Number(document.querySelector('#tiles .value').firstChild.textContent.replace(/\\D/g, ''))"
 NOTICE = "document.querySelector('#notice').textContent"
-MANY = 300
+MANY = 200
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_folder_of_hundreds_of_runs(tmp_path: Path, window: Browser) -> None:
         assert window.script("return document.querySelectorAll('#plot path.best').length") == 1
         window.script("document.querySelector('#filter').focus()")
         window.press(*"run-")
-        window.wait("return document.querySelector('#count').textContent === '4 of 300 runs'")
+        window.wait("return document.querySelector('#count').textContent === '4 of 200 runs'")
         head = "document.querySelector('[data-column=\"held-out loss\"]')"
         window.script(f"{head}.focus()")
         window.press("\ue007")  # Enter

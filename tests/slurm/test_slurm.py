@@ -63,32 +63,6 @@ def preempt(cluster: Cluster) -> str:
     return cluster.run(*command, "--wrap", "sleep 1").strip()
 
 
-def test_a_preempted_run_saves_is_requeued_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
-    run = tmp_path / "r"
-    job = launch(cluster, run, *TWO_NODES, ENDLESS)
-    wait_until(lambda: len(curve(run)) > 3, "step", run)
-    listed = json.loads(trainctl(cluster, "runs", "ls", ".", "--json", cwd=tmp_path))["runs"]
-    assert [(row["state"], row["job"], row["nodes"]) for row in listed] == [("running", job, 2)]
-
-    urgent = preempt(cluster)
-    wait_until(lambda: read_status(RunPaths(run)).state is State.queued, "requeue", run)
-    cluster.wait_for(urgent, "COMPLETED")
-    first = curve(run)
-    saved = events(run, "end")[0]
-    assert saved["reason"] == "stop_requested" and events(run, "preempted")
-    wait_until(lambda: max(curve(run)) > max(first) + 2, "step after the requeue", run)
-    assert [event["attempt"] for event in events(run, "launch")] == [1, 2]
-    resumed = events(run, "start")[1]["resumed_from"]
-    assert resumed and resumed.endswith(f"step-{saved['step']:08}")
-    # The last step before and the first after it are neighbours: nothing was lost.
-    steps = [event["step"] for event in events(run, "step") if event["attempt"] == 2]
-    assert steps[0] == saved["step"] + 1
-
-    assert "saved and stopped" in trainctl(cluster, "runs", "stop", "r", cwd=tmp_path)
-    assert cluster.wait_for(job, "COMPLETED", "FAILED") == "COMPLETED 0:0"
-    assert not live_processes(run)
-
-
 def test_scancel_saves_and_is_final_and_names_execute_nothing(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -184,6 +158,37 @@ def test_a_program_of_the_user_s_trains_fails_and_is_cancelled(
     assert not live_processes(ended.root)
 
 
+# From here on the ranks have imported all: how they end is seen above.
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_a_preempted_run_saves_is_requeued_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    job = launch(cluster, run, *TWO_NODES, ENDLESS)
+    wait_until(lambda: len(curve(run)) > 3, "step", run)
+    listed = json.loads(trainctl(cluster, "runs", "ls", ".", "--json", cwd=tmp_path))["runs"]
+    assert [(row["state"], row["job"], row["nodes"]) for row in listed] == [("running", job, 2)]
+
+    urgent = preempt(cluster)
+    wait_until(lambda: read_status(RunPaths(run)).state is State.queued, "requeue", run)
+    cluster.wait_for(urgent, "COMPLETED")
+    first = curve(run)
+    saved = events(run, "end")[0]
+    assert saved["reason"] == "stop_requested" and events(run, "preempted")
+    wait_until(lambda: max(curve(run)) > max(first) + 2, "step after the requeue", run)
+    assert [event["attempt"] for event in events(run, "launch")] == [1, 2]
+    resumed = events(run, "start")[1]["resumed_from"]
+    assert resumed and resumed.endswith(f"step-{saved['step']:08}")
+    # The last step before and the first after it are neighbours: nothing was lost.
+    steps = [event["step"] for event in events(run, "step") if event["attempt"] == 2]
+    assert steps[0] == saved["step"] + 1
+
+    assert "saved and stopped" in trainctl(cluster, "runs", "stop", "r", cwd=tmp_path)
+    assert cluster.wait_for(job, "COMPLETED", "FAILED") == "COMPLETED 0:0"
+    assert not live_processes(run)
+
+
+@pytest.mark.usefixtures("preloaded")
 def test_a_sweep_is_an_array(cluster: Cluster, tmp_path: Path) -> None:
     # One node each, so that both tasks run at the same time.
     one = [text for text in TWO_NODES if not text.startswith("hardware=")]

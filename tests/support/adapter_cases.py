@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from trainctl.plan.resolve import resolve
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.train.model import transformers_config
+
+STEPS = 6
 
 CLIPPING = 0.25
 """Gradients of adapters are smaller than those of whole weights."""
@@ -129,6 +131,21 @@ def train(case: Adapting, folder: Path, *, steps: int) -> Curve:
     run = RunPaths(Path(tempfile.mkdtemp(dir=folder)))
     train_cases(case.combination.world_size, [Case(plan, run)])
     return curve(run)
+
+
+def train_all(
+    cases: Collection[Adapting], folder: Path, *, steps: int = STEPS
+) -> dict[Adapting, Curve]:
+    """As `train`, those with as many processes one after the other in the same ones."""
+    runs = {case: RunPaths(Path(tempfile.mkdtemp(dir=folder))) for case in sorted(cases)}
+    sizes: dict[int, list[Case]] = {}
+    for case, run in runs.items():
+        plan, refusal = judged(case, steps)
+        assert plan is not None, refusal
+        sizes.setdefault(case.combination.world_size, []).append(Case(plan, run))
+    for size, of_size in sizes.items():
+        train_cases(size, of_size, together=True)
+    return {case: curve(run) for case, run in runs.items()}
 
 
 def everything() -> list[Adapting]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,19 @@ class Trial:
 
     def train(self, folder: Path, *, steps: int = STEPS) -> Curve:
         """Loss and gradient norm by step."""
-        case = Case(self.plan(folder, steps=steps), RunPaths(Path(tempfile.mkdtemp(dir=folder))))
-        train_cases(self.processes, [case])
-        return curve(case.run)
+        return curve(train_all([self], folder, steps=steps)[self])
+
+
+def train_all(
+    trials: Iterable[Trial], folder: Path, *, steps: int = STEPS
+) -> dict[Trial, RunPaths]:
+    """Their runs; those with as many processes are one after the other in the same ones."""
+    runs = {trial: RunPaths(Path(tempfile.mkdtemp(dir=folder))) for trial in trials}
+    for size in sorted({trial.processes for trial in runs}):
+        cases = [
+            Case(trial.plan(folder, steps=steps), run)
+            for trial, run in runs.items()
+            if trial.processes == size
+        ]
+        train_cases(size, cases, together=True)
+    return runs

@@ -12,9 +12,7 @@ from torchao.optim import AdamW8bit
 
 from trainctl.config.schema import OptimizerConfig
 from trainctl.engines.process import Process
-from trainctl.runs.records import EventWriter
 from trainctl.train.session import assemble
-from trainctl.train.trainer import Trainer
 
 Step = Callable[[], None]
 
@@ -171,13 +169,3 @@ def _lamb(
             r = r + group["weight_decay"] * p
             ratio = p.norm() / r.norm() if p.dim() > 1 else 1.0
             p.sub_(group["lr"] * ratio * r)
-
-
-def train(cases: list[Case], process: Process) -> None:
-    """Train every case, one after the other, in the same processes."""
-    for case in cases:
-        session = assemble(case.plan, case.run, process)
-        events = EventWriter(case.run.events, case.attempt) if process.is_first else None
-        Trainer(session, events).train()
-        process.barrier()
-        session.engine.close()

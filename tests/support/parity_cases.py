@@ -32,6 +32,8 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
 STEPS = 30
+TOKENS = 128
+"""Of a sample."""
 CLIPPING = 0.5
 CLIPPED_STEPS = 20
 """Steps of the 30 in which the gradient is to be clipped, at least."""
@@ -151,6 +153,7 @@ def judge(
     combination: Combination,
     *,
     steps: int = STEPS,
+    tokens: int = TOKENS,
     data: DataConfig | None = None,
     nvme: Path = Path("/nvme"),
 ) -> Verdict:
@@ -162,13 +165,14 @@ def judge(
     Args:
         combination: The choices.
         steps: Optimizer steps of the run.
+        tokens: Of a sample.
         data: The corpus; None for that of the tiny recipe.
         nvme: Folder that states are swapped to.
     """
     hardware = Hardware(
         name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=combination.world_size
     )
-    config = layout_config(combination, steps, nvme)
+    config = layout_config(combination, steps, nvme, tokens)
     config.data = data or config.data
     resolution = resolve(config, hardware)
     if resolution.plan is None:
@@ -182,9 +186,11 @@ def judge(
     return Verdict(None, unready or idle) if unready or idle else Verdict(resolution.plan)
 
 
-def layout_config(combination: Combination, steps: int, nvme: Path) -> RunConfig:
+def layout_config(
+    combination: Combination, steps: int, nvme: Path, tokens: int = TOKENS
+) -> RunConfig:
     """The tiny model's."""
-    config = tiny_config(steps=steps)
+    config = tiny_config(steps=steps, sequence_length=tokens)
     config.optimizer.gradient_clipping = CLIPPING
     config.optimizer.lr = 1e-3
     config.schedule.warmup_steps = 3
@@ -221,13 +227,18 @@ def enlarge(config: RunConfig) -> None:
     model.num_layers, model.hidden_size = 2, 256
     elements = 2048 if config.precision.compute == DataType.fp32 else 4096
     model.vocab_size = model.intermediate_size = elements  # matrices of 2 MiB
-    config.training.sequence_length = 64
+    config.training.sequence_length = min(config.training.sequence_length, 64)
     config.zero_stage.sub_group_size = 1_000_000
     config.zero_stage.max_live_parameters = 10_000_000
 
 
 def train(
-    combination: Combination, folder: Path, *, steps: int = STEPS, data: DataConfig | None = None
+    combination: Combination,
+    folder: Path,
+    *,
+    steps: int = STEPS,
+    tokens: int = TOKENS,
+    data: DataConfig | None = None,
 ) -> Curve:
     """Train a combination that is not refused; loss and gradient norm by step.
 
@@ -235,7 +246,7 @@ def train(
         RanksFailed: A rank failed.
     """
     nvme = folder / "nvme"
-    verdict = judge(combination, steps=steps, data=data, nvme=nvme)
+    verdict = judge(combination, steps=steps, tokens=tokens, data=data, nvme=nvme)
     assert verdict.plan is not None, verdict.refusal
     run = RunPaths(Path(tempfile.mkdtemp(dir=folder)))
     train_cases(combination.world_size, [Case(verdict.plan, run)])
@@ -311,7 +322,7 @@ def pairwise(
     """Few of the candidates that together have every pair of choices that some candidate has.
 
     Greedy: always the one with the most new pairs; among equals the one with the fewest processes,
-    then the first of a shuffled order.
+    then one in fp32, which takes less time, then the first of a shuffled order.
 
     Args:
         candidates: To choose from.
@@ -320,7 +331,7 @@ def pairwise(
     """
     rest = list(candidates)
     random.Random(seed).shuffle(rest)
-    rest.sort(key=lambda combination: combination.world_size)
+    rest.sort(key=lambda combination: (combination.world_size, combination.precision != "fp32"))
     had: set[Pair] = set().union(*map(pairs, covered))
     new = {combination: pairs(combination) - had for combination in rest}
     chosen = []

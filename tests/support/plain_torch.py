@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rank_processes import tiny_plan
+from rank_processes import prepare_once, tiny_plan
 from torch import nn
 
 from trainctl.config.schema import AdaptiveClipping, RunConfig
@@ -19,7 +19,6 @@ from trainctl.train.corpora import load_corpora
 from trainctl.train.data import TrainingData
 from trainctl.train.gradient_changes import normal
 from trainctl.train.model import skeleton
-from trainctl.train.prepare import prepare
 from trainctl.train.weights import SeedWeights
 
 
@@ -42,7 +41,7 @@ def plain_torch(config: RunConfig, folder: Path, *, steps: int) -> Made:
     """Train the config's first steps: AdamW, a constant learning rate, fp32, whole batches."""
     plan, run = tiny_plan(config, 1), RunPaths(folder)
     run.attempt(1).root.mkdir(parents=True)
-    prepare(plan, run)
+    prepare_once(plan, run)
     seed = config.training.seed
     model = skeleton(config.model, torch.float32)
     pieces = materialise(model, SeedWeights.of(config.model, model, seed), torch.device("cpu"))

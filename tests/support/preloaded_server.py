@@ -1,7 +1,8 @@
 """A process that has imported what trainctl imports, and forks itself for each that asks.
 
-What asks is what was started in its place: `preloaded/fork_client.py`. The importing is most of
-what a short run costs. Standard library only, beside what it imports for the others.
+What asks is what was started in its place, `preloaded/fork_client.py`, or a test (`Forked`). The
+importing is most of what a short run costs. Standard library only, beside what it imports for the
+others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,8 @@ from trainctl.runs.processes import PARENT_VARIABLE, die_with_parent
 
 PRELOADED = (
     "trainctl.train.rank",
+    "trainctl.train.anatomy",
+    "trainctl.train.trace",
     "trainctl.engines.deepspeed.room",
     "trainctl.cli.main",
     "trainctl.config.compose",
@@ -32,6 +38,8 @@ PRELOADED = (
 )
 POLL_SECONDS = 0.02
 LARGEST_REQUEST = 1 << 20
+ROOM = "x" * (1 << 16)
+"""In the environment and on the command line of a server, for what its forks show instead."""
 
 
 class PreloadedServer:
@@ -39,17 +47,23 @@ class PreloadedServer:
 
     Args:
         folder: For its socket and what it prints.
+        modules: What it imports.
     """
 
-    def __init__(self, folder: Path) -> None:
-        address = folder / "server.sock"
+    def __init__(self, folder: Path, modules: Sequence[str] = PRELOADED) -> None:
+        self.address = address = folder / "server.sock"
         self._errors = (folder / "server.err").open("wb")
         self._server = subprocess.Popen(
-            [sys.executable, __file__, str(os.getpid()), str(address)],
+            [sys.executable, __file__, str(os.getpid()), str(address), ",".join(modules), ROOM],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={
+                **os.environ,
+                "DS_ACCELERATOR": "cpu",
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "TRAINCTL_TESTS_ROOM": ROOM,
+            },
             start_new_session=True,
         )
         assert self._server.stdout is not None
@@ -72,6 +86,89 @@ class PreloadedServer:
         assert self._server.stdout is not None
         self._server.stdout.close()
         self._errors.close()
+
+
+class Forked:
+    """A fork that runs a module as its main one: of `subprocess.Popen` what tests use. It is a
+    child of the server, and ends when this is gone.
+
+    Args:
+        server: What forks it.
+        module: Its name.
+        arguments: Its command line.
+        environment: All its variables.
+        own_session: Whether it leads one.
+    """
+
+    def __init__(
+        self,
+        server: PreloadedServer,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        own_session: bool = False,
+    ) -> None:
+        request = {
+            "module": module,
+            "arguments": [module, *arguments],
+            "folder": str(Path.cwd()),
+            "environment": dict(environment),
+            "path": [*environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path],
+            "processors": os.sched_getaffinity(0),
+            "ignored": [],
+            "own_session": own_session,
+        }
+        self.returncode: int | None = None
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.connect(str(server.address))
+        given, self._stdin = os.pipe()
+        self._stderr, said = os.pipe()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        socket.send_fds(self._connection, [pickle.dumps(request)], [given, nowhere, said])
+        for descriptor in (given, nowhere, said):
+            os.close(descriptor)
+        self.pid = int(self._connection.recv(64))
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        return self._ended(0.0)
+
+    def kill(self) -> None:
+        """By SIGKILL, unless it has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[None, str]:
+        """End its stdin and wait for its end; what it, or who has its stderr, said until then.
+
+        Raises:
+            subprocess.TimeoutExpired: It goes on.
+        """
+        if self._stdin >= 0:
+            os.close(self._stdin)
+            self._stdin = -1
+        if self._stderr < 0:
+            return None, self._said
+        said, deadline = b"", time.monotonic() + (inf if timeout is None else timeout)
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([self._stderr], [], [], None if left == inf else left)[0]:
+                part = os.read(self._stderr, 1 << 16)
+                if not part:
+                    break
+                said += part
+        if self._ended(None if timeout is None else max(0.0, deadline - time.monotonic())) is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        os.close(self._stderr)
+        self._stderr, self._said = -1, said.decode(errors="replace")
+        self._connection.close()
+        return None, self._said
+
+    def _ended(self, seconds: float | None) -> int | None:
+        if self.returncode is None and select.select([self._connection], [], [], seconds)[0]:
+            self.returncode = int(self._connection.recv(64) or -signal.SIGKILL)
+        return self.returncode
 
 
 def serve(listener: socket.socket) -> dict[str, Any] | None:
@@ -102,7 +199,8 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                     os.close(descriptor)
                 for open_one in (listener, connection, *forks.values()):
                     open_one.close()
-                request["environment"][PARENT_VARIABLE] = str(server)
+                if PARENT_VARIABLE in request["environment"]:
+                    request["environment"][PARENT_VARIABLE] = str(server)
                 return request
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -113,7 +211,7 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
 def main() -> None:
     """Import, say so, serve; in a fork: run what was asked for."""
     die_with_parent(int(sys.argv[1]))
-    for name in PRELOADED:
+    for name in sys.argv[3].split(","):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
@@ -127,6 +225,8 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.sched_setaffinity(0, request["processors"])
+    if request.get("own_session"):
+        os.setsid()
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     sys.path[:] = request["path"]

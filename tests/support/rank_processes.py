@@ -115,10 +115,13 @@ def tiny_plan(config: RunConfig, world_size: int) -> RunPlan:
     return resolution.plan
 
 
-def train_cases(world_size: int, cases: list[Case], *, probe: str = "") -> list[Any]:
+def train_cases(
+    world_size: int, cases: list[Case], *, together: bool = False, probe: str = ""
+) -> list[Any]:
     """Train every case on `world_size` fresh processes; what `probe` returned, by rank.
 
     Args:
+        together: All one after the other in the same processes: half of a small case is its start.
         probe: ``module:function`` called once as ``function(cases, process)`` in place of training.
 
     Raises:
@@ -128,7 +131,7 @@ def train_cases(world_size: int, cases: list[Case], *, probe: str = "") -> list[
         attempt = case.run.attempt(case.attempt)
         attempt.root.mkdir(parents=True, exist_ok=True)
         write_json(attempt.plan, to_plain(case.plan))
-        _prepare(case.plan, case.run)
+        prepare_once(case.plan, case.run)
     for operator in sorted(set().union(*(_operators(case.plan) for case in cases))):
         # Once for all ranks, and with no limit to it: a compiler that is killed leaves a lock.
         server().prepare("ranks:load_operator", operator)
@@ -136,12 +139,12 @@ def train_cases(world_size: int, cases: list[Case], *, probe: str = "") -> list[
         server().prepare("ranks:load_module", "bitsandbytes")
     if probe:
         return server().run("ranks:probe", (cases, probe), world_size, SECONDS)
-    for case in cases:
-        server().run("ranks:train", case, world_size, SECONDS)
+    for work in [cases] if together else [[case] for case in cases]:
+        server().run("ranks:train", work, world_size, SECONDS)
     return []
 
 
-def _prepare(plan: RunPlan, run: RunPaths) -> None:
+def prepare_once(plan: RunPlan, run: RunPaths) -> None:
     """As before a launch, but the standard library's folders are walked once: it takes as long as
     ten steps of the tiny model."""
     config = plan.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.utils import groups
 from rank_processes import Case
 
 from trainctl.config.schema import OffloadDevice
@@ -24,6 +26,13 @@ from trainctl.train.trainer import Trainer
 
 deepspeed.ops.__compatible_ops__  # noqa: B018 (probed when first asked for, with a compiler)
 
+_GROUPS = {
+    name: copy.copy(value)
+    for name, value in vars(groups).items()
+    if not name.startswith("__") and (value is None or isinstance(value, dict | list))
+}
+"""What DeepSpeed notes of an engine's process groups, before there is one."""
+
 
 def load_operator(name: str) -> None:
     """Compile, if it has not been, and load one of DeepSpeed's operators; runs in the server."""
@@ -35,18 +44,25 @@ def load_module(name: str) -> None:
     importlib.import_module(name)
 
 
-def train(case: Case) -> None:
-    """Train as a launched rank does, noting the samples that are really read."""
-    with _joined(case) as process:
-        session = assemble(case.plan, case.run, process)
-        _assert_swapped(session)
-        mesh = session.mesh
-        if mesh.tensor.is_first and mesh.sequence.is_first and mesh.pipeline.is_first:
-            session.training = _Watched(session.training, case)  # type: ignore[assignment]
-        events = EventWriter(case.run.events, case.attempt) if process.is_first else None
-        Trainer(session, events, attempt=case.attempt).train()
-        process.barrier()
-        session.engine.close()
+def train(cases: list[Case]) -> None:
+    """Train each as a launched rank does, noting the samples that are really read."""
+    with _joined(cases[0]) as process:
+        for case in cases:
+            _train(case, process)
+            for name, value in _GROUPS.items():  # else the next engine takes them for its own
+                setattr(groups, name, copy.copy(value))
+
+
+def _train(case: Case, process: Process) -> None:
+    session = assemble(case.plan, case.run, process)
+    _assert_swapped(session)
+    mesh = session.mesh
+    if mesh.tensor.is_first and mesh.sequence.is_first and mesh.pipeline.is_first:
+        session.training = _Watched(session.training, case)  # type: ignore[assignment]
+    events = EventWriter(case.run.events, case.attempt) if process.is_first else None
+    Trainer(session, events, attempt=case.attempt).train()
+    process.barrier()
+    session.engine.close()
 
 
 def _assert_swapped(session: Session) -> None:

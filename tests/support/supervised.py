@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from preloaded_server import Forked, PreloadedServer
+
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, LoggingConfig, RunConfig
@@ -68,13 +70,28 @@ def carriers(identity: str) -> dict[int, str]:
 
 
 class Launch:
-    """A launcher in a session of its own, like the foreground job of a terminal."""
+    """A launcher in a session of its own, like the foreground job of a terminal.
 
-    def __init__(self, run: RunPaths, behaviour: str) -> None:
+    Args:
+        run: Of `Launches.make_run`.
+        behaviour: Of its ranks.
+        server: Forks it, with all that it and its agent import; None starts it.
+    """
+
+    def __init__(
+        self, run: RunPaths, behaviour: str, server: PreloadedServer | None = None
+    ) -> None:
         self.run = run
         self.identity = run_id(run)
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         self.started = time.monotonic()
+        self.process: subprocess.Popen[str] | Forked
+        if server is not None:
+            arguments = [str(run.root), behaviour]
+            self.process = Forked(
+                server, "forked_driver", arguments, environment=environment, own_session=True
+            )
+            return
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("driver.py")), run.root, behaviour],
             env=environment,
@@ -141,10 +158,15 @@ class Launch:
 
 
 class Launches:
-    """Makes runs and launches, and leaves nothing behind whatever a test does."""
+    """Makes runs and launches, and leaves nothing behind whatever a test does.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Args:
+        folder: For the runs.
+        server: Forks the launchers.
+    """
+
+    def __init__(self, folder: Path, server: PreloadedServer | None = None) -> None:
+        self._folder, self._server = folder, server
         self._launches: list[Launch] = []
 
     def make_run(self, ranks: int = 2, **launcher: Any) -> RunPaths:
@@ -154,7 +176,7 @@ class Launches:
         return run
 
     def start(self, behaviour: str, *, run: RunPaths | None = None, **plan: Any) -> Launch:
-        launch = Launch(run or self.make_run(**plan), behaviour)
+        launch = Launch(run or self.make_run(**plan), behaviour, self._server)
         self._launches.append(launch)
         return launch
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from adapter_cases import Adapting, base_directory, config_of, train
+from adapter_cases import Adapting, base_directory, config_of, train_all
 from fabricated import fabricate
 from fork_server import RanksFailed
 from parity_cases import Difference
@@ -71,11 +71,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(base: Path, tmp_path_factory: pytest.TempPathFactory):
     """LoRA and DoRA, trained on one process."""
-    runs = {}
-    for kind in ("lora", "dora"):
-        run, plan = started(tmp_path_factory.mktemp(kind), kind, base)
-        train_cases(1, [Case(plan, run)])
-        runs[kind] = run, plan
+    runs = {kind: started(tmp_path_factory.mktemp(kind), kind, base) for kind in ("lora", "dora")}
+    train_cases(1, [Case(plan, run) for run, plan in runs.values()], together=True)
     return runs
 
 
@@ -111,7 +108,13 @@ def test_a_scale_that_peft_does_not_know_is_in_its_alpha(monkeypatch) -> None:
 
 def test_a_narrow_model_is_evaluated_as_it_was_trained(tmp_path: Path, base: Path) -> None:
     """Merged, the sum of weight and adapter would be rounded to bf16."""
-    changes = {"precision__compute": DataType.bf16, "training__evaluation_samples": 8}
+    changes = {
+        "precision__compute": DataType.bf16,
+        "training__steps": 4,
+        "training__sequence_length": 64,
+        "training__global_batch_size": 4,
+        "training__evaluation_samples": 8,
+    }
     run, plan = started(tmp_path, "lora", base, **changes)
     train_cases(1, [Case(plan, run)])
     recorded = read_events(run.events, "evaluation")[-1]["loss"]
@@ -190,21 +193,24 @@ def test_a_checkpoint_holds_the_adapter_and_names_its_base(trained, base: Path) 
 def test_it_goes_on_bit_for_bit_and_elsewhere(tmp_path: Path, trained, base: Path) -> None:
     whole, plan = trained["lora"]
     half, plan = started(tmp_path / "half", "lora", base)
-    train_cases(1, [Case(with_stop(plan, 3), half)])
+    ways = [(3, 1), (1, 2)]
+    others = {way: started(tmp_path / f"stage-{way[0]}", "lora", base) for way in ways}
+    stopped = [Case(with_stop(first, 3), run) for run, first in ((half, plan), *others.values())]
+    train_cases(1, stopped, together=True)
     train_cases(1, [Case(plan, half, 2)])
     assert curve(half) == curve(whole)
     ours, theirs = (load_file(newest(run) / "rank-00000.safetensors") for run in (half, whole))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
-    for stage, tensor in ((3, 1), (1, 2)):
-        other, first = started(tmp_path / f"stage-{stage}", "lora", base)
-        _, second = started(
-            tmp_path, "lora", base, 2, zero_stage__stage=stage, parallelism__tensor=tensor
-        )
-        train_cases(1, [Case(with_stop(first, 3), other)])
-        train_cases(2, [Case(second, other, 2)])
+    resumed = []
+    for (stage, tensor), (other, _) in others.items():
+        axes = {"zero_stage__stage": stage, "parallelism__tensor": tensor}
+        _, second = started(tmp_path, "lora", base, 2, **axes)
+        resumed.append(Case(second, other, 2))
+    train_cases(2, resumed, together=True)
+    for way, (other, _) in others.items():
         difference = Difference.between(curve(whole), curve(other))
-        assert difference.loss < 1e-5 and difference.norm < 1e-5, (stage, tensor)
+        assert difference.loss < 1e-5 and difference.norm < 1e-5, way
 
 
 @pytest.mark.parametrize("model", ["llama", "llama-untied"])
@@ -255,12 +261,13 @@ LAYOUTS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
-def test_a_layout_gives_the_curve_of_one_process(tmp_path: Path, case: Adapting) -> None:
-    reference = train(case.reference, tmp_path, steps=STEPS)
-    assert reference[STEPS][0] < reference[1][0] - 0.05
-    difference = Difference.between(reference, train(case, tmp_path, steps=STEPS))
-    assert difference.loss < 1e-5 and difference.norm < 1e-5
+def test_a_layout_gives_the_curve_of_one_process(tmp_path: Path) -> None:
+    curves = train_all({each for case in LAYOUTS for each in (case, case.reference)}, tmp_path)
+    for case in LAYOUTS:
+        reference = curves[case.reference]
+        assert reference[STEPS][0] < reference[1][0] - 0.05, case
+        difference = Difference.between(reference, curves[case])
+        assert difference.loss < 1e-5 and difference.norm < 1e-5, case
 
 
 @pytest.mark.slow
@@ -270,6 +277,7 @@ def test_a_tied_weight_that_is_frozen_has_no_gradient_to_share_between_stages(
     """DeepSpeed asks for it where bf16 gradients are added up in fp32."""
     config = config_of(Adapting("lora-all", "PP2", "1", precision="bf16", model="llama"), STEPS)
     config.precision.gradient_accumulation = DataType.fp32
+    config.training.sequence_length, config.training.global_batch_size = 64, 4
     run = RunPaths(tmp_path)
     train_cases(2, [Case(tiny_plan(config, 2), run)])
     losses = [loss for loss, _ in curve(run).values()]
@@ -278,13 +286,13 @@ def test_a_tied_weight_that_is_frozen_has_no_gradient_to_share_between_stages(
 
 @pytest.mark.slow
 def test_what_is_dropped_is_dropped_again_where_a_block_is_recomputed(tmp_path: Path) -> None:
-    runs = []
+    cases = []
     for name, tiles, mode in (("plain", 1, "none"), ("again", 1, "full"), ("tiles", 4, "none")):
         config = config_of(Adapting("lora-all", checkpointing=mode), STEPS, dropout=0.2)
         config.kernels.mlp_tiles = tiles
-        runs.append(RunPaths(tmp_path / name))
-        train_cases(1, [Case(tiny_plan(config, 1), runs[-1])])
-    plain, again, tiles = map(curve, runs)
+        cases.append(Case(tiny_plan(config, 1), RunPaths(tmp_path / name)))
+    train_cases(1, cases, together=True)
+    plain, again, tiles = (curve(case.run) for case in cases)
     assert Difference.between(plain, again).loss < 1e-6
     assert plain != tiles and tiles[STEPS][0] < tiles[1][0] - 0.05  # drawn tile by tile
 

@@ -13,6 +13,7 @@ from trainctl.errors import TrainctlError
 from trainctl.options.model import families
 from trainctl.plan import flops, shapes
 from trainctl.train.anatomy import anatomy, structure
+from trainctl.train.initial import Undrawn
 from trainctl.train.model import skeleton
 
 SHAPE = {
@@ -80,7 +81,7 @@ def test_an_anatomy_says_what_the_model_has(kind: str, tmp_path) -> None:
     told = anatomy(model)
     table = told.to_table()
     read = anatomy_of(table)
-    with torch.device("meta"):
+    with torch.device("meta"), Undrawn():
         real = AutoModelForCausalLM.from_config(config)
     named = {name: tuple(tensor.shape) for name, tensor in real.named_parameters()}
     assert {each.name: each.shape for each in read.parameters} == named

@@ -91,7 +91,7 @@ def test_other_architectures_start_from_their_weights_train_and_come_back(tmp_pa
         model = directory(tmp_path / f"from-{number}", kind, changes)
         assert model.initial_weights == model.path == str(tmp_path / f"from-{number}")
         cases[name] = Case(plan(model, settings), RunPaths(tmp_path / f"run-{number}"))
-    train_cases(2, list(cases.values()))
+    train_cases(2, list(cases.values()), together=True)
     ids = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(1))
     for number, (name, case) in enumerate(cases.items()):
         newest, _ = newest_checkpoint(case.run)
@@ -128,10 +128,11 @@ def test_a_router_s_bias_stays_in_fp32_through_training_checkpoints_and_a_resume
             "zero_stage.stage": stage,
             "precision.compute": DataType.bf16,
             "training.stop_after_steps": STEPS - 1,
+            "training.global_batch_size": 4,
         }
         made_plan = plan(of_directory(tmp_path / "from", "deepseek_v3"), settings)
         cases.append(Case(made_plan, RunPaths(tmp_path / f"{stage}")))
-    train_cases(2, cases)
+    train_cases(2, cases, together=True)
     for stage, case in zip((1, 3), cases, strict=True):
         newest, _ = newest_checkpoint(case.run)
         saved = Checkpoint(newest.path)
@@ -149,7 +150,7 @@ def test_a_router_s_bias_stays_in_fp32_through_training_checkpoints_and_a_resume
         longer = deepcopy(case.plan.config)
         longer.training.stop_after_steps = None
         cases[stage // 2] = Case(tiny_plan(longer, 2), case.run, attempt=2)
-    train_cases(2, cases)
+    train_cases(2, cases, together=True)
     for case in cases:
         newest, _ = newest_checkpoint(case.run)
         assert newest.step == STEPS

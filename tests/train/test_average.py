@@ -25,17 +25,19 @@ from trainctl.train.state import AVERAGE, MASTER
 from trainctl.train.weights import SeedWeights
 
 STEPS, HALF, DECAY = 6, 4, 0.22
-PROBE = "optimizer_probe:train"
 Weights = dict[str, torch.Tensor]
 
 
 def averaged(stage: int, *, averages: bool = True) -> RunConfig:
     """Stages 1 and 2 in bf16; an average at every second step, and a checkpoint at each."""
+    is_narrow = stage in (1, 2)
+    few = {"sequence_length": 64, "global_batch_size": 4} if is_narrow else {}
     return tiny_config(
         steps=STEPS,
+        **few,
         evaluate_every_steps=2,
         zero_stage__stage=stage,
-        precision__compute="bf16" if stage in (1, 2) else "fp32",
+        precision__compute="bf16" if is_narrow else "fp32",
         optimizer__lr=3e-3,
         checkpoint__every_steps=1,
         checkpoint__keep=STEPS,
@@ -108,7 +110,7 @@ def test_the_average_at_every_stage(tmp_path: Path) -> None:
     """Saved as its formula says, evaluated without a trace, resumed there and elsewhere."""
     cases = [case_of(averaged(stage), tmp_path / f"{stage}") for stage in range(4)]
     without = case_of(averaged(3, averages=False), tmp_path / "without")
-    train_cases(2, [*cases, without], probe=PROBE)
+    train_cases(2, [*cases, without], together=True)
     for case in cases:
         for step, expected in by_formula(case).items():
             assert_close(weights_of(case, step), expected, 1e-6)
@@ -118,7 +120,7 @@ def test_the_average_at_every_stage(tmp_path: Path) -> None:
     same = [cut_off(cases[stage], averaged(stage)) for stage in (1, 3)]
     moved = [cut_off(cases[0], averaged(3)), cut_off(cases[3], averaged(0))]
     late = cut_off(without, averaged(3))
-    train_cases(2, [*same, *moved, late], probe=PROBE)
+    train_cases(2, [*same, *moved, late], together=True)
     for case, start in zip(same, (1, 3), strict=True):
         assert_close(weights_of(case), weights_of(cases[start]), 0.0)
     for case, start in zip(moved, (0, 3), strict=True):
@@ -142,7 +144,7 @@ def test_a_skipped_update_does_not_count(tmp_path: Path) -> None:
     config = averaged(2)
     config.stability.on_bad_loss, config.training.ema_every_steps = OnBadLoss.skip_step, 1
     run = RunPaths(tmp_path)
-    train_poisoned(Poisoned(tiny_plan(config, 2), run, poison=((8, NAN),)))  # in the second step
+    train_poisoned(Poisoned(tiny_plan(config, 2), run, poison=((4, NAN),)))  # in the second step
     case = Case(tiny_plan(config, 2), run)
     assert Checkpoint(path_of(case)).manifest["ema"] == {"steps": STEPS - 1}
     assert_close(weights_of(case, 2), weights_of(case, 1), 0.0)
@@ -157,11 +159,11 @@ def test_the_average_on_every_axis_and_in_host_memory(tmp_path: Path) -> None:
         setattr(config.parallelism, axis, 2)
         others.append(case_of(config, tmp_path / axis))
     for stage in (2, 3):
-        config = averaged(stage)
-        config.precision.compute = DataType.fp32
+        config = averaged(0)
+        config.zero_stage.stage = stage
         config.offload.optimizer = OffloadDevice.cpu
         others.append(case_of(config, tmp_path / f"host-{stage}"))
-    train_cases(2, [whole, *others])
+    train_cases(2, [whole, *others], together=True)
     for case in others:
         assert_close(weights_of(case), weights_of(whole), 1e-4)  # Adam, where gradients are nothing
         assert_evaluated(case)

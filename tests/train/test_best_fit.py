@@ -275,7 +275,7 @@ def test_a_mixture_of_bins_is_trained_as_planned_and_goes_on_bit_for_bit(with_wo
     config = from_plain(RunConfig, plain)
     plan = tiny_plan(config, 1)
     whole, stopped = (RunPaths(tmp_path / name) for name in ("whole", "stopped"))
-    train_cases(1, [Case(plan, whole), Case(with_stop(plan, 3), stopped)])
+    train_cases(1, [Case(plan, whole), Case(with_stop(plan, 3), stopped)], together=True)
     train_cases(1, [Case(plan, stopped, attempt=2)])
     assert curve(stopped) == curve(whole)
     corpora = build_corpora(config, load_tokenizer(config.tokenizer))

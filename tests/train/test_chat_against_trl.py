@@ -73,7 +73,7 @@ def test_losses_are_trls_packed_and_one_by_one(tmp_path, monkeypatch):
     cases = {}
     for name, length, samples in (("packed", 120, 2), ("alone", 60, 5)):
         cases[name] = Case(plan_of(base, file, length, samples), RunPaths(tmp_path / name))
-    train_cases(1, [*cases.values()])
+    train_cases(1, [*cases.values()], together=True)
     packed, alone = (
         np.array([loss for loss, _ in curve(case.run).values()]) for case in cases.values()
     )

@@ -14,7 +14,7 @@ from trainctl.train.build import whole_pieces
 from trainctl.train.model import skeleton
 from trainctl.train.tensor_parallel import shard_model
 
-FEW = 6
+FEW = 4
 
 
 def on_rank(model, index, size):

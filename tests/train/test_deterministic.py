@@ -14,7 +14,13 @@ from trainctl.runs.layout import RunPaths
 def test_two_runs_have_the_same_curve_and_what_cannot_be_repeated_is_named(tmp_path: Path) -> None:
     cases = []
     for number in range(2):
-        config = tiny_config(steps=3, evaluation_samples=0, deterministic=True)
+        config = tiny_config(
+            steps=3,
+            sequence_length=32,
+            global_batch_size=4,
+            evaluation_samples=0,
+            deterministic=True,
+        )
         config.zero_stage.stage, config.precision.compute = 2, DataType.bf16
         cases.append(Case(tiny_plan(config, 2), RunPaths(tmp_path / str(number))))
     for algorithms, fills_memory, tunes, message in train_cases(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, trained, with_stop
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
 from trainctl.config.schema import RunConfig
 from trainctl.engines.deepspeed.wrappers import adapter_of
@@ -33,13 +33,14 @@ def end_of(run: RunPaths) -> tuple[float, str]:
 def test_another_engine_trains_alike_and_goes_on_from_the_checkpoints_of_deepspeed(tmp_path):
     """Nothing of the trainer or of a checkpoint is DeepSpeed's."""
     plan = tiny_plan(clipped(stage=0), 2)
-    expected = trained(tmp_path / "expected", clipped(stage=0), 2)
-    alone, resumed = RunPaths(tmp_path / "alone"), RunPaths(tmp_path / "resumed")
-    train_cases(2, [Case(plan, alone)], probe="plain_engine:train")
+    expected, alone, resumed = (
+        RunPaths(tmp_path / name) for name in ("expected", "alone", "resumed")
+    )
     # DeepSpeed's third stage, then plain torch, then its second stage.
     stage_3, stage_2 = (tiny_plan(clipped(stage), 2) for stage in (3, 2))
-    train_cases(2, [Case(with_stop(stage_3, 2), resumed)])
-    train_cases(2, [Case(with_stop(plan, 4), resumed, 2)], probe="plain_engine:train")
+    train_cases(2, [Case(plan, expected), Case(with_stop(stage_3, 2), resumed)], together=True)
+    both = [Case(plan, alone), Case(with_stop(plan, 4), resumed, 2)]
+    train_cases(2, both, probe="plain_engine:train")
     train_cases(2, [Case(stage_2, resumed, 3)])
     for run in (alone, resumed):
         for step, (loss, norm) in curve(expected).items():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from expert_cases import STEPS, Trial
+from expert_cases import STEPS, Trial, train_all
 from parity_cases import CLIPPING, Difference, limit
 from rank_processes import Case, curve, tiny_config, train_cases, with_stop
 from torch import nn
@@ -39,12 +39,12 @@ PAIRS = (
 
 @pytest.mark.slow
 def test_experts_on_several_ranks_give_the_curve_of_one_process(tmp_path: Path) -> None:
-    curve_of = functools.cache(lambda trial: trial.train(tmp_path))
+    runs = train_all((each for trial in PAIRS for each in (trial, trial.reference)), tmp_path)
     wrong = {}
     for trial in PAIRS:
-        reference = curve_of(trial.reference)
+        reference = curve(runs[trial.reference])
         assert all(norm > CLIPPING for _, norm in reference.values())
-        found = Difference.between(reference, curve_of(trial))
+        found = Difference.between(reference, curve(runs[trial]))
         if not found.within(limit(None)):
             wrong[trial] = found
     assert not wrong
@@ -55,24 +55,29 @@ def test_a_checkpoint_goes_on_with_another_expert_size(tmp_path: Path) -> None:
     """Bit for bit on the same one."""
     half = STEPS // 2
     trial = Trial("qwen3_moe", 2, 2, 3, settings=(("checkpoint__every_steps", half),))
-    whole = RunPaths(tmp_path / "whole")
-    train_cases(2, [Case(trial.plan(tmp_path), whole)])
-    for number, other in enumerate(
-        (
-            trial,
-            replace(trial, expert=1, stage=1),
+    whole, stopped = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "stopped")
+    plan = trial.plan(tmp_path)
+    train_cases(2, [Case(plan, whole), Case(with_stop(plan, half), stopped)], together=True)
+    by_size = {
+        2: (trial, replace(trial, expert=1, stage=1)),
+        4: (
             replace(trial, processes=4, expert=4),
             replace(trial, processes=4, stage=1, stages=(2, 1)),
-        )
-    ):
-        run = RunPaths(tmp_path / f"other-{number}")
-        train_cases(2, [Case(with_stop(trial.plan(tmp_path), half), run)])
-        train_cases(other.processes, [Case(other.plan(tmp_path), run, attempt=2)])
-        found = curve(run)
-        assert list(found) == list(range(1, STEPS + 1))
-        if other == trial:
-            assert found == curve(whole)
-        assert Difference.between(curve(whole), found).within(limit(None)), other
+        ),
+    }
+    for size, others in by_size.items():
+        cases = []
+        for number, other in enumerate(others):
+            run = RunPaths(tmp_path / f"other-{size}-{number}")
+            shutil.copytree(stopped.root, run.root)
+            cases.append(Case(other.plan(tmp_path), run, attempt=2))
+        train_cases(size, cases, together=True)
+        for other, case in zip(others, cases, strict=True):
+            found = curve(case.run)
+            assert list(found) == list(range(1, STEPS + 1))
+            if other == trial:
+                assert found == curve(whole)
+            assert Difference.between(curve(whole), found).within(limit(None)), other
 
 
 BALANCED = (
@@ -93,9 +98,12 @@ BALANCED = (
 
 @pytest.mark.slow
 def test_balancing_and_what_is_recorded_of_it_know_no_layout(tmp_path: Path) -> None:
+    alone = {trial: replace(trial.reference, settings=only_of_experts(trial)) for trial in BALANCED}
+    first = replace(BALANCED[0].reference, settings=())
+    runs = train_all([*BALANCED, *alone.values(), first], tmp_path)
     for trial in BALANCED:
-        alone = replace(trial.reference, settings=only_of_experts(trial))
-        (one, loads), (other, others) = (recorded(each, tmp_path) for each in (alone, trial))
+        one, loads = recorded(runs[alone[trial]])
+        other, others = recorded(runs[trial])
         assert Difference.between(one, other).within(limit(None)), trial
         for load, found in zip(loads, others, strict=True):
             assert load["load"] == pytest.approx(max(load["load_by_layer"]), abs=1e-4)
@@ -105,8 +113,8 @@ def test_balancing_and_what_is_recorded_of_it_know_no_layout(tmp_path: Path) -> 
             # Least is each token's number of experts, where all are equally busy.
             assert 2 * 0.02 < load["auxiliary_loss"] < 3 * 0.02
         assert loads[0] != loads[-1]
-    plain, _ = recorded(replace(alone, settings=()), tmp_path)
-    assert Difference.between(plain, one).norm > 1e-4
+    balanced = curve(runs[alone[BALANCED[0]]])
+    assert Difference.between(curve(runs[first]), balanced).norm > 1e-4
 
 
 def only_of_experts(trial: Trial) -> tuple[tuple[str, object], ...]:
@@ -114,12 +122,10 @@ def only_of_experts(trial: Trial) -> tuple[tuple[str, object], ...]:
     return tuple(item for item in trial.settings if item[0].startswith("experts__"))
 
 
-def recorded(trial: Trial, folder: Path) -> tuple[dict[int, tuple[float, float]], list[dict]]:
-    """The curve of a trial, and what was recorded of its experts at each step."""
-    case = Case(trial.plan(folder), RunPaths(folder / f"run-{len(list(folder.iterdir()))}"))
-    train_cases(trial.processes, [case])
-    events = step_curve(read_events(case.run.events))
-    return curve(case.run), [event["experts"] for event in events.values()]
+def recorded(run: RunPaths) -> tuple[dict[int, tuple[float, float]], list[dict]]:
+    """The curve of a run, and what was recorded of its experts at each step."""
+    events = step_curve(read_events(run.events))
+    return curve(run), [event["experts"] for event in events.values()]
 
 
 @pytest.mark.slow

@@ -37,7 +37,9 @@ STEPS = 3
 
 
 def plan(stage, compute=DataType.fp32, **model):
-    config = tiny_config(steps=STEPS)
+    config = tiny_config(
+        steps=STEPS, sequence_length=64, global_batch_size=4, gradient_accumulation_steps=1
+    )
     config.zero_stage.stage = stage
     config.precision.compute = compute
     config.optimizer.lr = 1e-3
@@ -78,7 +80,7 @@ def check(case, out, dtype=torch.float32, shard_bytes=5 * 10**9):
 
 def test_the_export_of_every_zero_stage_computes_what_the_engine_did(tmp_path):
     cases = [Case(plan(stage), RunPaths(tmp_path / f"{stage}")) for stage in range(4)]
-    train_cases(2, cases)
+    train_cases(2, cases, together=True)
     for stage, case in enumerate(cases):
         exported = check(case, tmp_path / f"out-{stage}", shard_bytes=100_000)
         assert len([name for name in exported.files if name.endswith(".safetensors")]) > 2
@@ -99,7 +101,7 @@ def test_every_family_tied_and_untied_in_fp32_and_bf16(tmp_path):
         plan(3, tie_word_embeddings=False),
     ]
     cases = [Case(item, RunPaths(tmp_path / f"{number}")) for number, item in enumerate(plans)]
-    train_cases(2, cases)
+    train_cases(2, cases, together=True)
     for number, case in enumerate(cases):
         out, model = tmp_path / f"out-{number}", case.plan.config.model
         compute = case.plan.config.precision.compute

@@ -24,7 +24,7 @@ from trainctl.train.clipping import NormHistory
 from trainctl.train.gradient_changes import elementwise, normal
 from trainctl.train.gradients import _totals
 
-STEPS = 5
+STEPS = 4
 CLIPPING = 20.0  # more than any norm here
 SMALL_CLIPPING = 0.01  # less than any limit: if it had a part in an adaptive one, all would differ
 OPTIONS = {
@@ -51,6 +51,7 @@ def changing(stage, options):
     return tiny_config(
         steps=STEPS,
         evaluation_samples=0,
+        sequence_length=32,
         precision__compute="fp32",
         zero_stage__stage=stage,
         optimizer__lr=1e-3,

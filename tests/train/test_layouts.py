@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import curve, tiny_config, trained
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -17,6 +17,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import PipelinePartition
 from trainctl.engines.deepspeed.pipeline import group_of_ends
 from trainctl.engines.mesh import Axis
+from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.build import whole_pieces
 from trainctl.train.groups import parameter_groups
@@ -87,11 +88,27 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """By case: on one process, and on its layout."""
+    folder = tmp_path_factory.mktemp("layouts")
+    found = {
+        name: (RunPaths(folder / f"{number}-alone"), RunPaths(folder / f"{number}"))
+        for number, name in enumerate(CASES)
+    }
+    by_size = {}
+    for name, (common, layout, processes) in CASES.items():
+        configs = {1: clipped(**{**common, "stage": 0}), processes: clipped(**common, **layout)}
+        for run, (size, config) in zip(found[name], configs.items(), strict=True):
+            by_size.setdefault(size, []).append(Case(tiny_plan(config, size), run))
+    for size, cases in by_size.items():
+        train_cases(size, cases, together=True)
+    return found
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_the_curve_is_that_of_one_process(name, tmp_path):
-    common, layout, processes = CASES[name]
-    alone = trained(tmp_path / "alone", clipped(**{**common, "stage": 0}), 1)
-    run = trained(tmp_path / "run", clipped(**common, **layout), processes)
+def test_the_curve_is_that_of_one_process(name, runs):
+    alone, run = runs[name]
     expected, found = curve(alone), curve(run)
     assert list(found) == list(expected) == list(range(1, STEPS + 1))
     for step, (loss, norm) in expected.items():

@@ -105,9 +105,9 @@ def test_the_rate_falls_at_a_plateau_and_after_a_rewind(tmp_path, stage, stops):
     assert "learning rate x 0.25 from there" in event_lines(bad[0])[0]
 
 
-WHOLE, LONGER = 10, 16
-STABLE = 7
-"""A decay of 3 after it, and 10 in the longer run."""
+WHOLE, LONGER = 7, 10
+STABLE = 4
+"""A decay of 3 after it, and in the longer run three steps later."""
 
 
 def wsd(steps):
@@ -123,7 +123,7 @@ def test_a_finished_run_is_extended_from_its_stable_phase(tmp_path):
     """Stopped, gone on with, decayed; extended from before the decay: as if planned so long."""
     short, longer = wsd(WHOLE), wsd(LONGER)
     run, other = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "other")
-    train_cases(2, [Case(with_stop(short, 4), run)])
+    train_cases(2, [Case(with_stop(short, 3), run)])
     train_cases(2, [Case(short, run, attempt=2)])
     for step, record in steps_of(run).items():
         assert record["learning_rate"] == short.config.optimizer.lr * Curve.of(short).factor(
@@ -133,8 +133,7 @@ def test_a_finished_run_is_extended_from_its_stable_phase(tmp_path):
     assert list(kept) == [STABLE, WHOLE]  # keep=1 has not removed the first
     assert kept[STABLE].kept_for == "stable_phase" and kept[STABLE].attempt == 2
     (left,) = checkpoints.leave_behind(run, STABLE, attempt=3)
-    train_cases(2, [Case(longer, run, attempt=3)])
-    train_cases(2, [Case(longer, other)])
+    train_cases(2, [Case(longer, run, attempt=3), Case(longer, other)], together=True)
     assert curve(run) == curve(other)
     rates = {step: record["learning_rates"] for step, record in steps_of(run).items()}
     assert rates == {step: record["learning_rates"] for step, record in steps_of(other).items()}

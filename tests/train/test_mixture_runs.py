@@ -68,8 +68,8 @@ def test_a_mixture_in_stages_is_trained_as_planned_and_goes_on_elsewhere(tmp_pat
     folder = tmp_path / "texts"
     texts(folder)
     plan = tiny_plan(mixed(folder), 2)
-    whole = RunPaths(tmp_path / "whole")
-    train_cases(2, [Case(plan, whole)])
+    whole, stopped = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "stopped")
+    train_cases(2, [Case(plan, whole), Case(with_stop(plan, STOP), stopped)], together=True)
 
     tokens = {name: corpus.train.tokens for name, corpus in recorded(whole.corpus).items()}
     planned = plan_data(plan, {name: Count(tokens=count) for name, count in tokens.items()})
@@ -89,17 +89,20 @@ def test_a_mixture_in_stages_is_trained_as_planned_and_goes_on_elsewhere(tmp_pat
 
     # Interrupted beyond a checkpoint in the second stage: on the same layout bit for bit, on others
     # within rounding.
-    stopped = RunPaths(tmp_path / "stopped")
-    train_cases(2, [Case(with_stop(plan, STOP), stopped)])
     layouts = {
-        "same": (plan, 2),
-        "ZeRO 3": (tiny_plan(mixed(folder, 3), 1), 1),
-        "pipeline": (tiny_plan(mixed(folder, 1, parallelism__pipeline=2), 2), 2),
+        "same": plan,
+        "ZeRO 3": tiny_plan(mixed(folder, 3), 1),
+        "pipeline": tiny_plan(mixed(folder, 1, parallelism__pipeline=2), 2),
     }
-    for name, (other, processes) in layouts.items():
-        run = RunPaths(tmp_path / name)
-        shutil.copytree(stopped.root, run.root)
-        train_cases(processes, [Case(other, run, attempt=2)])
+    resumed = {
+        name: Case(other, RunPaths(tmp_path / name), attempt=2) for name, other in layouts.items()
+    }
+    for case in resumed.values():
+        shutil.copytree(stopped.root, case.run.root)
+    train_cases(1, [resumed["ZeRO 3"]])
+    train_cases(2, [resumed["same"], resumed["pipeline"]], together=True)
+    for name, case in resumed.items():
+        run = case.run
         for field in ("samples", "tokens", "sources"):
             assert [step[field] for step in steps_of(run).values()] == [
                 step[field] for step in steps.values()

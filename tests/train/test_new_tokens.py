@@ -135,6 +135,7 @@ def test_an_index_without_metadata_and_further_templates_are_kept(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
 def test_a_run_starts_from_it(tmp_path: Path) -> None:
     """On two tensor ranks, which share the vocabulary; exported with its tokens."""
     ids = write_base(tmp_path / "base")
@@ -146,7 +147,8 @@ def test_a_run_starts_from_it(tmp_path: Path) -> None:
         [
             "recipe=tiny", "model=hf", f"model.path={tmp_path / 'out'}", "tokenizer=hf",
             "data=files", f"data.paths=[{file}]", "hardware=2xcpu", "parallelism.tensor=2",
-            "training.steps=2", "training.sequence_length=64", "checkpoint.at_end=true",
+            "training.steps=2", "training.sequence_length=64", "training.global_batch_size=4",
+            "checkpoint.at_end=true",
             "training.evaluation_samples=0", "training.sample_tokens=0",
         ]
     ).config  # fmt: skip

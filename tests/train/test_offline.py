@@ -1,10 +1,7 @@
 """The process behind `evaluate`, `sample` and `export`: its answers when something is missing."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, replace
 
 import pytest
@@ -43,15 +40,8 @@ def test_a_checkpoint_that_goes_meanwhile_is_an_answer(run):
     """Rotation may take it between the choice and the reading."""
     missing = run.checkpoints / "step-00000001"
     drawn = ("--prompt=x", "--tokens=1", "--temperature=1")
-    done = subprocess.run(
-        [sys.executable, "-m", "trainctl.train.offline", "sample", run.root, missing, *drawn],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.stdout, done.stderr
-    answer = json.loads(done.stdout.splitlines()[-1])
-    assert done.returncode == ExitCode.run_state == answer["error"]["exit_code"]
+    code, answer = offline("sample", run.root, missing, *drawn)
+    assert code == ExitCode.run_state == answer["error"]["exit_code"]
     assert answer["error"]["message"] == "step-00000001 was removed while it was read"
 
 

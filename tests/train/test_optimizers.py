@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -129,53 +131,57 @@ SAVED, END = 3, 5
 """Steps: of the checkpoint, and of the run."""
 
 
-@pytest.mark.parametrize("kind", OWN)
-def test_a_run_resumes_at_its_stage_bit_for_bit_and_at_another(kind, tmp_path):
-    _train_and_resume(kind, [(3, 3), (3, 1)], tmp_path)
+def test_a_run_resumes_at_its_stage_bit_for_bit_and_at_another(tmp_path):
+    _train_and_resume(OWN, [(3, 3), (3, 1)], tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ("adamw", *OWN))
-def test_every_stage_trains_and_resumes_from_every_other(kind, tmp_path):
-    curves = _train_and_resume(
-        kind, [*((stage, stage) for stage in range(4)), (0, 1), (1, 2), (2, 3), (3, 0)], tmp_path
-    )
-    for trained in curves.values():
-        losses = [loss for loss, _ in trained.values()]
-        assert losses[-1] < losses[0] - 0.1
-        for step, (loss, norm) in trained.items():
-            assert loss == pytest.approx(curves[0][step][0], abs=1e-5)
-            assert norm == pytest.approx(curves[0][step][1], rel=1e-4)
+def test_every_stage_trains_and_resumes_from_every_other(tmp_path):
+    ways = [*((stage, stage) for stage in range(4)), (0, 1), (1, 2), (2, 3), (3, 0)]
+    for kind, curves in _train_and_resume(("adamw", *OWN), ways, tmp_path).items():
+        for trained in curves.values():
+            losses = [loss for loss, _ in trained.values()]
+            assert losses[-1] < losses[0] - 0.1, kind
+            for step, (loss, norm) in trained.items():
+                assert loss == pytest.approx(curves[0][step][0], abs=1e-5), kind
+                assert norm == pytest.approx(curves[0][step][1], rel=1e-4), kind
 
 
-def _train_and_resume(kind: str, ways: list[tuple[int, int]], folder: Path) -> dict[int, Curve]:
+def _train_and_resume(
+    kinds: Sequence[str], ways: list[tuple[int, int]], folder: Path
+) -> dict[str, dict[int, Curve]]:
     """Train at each stage that a way starts from, and from its checkpoint at where it leads.
 
     Returns:
-        The curves of the runs that were not interrupted, by stage.
+        By kind, the curves of the runs that were not interrupted, by stage.
     """
 
-    def case(stage: int, name: str, attempt: int) -> Case:
+    def case(kind: str, stage: int, name: str, attempt: int) -> Case:
         config = optimized(kind, stage, steps=END)
         config.checkpoint.every_steps, config.checkpoint.at_end = SAVED, False
-        return Case(tiny_plan(config, 2), RunPaths(folder / name), attempt)
+        return Case(tiny_plan(config, 2), RunPaths(folder / f"{kind}-{name}"), attempt)
 
-    starts = {start: case(start, f"{start}", 1) for start, _ in ways}
-    train_cases(2, list(starts.values()), probe="optimizer_probe:train")
-    resumed = []
-    for start, end in ways:
-        shutil.copytree(starts[start].run.root, folder / f"{start}-{end}")
-        resumed.append(case(end, f"{start}-{end}", 2))
-    train_cases(2, resumed, probe="optimizer_probe:train")
-    curves = {start: curve(each.run) for start, each in starts.items()}
-    for (start, end), again in zip(ways, resumed, strict=True):
+    starts = {
+        (kind, start): case(kind, start, f"{start}", 1) for kind in kinds for start, _ in ways
+    }
+    train_cases(2, list(starts.values()), together=True)
+    resumed = {}
+    for kind, (start, end) in product(kinds, ways):
+        name = f"{start}-{end}"
+        shutil.copytree(starts[kind, start].run.root, folder / f"{kind}-{name}")
+        resumed[kind, start, end] = case(kind, end, name, 2)
+    train_cases(2, list(resumed.values()), together=True)
+    curves: dict[str, dict[int, Curve]] = {kind: {} for kind in kinds}
+    for (kind, start), each in starts.items():
+        curves[kind][start] = curve(each.run)
+    for (kind, start, end), again in resumed.items():
         assert _resumed_from(again.run) == f"step-{SAVED:08d}"
         for step in range(SAVED + 1, END + 1):
-            straight, other = curves[start][step], curve(again.run)[step]
+            straight, other = curves[kind][start][step], curve(again.run)[step]
             if start == end:
-                assert other == straight, (start, step)
+                assert other == straight, (kind, start, step)
             else:
-                assert other[0] == pytest.approx(straight[0], abs=1e-5), (start, end, step)
+                assert other[0] == pytest.approx(straight[0], abs=1e-5), (kind, start, end, step)
     return curves
 
 

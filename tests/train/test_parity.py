@@ -24,8 +24,11 @@ from parity_cases import (
 
 from trainctl.config.registry import new_section
 
-FEW, IN_BF16 = 6, 15
+FEW, IN_BF16 = 4, 10
 """Steps: rounding has to have come to something before a distance can be held against it."""
+TOKENS = 32
+LARGE_TOKENS = 8
+"""Of a sample: many processors are slow at bf16, and here the model is large."""
 
 MODELS = ("llama", "mistral-untied", "qwen3", "gpt2-untied")
 """Each family, tied and not."""
@@ -61,6 +64,7 @@ def is_quick(combination):
         and combination.offload == "none"
         and combination.checkpointing in ("none", "full", "selective")
         and combination.precision == "fp32"
+        and combination.model in ("llama", "gpt2-untied")
     )
 
 
@@ -76,7 +80,8 @@ def assert_parity(folder, combinations):
     @functools.cache
     def curve_of(combination):
         steps = FEW if combination.precision == "fp32" or combination.large else IN_BF16
-        return train(combination, folder, steps=steps)
+        tokens = LARGE_TOKENS if combination.large else TOKENS
+        return train(combination, folder, steps=steps, tokens=tokens)
 
     wrong = {}
     for combination in combinations:
@@ -120,7 +125,9 @@ def test_long_curves_agree_and_learn(tmp_path):
 def test_the_first_step_in_bf16_is_the_same_at_every_stage(tmp_path):
     """At stage 0 DeepSpeed makes a hidden first step, which would shift Adam's bias correction."""
     stages = [Combination("DP2", stage, precision="bf16") for stage in "0123"]
-    zero, *others = [train(combination, tmp_path, steps=FEW) for combination in stages]
+    zero, *others = [
+        train(combination, tmp_path, steps=FEW, tokens=TOKENS) for combination in stages
+    ]
     for other in others:
         difference = Difference.between(zero, other)
         assert difference.loss < 2e-3 and difference.norm < 5e-3
@@ -133,9 +140,9 @@ def test_masked_documents_are_masked_on_every_layout(tmp_path):
         file.write_text("".join(f'{{"text": "{n} squared: {n * n}"}}\n' for n in range(4000)))
     data = new_section("data", "files", paths=[str(texts)], held_out_paths=[str(held_out)])
     masked = replace(data, mask_documents=True)
-    plain = train(Combination(), tmp_path, steps=FEW, data=data)
+    plain = train(Combination(), tmp_path, steps=FEW, tokens=TOKENS, data=data)
     one, *others = (
-        train(Combination(layout), tmp_path, steps=FEW, data=masked)
+        train(Combination(layout), tmp_path, steps=FEW, tokens=TOKENS, data=masked)
         for layout in ("1", "DP2", "TP2", "PP2")
     )
     assert Difference.between(plain, one).norm > 1e-3

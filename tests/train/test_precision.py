@@ -19,7 +19,7 @@ from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 
-STEPS, HALF = 8, 4
+STEPS, HALF = 6, 3
 LOWER_BY = 0.3
 BF16, FP32 = DataType.bf16, DataType.fp32
 
@@ -39,10 +39,11 @@ MASTERS = {"low-memory": torch.bfloat16}
 
 
 def config(precision, stage, steps=STEPS):
-    made = tiny_config(steps=steps)
+    made = tiny_config(steps=steps, sequence_length=32)
+    made.model.num_layers = 2
     made.precision = precision
     made.zero_stage.stage = stage
-    made.optimizer.lr = 1e-3
+    made.optimizer.lr = 2e-3
     made.schedule.warmup_steps = 2
     return made
 
@@ -109,9 +110,11 @@ def test_formats_differ_where_they_should(tmp_path):
     assert max(first.values()) - min(first.values()) < 1e-3
 
 
-def fp16_plan(stage, **precision):
+def fp16_plan(stage, *, tokens=128, layers=3, **precision):
     """As planned for two GPUs, then moved to two CPU processes, which a plan is refused for."""
     made = config(new_section("precision", "fp16", **precision), stage, steps=12)
+    made.training.sequence_length, made.model.num_layers = tokens, layers
+    made.optimizer.lr = 1e-3
     gpus = Hardware(name="gpu", accelerator=Accelerator.cuda, nodes=1, devices_per_node=2)
     plan = resolve(made, gpus).plan
     assert plan is not None
@@ -145,8 +148,10 @@ def test_fp16_skips_overflows_on_the_records_and_resumes_with_its_scale(
 def test_fp16_follows_the_curve_of_fp32(tmp_path):
     """The scale is in no figure: losses and norms are those of fp32, rounded."""
     half, full = RunPaths(tmp_path / "half"), RunPaths(tmp_path / "full")
-    train_cases(2, [Case(fp16_plan(2), half)], probe="format_probe:train_in_fp16")
-    train_cases(2, [Case(tiny_plan(config(PrecisionConfig(compute=FP32), 2, 12), 2), full)])
+    plan = fp16_plan(2, tokens=64, layers=2, initial_scale_power=14)
+    in_fp32 = replace(plan.config, precision=PrecisionConfig(compute=FP32))
+    train_cases(2, [Case(plan, half)], probe="format_probe:train_in_fp16")
+    train_cases(2, [Case(tiny_plan(in_fp32, 2), full)])
     for step, (loss, norm) in curve(full).items():
         assert curve(half)[step] == (pytest.approx(loss, abs=5e-3), pytest.approx(norm, rel=2e-2))
 

@@ -231,8 +231,12 @@ def test_every_layout_has_one_curve_and_a_run_goes_on_bit_for_bit(pairs, tmp_pat
         for name, (processes, changes) in layouts.items()
     }
     runs = {name: RunPaths(tmp_path / name) for name in layouts}
-    for name, (processes, _) in layouts.items():
-        train_cases(processes, [Case(plans[name], runs[name])])
+    resumed = RunPaths(tmp_path / "resumed")
+    for size in (1, 2):
+        here = [name for name, (processes, _) in layouts.items() if processes == size]
+        cases = [Case(plans[name], runs[name]) for name in here]
+        cases += [Case(with_stop(plans["zero 3"], 3), resumed)] if size == 2 else []
+        train_cases(size, cases, together=True)
     first = records(runs["alone"], "step")[0]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["objective"]["margin"] == pytest.approx(0, abs=1e-5)
@@ -250,8 +254,6 @@ def test_every_layout_has_one_curve_and_a_run_goes_on_bit_for_bit(pairs, tmp_pat
                     assert found == pytest.approx(value, rel=1e-5, abs=2e-5), (name, measure)
         for step, (_, norm) in curve(alone).items():
             assert curve(runs[name])[step][1] == pytest.approx(norm, rel=1e-4), (name, step)
-    resumed = RunPaths(tmp_path / "resumed")
-    train_cases(2, [Case(with_stop(plans["zero 3"], 3), resumed)])
     kept = resumed.reference.read_bytes()
     train_cases(2, [Case(plans["zero 3"], resumed, 2)])
     assert curve(resumed) == curve(runs["zero 3"])

@@ -7,10 +7,10 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from adapter_cases import Adapting, base_directory, config_of, train
+from adapter_cases import Adapting, base_directory, config_of, train, train_all
 from bitsandbytes.nn import Linear4bit
 from fork_server import RanksFailed
-from parity_cases import Curve, Difference
+from parity_cases import Difference
 from rank_processes import Case, curve, tiny_plan, train_cases, with_stop
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -129,11 +129,11 @@ def plan_on(base: Path, trained: str, processes: int = 1, **changes: object) -> 
 @pytest.fixture(scope="module")
 def trained(base: Path, tmp_path_factory: pytest.TempPathFactory):
     """On one process: its run and plan, for each way to hold the base."""
-    runs = {}
-    for name in ("nf4-double", "int8"):
-        run, plan = RunPaths(tmp_path_factory.mktemp(name)), plan_on(base, name)
-        train_cases(1, [Case(plan, run)])
-        runs[name] = run, plan
+    runs = {
+        name: (RunPaths(tmp_path_factory.mktemp(name)), plan_on(base, name))
+        for name in ("nf4-double", "int8")
+    }
+    train_cases(1, [Case(plan, run) for run, plan in runs.values()], together=True)
     return runs
 
 
@@ -240,13 +240,13 @@ def test_exports_are_what_was_trained(tmp_path: Path, trained, base: Path, name:
 def test_it_goes_on_bit_for_bit_and_elsewhere(tmp_path: Path, trained, base: Path) -> None:
     whole, plan = trained["nf4-double"]
     half = RunPaths(tmp_path / "half")
-    train_cases(1, [Case(with_stop(plan, 3), half), Case(plan, half, 2)])
+    other = RunPaths(tmp_path / "other")
+    train_cases(1, [Case(with_stop(plan, 3), run) for run in (half, other)], together=True)
+    train_cases(1, [Case(plan, half, 2)])
     assert curve(half) == curve(whole)
     ours, theirs = (load_file(newest(run) / "rank-00000.safetensors") for run in (half, whole))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
-    other = RunPaths(tmp_path / "other")
-    train_cases(1, [Case(with_stop(plan, 3), other)])
     train_cases(2, [Case(plan_on(base, "nf4-double", 2, zero_stage__stage=3), other, 2)])
     difference = Difference.between(curve(whole), curve(other))
     assert difference.loss < 1e-5 and difference.norm < 1e-5
@@ -263,29 +263,20 @@ LAYOUTS = (
 """The whole product is `scripts/parity_adapters.py`."""
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[Adapting, Curve]:
-    """On one process, each once."""
-    folder = tmp_path_factory.mktemp("references")
-    cases = dict.fromkeys(case.reference for case in LAYOUTS)
-    return {case: train(case, folder, steps=STEPS) for case in cases}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
-def test_a_layout_gives_the_curve_of_one_process(
-    tmp_path: Path, references: dict[Adapting, Curve], case: Adapting
-) -> None:
-    reference = references[case.reference]
-    assert reference[STEPS][0] < reference[1][0] - 0.05
-    difference = Difference.between(reference, train(case, tmp_path, steps=STEPS))
-    assert difference.loss < 1e-5 and difference.norm < 1e-5
+def test_a_layout_gives_the_curve_of_one_process(tmp_path: Path) -> None:
+    curves = train_all({each for case in LAYOUTS for each in (case, case.reference)}, tmp_path)
+    for case in LAYOUTS:
+        reference = curves[case.reference]
+        assert reference[STEPS][0] < reference[1][0] - 0.05, case
+        difference = Difference.between(reference, curves[case])
+        assert difference.loss < 1e-5 and difference.norm < 1e-5, case
 
 
 @pytest.mark.slow
 def test_in_sixteen_bits_stages_agree(tmp_path: Path) -> None:
     plain, shared = (
-        train(Adapting("nf4", layout, stage, precision="bf16"), tmp_path, steps=STEPS)
+        train(Adapting("nf4", layout, stage, precision="bf16"), tmp_path, steps=2)
         for layout, stage in (("1", "0"), ("DP2", "3"))
     )
     assert Difference.between(plain, shared).loss < 2e-3

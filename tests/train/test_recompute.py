@@ -1,6 +1,7 @@
 """Recomputed blocks: the same gradients, less kept, and inputs that wait where they should."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -28,6 +29,11 @@ NONE, FULL, SELECTIVE = "none", "full", "selective"
 
 
 def built(family="llama"):
+    return copy.deepcopy(_made(family))
+
+
+@functools.cache
+def _made(family):
     config = ModelConfig(
         family=family, vocab_size=64, hidden_size=32, intermediate_size=96, num_layers=LAYERS,
         num_key_value_heads=None if family == "gpt2" else 2, tie_word_embeddings=True,
@@ -181,7 +187,7 @@ def test_a_kept_product_that_is_summed_in_place_is_not_summed_twice(tmp_path):
 
 
 def trained_on_ranks(tmp_path, *changes):
-    """Curves of 6 fp32 steps on two processes."""
+    """Curves of 6 fp32 steps on two processes, the same for all."""
     cases = []
     for index, change in enumerate(changes):
         config = tiny_config(steps=6)
@@ -189,7 +195,7 @@ def trained_on_ranks(tmp_path, *changes):
         config.checkpoint.at_end = False
         config = with_values(config, {k.replace("__", "."): value for k, value in change.items()})
         cases.append(Case(tiny_plan(config, 2), RunPaths(tmp_path / str(index))))
-    train_cases(2, cases)
+    train_cases(2, cases, together=True)
     return [curve(case.run) for case in cases]
 
 

@@ -8,16 +8,17 @@ from trainctl.runs.checkpoints import list_checkpoints, newest_checkpoint
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 
-STEPS, HALF = 8, 4
+STEPS, HALF = 4, 2
 
 
-def plan(stage, compute, world_size=2):
-    config = tiny_config(steps=STEPS, evaluate_every_steps=4)
+def plan(stage, compute, steps=STEPS):
+    config = tiny_config(steps=steps, evaluate_every_steps=HALF, sequence_length=32)
     config.zero_stage.stage = stage
     config.precision.compute = compute
+    config.optimizer.lr = 1e-3
     config.checkpoint.keep = 2
     config.checkpoint.asynchronous = compute is DataType.bf16
-    return tiny_plan(config, world_size)
+    return tiny_plan(config, 2)
 
 
 @pytest.mark.parametrize(
@@ -43,20 +44,20 @@ def test_resume_on_the_same_layout_is_exact(tmp_path, compute):
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
     """A flipped byte: the steps since the one before are done again, with the same losses."""
     run, other = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "other")
-    whole = plan(2, DataType.fp32)
-    train_cases(2, [Case(with_stop(whole, 4), run)])
-    train_cases(2, [Case(with_stop(whole, 8), run, attempt=2)])
-    file = run.checkpoints / "step-00000008" / "rank-00001.safetensors"
+    whole = plan(2, DataType.fp32, steps=6)
+    train_cases(2, [Case(with_stop(whole, 2), run)])
+    train_cases(2, [Case(whole, run, attempt=2)])
+    file = run.checkpoints / "step-00000006" / "rank-00001.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     before = curve(run)
-    train_cases(2, [Case(with_stop(whole, 8), run, attempt=3), Case(started_from(run.root), other)])
+    train_cases(2, [Case(whole, run, attempt=3), Case(started_from(run.root), other)])
     assert curve(run) == before
     newest, passed_over = newest_checkpoint(run)
-    assert newest is not None and newest.step == 8 and passed_over == []
+    assert newest is not None and newest.step == 6 and passed_over == []
     replayed = [event for event in read_events(run.events) if event["event"] == "replay"]
-    assert [event["step"] for event in replayed] == [5, 6]
+    assert [event["step"] for event in replayed] == [3, 4]
     assert all(event["loss"] == event["expected"] for event in replayed)
     # A new run from the weights of this one begins where it is, with its own steps and data.
     assert list(curve(other)) == [1, 2] and curve(other)[1][0] < curve(run)[1][0] - 0.2
@@ -64,7 +65,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
 
 def started_from(weights):
     """A new run of two steps from the weights of another."""
-    config = tiny_config(steps=2)
+    config = tiny_config(steps=2, sequence_length=32)
     config.zero_stage.stage = 1
     config.precision.compute = DataType.fp32
     config.model.initial_weights = str(weights)

@@ -6,12 +6,12 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, wit
 from trainctl.config.schema import DataType
 from trainctl.runs.layout import RunPaths
 
-STEPS, HALF = 6, 3
+STEPS, HALF = 4, 2
 WORLD_SIZE = 4  # two nodes of two
 
 
 def plan(partition):
-    config = tiny_config(steps=STEPS)
+    config = tiny_config(steps=STEPS, sequence_length=32)
     config.precision.compute = DataType.fp32
     config.zero_stage.stage = 3
     config.zero_stage.hpz_partition_size = partition

@@ -31,6 +31,7 @@ PIPELINE = {"zero_stage__stage": 1, "parallelism__pipeline": 2}
 
 def clipped(*, steps, large=False, **changes):
     chosen = {
+        "sequence_length": 32,
         "precision__compute": "fp32",
         "optimizer__lr": 1e-3,
         "optimizer__gradient_clipping": 0.5,  # always active
@@ -171,7 +172,7 @@ def test_mup_in_bf16_on_every_layout(tmp_path):
     """What a layout rounds otherwise differs, and in no case by what muP changes."""
 
     def mup(**layout):
-        config = clipped(steps=12, precision__compute=DataType.bf16, **layout)
+        config = clipped(steps=6, sequence_length=128, precision__compute=DataType.bf16, **layout)
         model = config.model
         model.num_attention_heads, model.num_key_value_heads = 4, 2
         model.mup, model.mup_base_width, model.mup_base_head_dim = True, 32, 8

@@ -34,7 +34,8 @@ IN_GRADIENT = ["norm_not_finite", "norm_spike", "norm_not_finite"]
 
 
 def plan(stage, compute, policy, **settings):
-    config = tiny_config(steps=STEPS, evaluation_samples=0)
+    config = tiny_config(steps=STEPS, evaluation_samples=0, sequence_length=32)
+    config.model.num_layers = 2
     config.zero_stage.stage = stage
     config.precision.compute = compute
     config.schedule = new_section("schedule", "constant", warmup_steps=0)

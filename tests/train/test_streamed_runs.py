@@ -53,6 +53,9 @@ def config(tmp_path, monkeypatch):
         gradient_accumulation_steps=None,
         evaluate_every_steps=8,
         checkpoint__at_end=False,
+        model__hidden_size=32,
+        model__intermediate_size=64,
+        model__num_layers=1,
     )
     found.data = new_section("data", "files", paths=[str(file)], shuffle=False)
     found.data.mask_documents = True

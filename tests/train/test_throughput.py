@@ -44,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunPaths]:
     cases = [
         Case(plan(2, PEAK_TFLOPS, stages=stages), paths[name]) for name, stages in layouts.items()
     ]
-    train_cases(2, cases)
+    train_cases(2, cases, together=True)
     return paths
 
 

@@ -83,7 +83,7 @@ def test_a_block_without_such_a_layer_is_told():
 @pytest.mark.slow
 def test_the_curve_is_the_plain_one_on_every_layout(tmp_path):
     kernels = {"kernels__mlp_tiles": 4}
-    loss = {"kernels__cross_entropy": "chunked", "kernels__chunk_tokens": 100}
+    loss = {"kernels__cross_entropy": "chunked", "kernels__chunk_tokens": 25}
     full = {"activation_checkpointing": new_section("activation_checkpointing", "full")}
     offloaded = {**full, "activation_checkpointing__offload_to_cpu": True}
     layouts = {
@@ -101,7 +101,9 @@ def test_the_curve_is_the_plain_one_on_every_layout(tmp_path):
         values = dict(values)
         section = values.pop("activation_checkpointing", None)
         away = values.pop("activation_checkpointing__offload_to_cpu", False)
-        config = tiny_config(steps=10, checkpoint__at_end=False, **values)
+        config = tiny_config(
+            steps=4, sequence_length=32, checkpoint__at_end=False, evaluation_samples=0, **values
+        )
         config.precision.compute = DataType.fp32
         if section is not None:
             config.activation_checkpointing = copy.deepcopy(section)

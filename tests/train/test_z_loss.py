@@ -33,21 +33,34 @@ def reference(tmp_path_factory):
     return plain_torch(penalized(), tmp_path_factory.mktemp("plain") / "run", steps=STEPS)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "changes"),
-    [
-        (2, {}),
-        (2, {"kind": CrossEntropyKind.chunked, "tensor": 2}),
-        (1, {"kind": CrossEntropyKind.chunked}),
-        (2, {"tensor": 2}),
-        (2, {"sequence": 2}),
-        (2, {"pipeline": 2}),
-    ],
-    ids=["data", "chunked-tensor", "chunked", "tensor", "sequence", "pipeline"],
-)
-def test_every_path_of_the_loss(tmp_path, reference, world_size, changes):
-    run = RunPaths(tmp_path)
-    train_cases(world_size, [Case(tiny_plan(penalized(**changes), world_size), run)])
+PATHS = {
+    "data": (2, {}),
+    "chunked-tensor": (2, {"kind": CrossEntropyKind.chunked, "tensor": 2}),
+    "chunked": (1, {"kind": CrossEntropyKind.chunked}),
+    "tensor": (2, {"tensor": 2}),
+    "sequence": (2, {"sequence": 2}),
+    "pipeline": (2, {"pipeline": 2}),
+    "none": (1, {"z_loss": 0.0}),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Of every path."""
+    folder = tmp_path_factory.mktemp("paths")
+    for processes in (1, 2):
+        cases = [
+            Case(tiny_plan(penalized(**changes), size), RunPaths(folder / name))
+            for name, (size, changes) in PATHS.items()
+            if size == processes
+        ]
+        train_cases(processes, cases, together=True)
+    return {name: RunPaths(folder / name) for name in PATHS}
+
+
+@pytest.mark.parametrize("path", [name for name in PATHS if name != "none"])
+def test_every_path_of_the_loss(runs, reference, path):
+    run = runs[path]
     steps = [event for event in read_events(run.events) if event["event"] == "step"]
     assert [event["z_loss"] for event in steps] == pytest.approx(reference.z_losses, rel=1e-5)
     for step, (loss, norm) in curve(run).items():
@@ -57,11 +70,9 @@ def test_every_path_of_the_loss(tmp_path, reference, world_size, changes):
     assert abs(held_out["loss"] - steps[-1]["loss"]) < 0.3 < reference.z_losses[0]
 
 
-def test_it_changes_the_curve_and_without_it_nothing_is_recorded(tmp_path, reference):
+def test_it_changes_the_curve_and_without_it_nothing_is_recorded(tmp_path, runs, reference):
     plain = plain_torch(penalized(z_loss=0.0), tmp_path / "plain", steps=STEPS)
     assert abs(plain.curve[STEPS][0] - reference.curve[STEPS][0]) > 1e-3
-    run = RunPaths(tmp_path / "run")
-    train_cases(1, [Case(tiny_plan(penalized(z_loss=0.0), 1), run)])
-    assert all("z_loss" not in event for event in read_events(run.events))
-    for step, (loss, norm) in curve(run).items():
+    assert all("z_loss" not in event for event in read_events(runs["none"].events))
+    for step, (loss, norm) in curve(runs["none"]).items():
         assert (loss, norm) == pytest.approx(plain.curve[step], rel=2e-5)

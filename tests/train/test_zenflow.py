@@ -27,7 +27,7 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]  # CPUAdam is compiled when
 
 
 def plan(world_size=2, *, stage=2, zenflow=True, compute="fp32", recompute=False, **options):
-    config = tiny_config(steps=STEPS, gradient_accumulation_steps=1)
+    config = tiny_config(steps=STEPS, gradient_accumulation_steps=1, sequence_length=32)
     config.precision.compute = DataType(compute)
     config.optimizer.lr = 1e-3
     config.optimizer.gradient_clipping = 0.0

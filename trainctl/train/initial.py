@@ -161,6 +161,14 @@ def _innermost_first(
     yield owner, module
 
 
+class Undrawn(TorchDispatchMode):
+    """Within it, parameters without values are not drawn: in torch nothing is done to them, but by
+    way of Python, at some milliseconds for each."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _done(func, args, kwargs)
+
+
 class _Recorder(TorchDispatchMode):
     """Within it, what is done in place to parameters without values.
 
@@ -174,7 +182,7 @@ class _Recorder(TorchDispatchMode):
         self._known = {_storage(parameter): (name, parameter) for parameter, name in names.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        output = _done(func, args, kwargs)
         target = args[0] if args else None
         if func._schema.is_mutable and isinstance(target, torch.Tensor):
             found = self._known.get(_storage(target))
@@ -200,6 +208,13 @@ class _Recorder(TorchDispatchMode):
         if func.name() not in FURTHER or last is None or not is_same:
             raise NotInParts(name, func.name())
         stretches[-1] = Stretch(start, stop, Law((*last.law.operations, step)))
+
+
+def _done(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation puts out, which in place and without values is what it was given."""
+    if func.name() in RANDOM + CONSTANT and args[0].is_meta:
+        return args[0]
+    return func(*args, **(kwargs or {}))
 
 
 def _repeatable(args: tuple[Any, ...]) -> bool:

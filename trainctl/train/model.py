@@ -22,6 +22,7 @@ from trainctl.errors import TrainctlError
 from trainctl.options.model import spec_of
 from trainctl.plan.shapes import head_dim, key_value_heads
 from trainctl.train.experts import compute_in_fp32
+from trainctl.train.initial import Undrawn
 from trainctl.train.mup import apply_multipliers
 from trainctl.train.tensors import persistent_buffers
 from trainctl.train.user_code import load
@@ -70,7 +71,7 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 
     No rank holds a weight yet, whatever the model's size; `trainctl.train.build` fills them in.
     """
-    with _parameters_on_meta():
+    with _parameters_on_meta(), Undrawn():
         built = users_model(model, dtype) if model.factory else _own_model(model, dtype)
     built.tie_weights()
     for buffer in persistent_buffers(built):  # state, such as a router's bias, as it is published

@@ -10,7 +10,15 @@ ends with it. The agent is a real one: what it ends at last it knows by their en
 import os
 import sys
 
-MODULES = ("trainctl.train", "trainctl.loggers", "trainctl")
+MODULES = (
+    "trainctl",
+    "trainctl.data",
+    "trainctl.loggers",
+    "trainctl.train",
+    "trainctl.train.offline",
+    "trainctl.train.stored_entry",
+    "trainctl.train.trace_entry",
+)
 
 
 def _preloaded():

@@ -1,0 +1,105 @@
+"""`driver.py` in a fork of `preloaded_server`, whose agent is a fork of the launcher in its turn.
+
+Its import of torch is most of what a launch of stand-ins costs. The agent is a child of the
+launcher as ever, in a session of its own, with its own streams, and shows the environment and
+the command line that it was given: all that others find it and end it by. Not for tests of what
+happens while an agent starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+AGENT = ("-m", "trainctl.agent")
+
+
+class Popen(subprocess.Popen):  # type: ignore[type-arg]
+    """Forks an agent; executes what is none."""
+
+    def __init__(self, args: Sequence[str], **options: Any) -> None:
+        self._options = options
+        super().__init__(args, **options)
+
+    def _execute_child(self, args: Sequence[str], *others: Any) -> None:
+        if tuple(args[1:3]) != AGENT:
+            super()._execute_child(args, *others)  # type: ignore[misc]
+            return
+        assert set(self._options) == {
+            "cwd", "env", "stdin", "stdout", "stderr", "start_new_session", "pass_fds",
+        }  # fmt: skip
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _be_agent(args, **self._options)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(70)
+        self._child_created = True
+
+
+def _be_agent(
+    args: Sequence[str],
+    *,
+    cwd: Path | None,
+    env: dict[str, str],
+    stdin: int,
+    stdout: Any,
+    stderr: Any,
+    start_new_session: bool,
+    pass_fds: tuple[int, ...],
+) -> NoReturn:
+    """What an `exec` does to a process, and then the agent."""
+    assert start_new_session and stdin == subprocess.DEVNULL
+    os.setsid()
+    for number, stream in enumerate((os.open(os.devnull, os.O_RDONLY), stdout, stderr)):
+        os.dup2(stream if isinstance(stream, int) else stream.fileno(), number)
+    kept = {0, 1, 2, *pass_fds}
+    for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 (names only)
+        if descriptor not in kept:
+            try:
+                os.close(descriptor)
+            except OSError:
+                continue  # it was that of the listing
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python does at its start
+    if cwd is not None:
+        os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    _show(args, env)
+    sys.argv[:] = args[2:]
+    runpy.run_module(args[2], run_name="__main__", alter_sys=True)
+    os._exit(0)
+
+
+def _show(args: Sequence[str], env: dict[str, str]) -> None:
+    """Put both where the kernel reads `/proc/PID/cmdline` and `environ` from; the server was
+    started with room for them."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    argument_start, argument_end, env_start, env_end = map(int, fields[45:49])
+    for start, end, words in (
+        (argument_start, argument_end, args),
+        (env_start, env_end, [f"{name}={value}" for name, value in env.items()]),
+    ):
+        text = b"".join(os.fsencode(word) + b"\0" for word in words)
+        assert len(text) <= end - start, "the server was started with too little room"
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+if __name__ == "__main__":
+    import driver
+
+    subprocess.Popen = Popen  # type: ignore[misc]
+    sys.exit(driver.main())
