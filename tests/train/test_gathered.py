@@ -17,8 +17,8 @@ BLOCK_TENSOR = 352 * 128
 
 
 def plan(*, prefetch: int, mode: str) -> RunPlan:
-    config = tiny_config(steps=4)
-    config.model.num_layers = 12
+    config = tiny_config(steps=4, sequence_length=32, gradient_accumulation_steps=1)
+    config.model.num_layers = 8
     config.model.hidden_size, config.model.intermediate_size = 128, 352
     config.activation_checkpointing = new_section("activation_checkpointing", mode)
     zero = config.zero_stage
