@@ -10,12 +10,15 @@ from pathlib import Path
 import torch
 from memory_probe import status_bytes
 
+from trainctl.config.codec import from_plain
+from trainctl.config.schema import RunConfig
 from trainctl.train.export import export
 from trainctl.train.model import skeleton
 
 
 def main() -> None:
-    config, checkpoint, out, shard_bytes = pickle.load(sys.stdin.buffer)
+    plain, checkpoint, out, shard_bytes = pickle.load(sys.stdin.buffer)
+    config = from_plain(RunConfig, plain)
     skeleton(config.model, torch.bfloat16)  # so that transformers' imports are not counted
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
     before = status_bytes("VmRSS")

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trainctl.config.codec import to_plain
 from trainctl.config.registry import new_section
 from trainctl.config.schema import (
     AttentionKind,
@@ -125,7 +126,7 @@ def test_memory_stays_far_below_the_model(tmp_path):
     config.model.num_layers = 8  # 415 MB in fp32
     checkpoint = fabricate(RunPaths(tmp_path / "run"), config.model)
     shard = 40_000_000
-    work = pickle.dumps((config, checkpoint, tmp_path / "out", shard))
+    work = pickle.dumps((to_plain(config), checkpoint, tmp_path / "out", shard))
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parents[1] / "support" / "export_probe.py")],
         input=work,

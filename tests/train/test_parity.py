@@ -24,11 +24,12 @@ from parity_cases import (
 
 from trainctl.config.registry import new_section
 
-FEW, IN_BF16 = 4, 10
+FEW, IN_BF16 = 4, 15
 """Steps: rounding has to have come to something before a distance can be held against it."""
-TOKENS = 32
-LARGE_TOKENS = 8
-"""Of a sample: many processors are slow at bf16, and here the model is large."""
+TOKENS, TOKENS_IN_BF16 = 32, 128
+"""Of a sample; of a large model never more than 64."""
+LARGE_IN_BF16 = 6
+"""Steps of one: they are dear."""
 
 MODELS = ("llama", "mistral-untied", "qwen3", "gpt2-untied")
 """Each family, tied and not."""
@@ -79,8 +80,11 @@ def assert_parity(folder, combinations):
 
     @functools.cache
     def curve_of(combination):
-        steps = FEW if combination.precision == "fp32" or combination.large else IN_BF16
-        tokens = LARGE_TOKENS if combination.large else TOKENS
+        if combination.precision == "fp32":
+            steps, tokens = FEW, TOKENS
+        else:
+            steps = LARGE_IN_BF16 if combination.large else IN_BF16
+            tokens = TOKENS_IN_BF16
         return train(combination, folder, steps=steps, tokens=tokens)
 
     wrong = {}
