@@ -93,7 +93,7 @@ def test_another_version_another_code_and_no_trainctl(cluster: Cluster, tmp_path
     assert "TC185]: launcher.hosts: n1 has another code of trainctl" in said
 
     said = refused(cluster, tmp_path, "launcher.python=/nowhere/python")
-    assert said.count("TC183") == 2 and "trainctl cannot be started there" in said
+    assert said.count("[TC183]") == 2 and "trainctl cannot be started there" in said
 
 
 def test_another_version_of_the_user_s_own_code(cluster: Cluster, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_another_version_of_the_user_s_own_code(cluster: Cluster, tmp_path: Path
         mounted(n2, "tmpfs", parts),
     ):
         said = refused(cluster, tmp_path, "script=own.py")
-    assert said.count("TC194") == 2 and "error: 2 problems" in said
+    assert said.count("[TC194]") == 2 and "error: 2 problems" in said
     assert f"n1 has another version of {tmp_path}/helper.py\n" in said
     lacking = ", ".join(f"{parts}/{name}.py" for name in ("__init__", "one", "other"))
     assert f"n2 does not have {lacking}\n" in said

@@ -155,7 +155,8 @@ def test_a_program_of_the_user_s_trains_fails_and_is_cancelled(
     ended = RunPaths(tmp_path / "endless")
     wait_until(lambda: read_status(ended).state.is_final, "end", ended.root, 30)
     assert (read_status(ended).state, read_status(ended).exit_code) == (State.stopped, 143)
-    assert not live_processes(ended.root)
+    # What tells the loggers ends by itself when it has told them the end.
+    wait_until(lambda: not live_processes(ended.root), "last process", ended.root, 15)
 
 
 # From here on the ranks have imported all: how they end is seen above.

@@ -24,12 +24,10 @@ from parity_cases import (
 
 from trainctl.config.registry import new_section
 
-FEW, IN_BF16 = 4, 15
+FEW, IN_BF16, LARGE_IN_BF16 = 4, 15, 8
 """Steps: rounding has to have come to something before a distance can be held against it."""
-TOKENS, TOKENS_IN_BF16 = 32, 128
-"""Of a sample; of a large model never more than 64."""
-LARGE_IN_BF16 = 6
-"""Steps of one: they are dear."""
+TOKENS, TOKENS_IN_BF16, TOKENS_OF_LARGE_IN_BF16 = 32, 128, 16
+"""Of a sample. Steps of a large model are dear; fewer tokens round as much, and allow more steps."""
 
 MODELS = ("llama", "mistral-untied", "qwen3", "gpt2-untied")
 """Each family, tied and not."""
@@ -82,9 +80,10 @@ def assert_parity(folder, combinations):
     def curve_of(combination):
         if combination.precision == "fp32":
             steps, tokens = FEW, TOKENS
+        elif combination.large:
+            steps, tokens = LARGE_IN_BF16, TOKENS_OF_LARGE_IN_BF16
         else:
-            steps = LARGE_IN_BF16 if combination.large else IN_BF16
-            tokens = TOKENS_IN_BF16
+            steps, tokens = IN_BF16, TOKENS_IN_BF16
         return train(combination, folder, steps=steps, tokens=tokens)
 
     wrong = {}
