@@ -27,6 +27,9 @@ def pytest_configure() -> None:
     and interrupt."""
     # What was measured on the machine of whoever runs the tests must not change any figure.
     os.environ["TRAINCTL_CALIBRATION_FILE"] = os.devnull
+    # Read when torch is imported, so a fork of what has imported it cannot change it any more. With
+    # more threads than processors, threads that wait for each other keep both busy.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
