@@ -1,11 +1,13 @@
-"""On a machine with a GPU: run every `gpu` test, and measure trainctl against its peers.
+"""On a machine with a GPU: run every `gpu` test, and measure trainctl against plan and peers.
 
-    python scripts/gpu_check.py [--model llama-1b] [--devices N] [--cases NAME,...] [--repeats 3]
-                                [--without-tests] [--out FOLDER]
+    python scripts/gpu_check.py [--only NAME,...] [--minutes 25] [--again] [--devices N] [--out DIR]
 
-Each configuration is launched with trainctl, and then the same model, batch and DeepSpeed JSON are
-trained by a bare DeepSpeed loop and by transformers' Trainer, each in processes of its own, one
-after the other on the same devices. The page and the CSV go to `docs/benchmarks/gpu-DEVICE.*`.
+Tests first, then the figures of `gpu_figures.py` in their order, each by a real launch: planned
+against measured memory, predicted against measured speed, and for some the same model, batch and
+DeepSpeed JSON in a bare DeepSpeed loop, transformers' Trainer and FSDP2, one after the other on the
+same devices. Every figure is written when it is there: to `docs/benchmarks/gpu-DEVICE.jsonl`, and
+to the page beside it. What is there already is not measured again, and none is begun after
+`--minutes`, so a machine that is lent for a while can go on later; `--only` takes one alone.
 
 Without a GPU everything runs at a small size, to see that it does; such figures are only written
 where `--out` says.
@@ -14,55 +16,44 @@ where `--out` says.
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.comparison import Row, as_csv, measure, table
+from benchmarks.comparison import Row, measure, table
+from gpu_figures import FIGURES, Figure
 
 from trainctl.hardware.detect import visible_devices
 
 ROOT = Path(__file__).resolve().parent.parent
-
-CASES: dict[str, tuple[str, ...]] = {
-    "zero1": ("zero_stage=1",),
-    "zero1-checkpointing": ("zero_stage=1", "activation_checkpointing=full"),
-    "zero3": ("zero_stage=3",),
-    "zero3-checkpointing": ("zero_stage=3", "activation_checkpointing=full"),
-    "zero3-offload": ("zero_stage=3", "activation_checkpointing=full", "offload=cpu"),
-}
-"""Configurations, in bf16 on a GPU."""
+TESTS = "tests"
+"""In the place of a figure's name."""
+NAMES = (TESTS, *(figure.name for figure in FIGURES))
+PACKAGES = ("trainctl", "torch", "deepspeed", "transformers", "accelerate")
 
 ALWAYS = (
     "schedule=constant",
     "schedule.warmup_steps=0",
     "training.evaluation_samples=0",
     "training.sample_tokens=0",
+    "training.gradient_accumulation_steps=2",
     "checkpoint.every_steps=null",
     "checkpoint.every_minutes=null",
     "checkpoint.at_end=false",
 )
-ON_GPU = (
-    "precision=bf16",
-    "training.sequence_length=2048",
-    "training.micro_batch_size=4",
-    "training.gradient_accumulation_steps=2",
-)
-ON_CPU = (
-    "precision=fp32",  # many processors multiply bf16 number by number
-    "hardware=cpu",
-    "model=tiny-llama",
-    "training.sequence_length=64",
-    "training.micro_batch_size=2",
-    "training.gradient_accumulation_steps=2",
-    "data.max_bytes=1000000",
-)
+ON_CPU = ("hardware=cpu", "precision=fp32")  # many processors multiply bf16 number by number
+PAIRS = 200
+"""In the file that preferences are learnt from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,65 +66,116 @@ class Tests:
 
 
 def main() -> int:
-    """Run tests and table, write them; exit code 1 if a test or a launch of trainctl failed."""
+    """Measure what is not there yet; exit code 1 if a test or a launch of trainctl failed."""
+    began = time.monotonic()
     arguments = _arguments()
     devices = visible_devices()
     on_gpu = bool(devices)
     device = devices[0].name if on_gpu else f"CPU ({platform.machine()})"
     count = arguments.devices or (len(devices) or 1)
-    tests = None if arguments.without_tests else run_tests()
-    rows: list[Row] = []
-    for name in arguments.cases:
-        overrides = [
-            *_size(on_gpu, arguments.model),
-            *ALWAYS,
-            *CASES[name],
-            f"hardware.devices_per_node={count}",
-            f"training.steps={arguments.steps}",
-        ]
-        measured = list(
-            measure(name, overrides, warmup=arguments.warmup, repeats=arguments.repeats)
-        )
-        print(table(measured), flush=True)
-        rows += measured
-    page = render(rows, tests, device=device, count=count, on_gpu=on_gpu, arguments=arguments)
+    name = "gpu-" + device.lower().replace(" ", "-") if on_gpu else "cpu-small"
     folder = arguments.out or (ROOT / "docs" / "benchmarks" if on_gpu else None)
+    found: dict[str, dict[str, Any]] = {}
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = _read(folder / f"{name}.jsonl")
+    for wanted in arguments.only:
+        if wanted in found and not arguments.again:
+            print(f"{wanted}: measured on {found[wanted]['date']}", file=sys.stderr)
+            continue
+        if time.monotonic() - began > 60 * arguments.minutes:
+            print(f"{wanted} and what follows: not begun, the time is over", file=sys.stderr)
+            break
+        found[wanted] = {
+            "name": wanted,
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
+            "versions": {package: _version(package) for package in PACKAGES},
+            "devices": count,
+            **_measured(wanted, count=count, on_gpu=on_gpu),
+        }
+        if folder is not None:
+            lines = [json.dumps(found[each]) for each in NAMES if each in found]
+            _write(folder / f"{name}.jsonl", "\n".join(lines) + "\n")
+            _write(folder / f"{name}.md", render(found, device=device, on_gpu=on_gpu))
+    print(render(found, device=device, on_gpu=on_gpu))
     if folder is None:
-        print(page)
         print("no GPU: nothing is written without --out", file=sys.stderr)
     else:
-        folder.mkdir(parents=True, exist_ok=True)
-        name = "gpu-" + device.lower().replace(" ", "-") if on_gpu else "cpu-small"
-        (folder / f"{name}.md").write_text(page, encoding="utf-8")
-        (folder / f"{name}.csv").write_text(as_csv(rows), encoding="utf-8")
-        print(f"written: {folder / name}.md and .csv")
-    broken = [row for row in rows if row.loop == "trainctl" and row.problem]
-    return int(bool(broken) or bool(tests and tests.failed))
+        print(f"written: {folder / name}.md and .jsonl")
+    asked = [found[each] for each in arguments.only if each in found]
+    return int(any(_is_broken(each) for each in asked))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="llama-1b", help="option of model, on a GPU")
-    parser.add_argument("--devices", type=int, help="devices to use; all of them by default")
     parser.add_argument(
-        "--cases", type=_cases, default=list(CASES), help=f"of {', '.join(CASES)}; commas between"
+        "--only",
+        type=_names,
+        default=list(NAMES),
+        help=f"of {', '.join(NAMES)}; commas between",
     )
-    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of each loop")
-    parser.add_argument("--warmup", type=int, default=6, help="of these not measured")
-    parser.add_argument("--repeats", type=int, default=1, help="the median is taken")
-    parser.add_argument("--without-tests", action="store_true", help="only the table")
+    parser.add_argument("--minutes", type=float, default=25.0, help="none is begun later")
+    parser.add_argument("--again", action="store_true", help="also what is there already")
+    parser.add_argument("--devices", type=int, help="devices to use; all of them by default")
     parser.add_argument("--out", type=Path, help="folder to write to")
-    arguments = parser.parse_args()
-    if not 0 < arguments.warmup < arguments.steps:
-        parser.error("--warmup must be at least 1 and below --steps")
-    return arguments
+    return parser.parse_args()
 
 
-def _cases(text: str) -> list[str]:
+def _names(text: str) -> list[str]:
     names = text.split(",")
-    if unknown := [name for name in names if name not in CASES]:
-        raise argparse.ArgumentTypeError(f"no such case: {', '.join(unknown)}")
+    if unknown := [name for name in names if name not in NAMES]:
+        raise argparse.ArgumentTypeError(f"no such figure: {', '.join(unknown)}")
     return names
+
+
+def _measured(name: str, *, count: int, on_gpu: bool) -> dict[str, Any]:
+    """What there is to write of the tests, or of a figure."""
+    if name == TESTS:
+        return asdict(run_tests())
+    figure = next(figure for figure in FIGURES if figure.name == name)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        write_pairs(folder / "pairs.jsonl")
+        words = overrides(figure, folder=folder, count=count, on_gpu=on_gpu)
+        rows = list(
+            measure(name, words, warmup=figure.warmup, peers=figure.peers, repeats=figure.repeats)
+        )
+    print(table(rows), flush=True)
+    return {"overrides": words, "rows": [asdict(row) for row in rows]}
+
+
+def overrides(figure: Figure, *, folder: Path, count: int, on_gpu: bool) -> list[str]:
+    """Of `trainctl launch`.
+
+    Args:
+        figure: What to launch.
+        folder: Holds what it reads, and is swapped to.
+        count: Devices, or processes of a CPU.
+        on_gpu: Whether there is one; else everything is made small.
+    """
+    options = [option.format(folder=folder) for option in figure.options]
+    if not on_gpu:
+        options = [option for option in options if not option.startswith("precision=")]
+    return [
+        *(() if on_gpu else ON_CPU),
+        f"model={figure.model if on_gpu else 'tiny-llama'}",
+        f"training.sequence_length={figure.length if on_gpu else 64}",
+        f"training.micro_batch_size={figure.micro_batch if on_gpu else 2}",
+        f"training.steps={figure.steps}",
+        f"hardware.devices_per_node={count}",
+        *ALWAYS,
+        *(() if "data=preferences" in options else ("data.max_bytes=4000000",)),
+        *options,
+    ]
+
+
+def write_pairs(path: Path) -> None:
+    """Questions, each with an answer that is right and one that is not."""
+    lines = [
+        {"prompt": f"{n} + {n} = ", "chosen": f"{2 * n}", "rejected": f"{2 * n + 1}"}
+        for n in range(PAIRS)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def run_tests() -> Tests:
@@ -153,53 +195,65 @@ def run_tests() -> Tests:
     return Tests(passed=len(cases) - len(failed) - skipped, skipped=skipped, failed=failed)
 
 
-def render(
-    rows: list[Row],
-    tests: Tests | None,
-    *,
-    device: str,
-    count: int,
-    on_gpu: bool,
-    arguments: argparse.Namespace,
-) -> str:
+def render(found: dict[str, dict[str, Any]], *, device: str, on_gpu: bool) -> str:
     """The page."""
-    names = ("trainctl", "torch", "deepspeed", "transformers", "accelerate")
-    versions = ", ".join(f"{name} {_version(name)}" for name in names)
-    size = _size(on_gpu, arguments.model)
-    lines = [
-        f"# {count} x {device}",
-        f"Written by `scripts/gpu_check.py` on {datetime.now(UTC):%Y-%m-%d}.",
-        f"Python {platform.python_version()}, {versions}.",
-        "",
-    ]
+    lines = [f"# {device}", "Written by `scripts/gpu_check.py`.", ""]
     if not on_gpu:
         lines += [
             "**No GPU here.** A model of a few megabytes on a CPU shows that the check runs "
             "through, and nothing about speed: starting and waiting outweigh the arithmetic.",
             "",
         ]
-    if tests is not None:
-        outcome = f"{tests.passed} passed, {tests.skipped} skipped, {len(tests.failed)} failed"
-        lines += [f"Tests marked `gpu`: {outcome}.", *(f"- {name}" for name in tests.failed), ""]
+    if tests := found.get(TESTS):
+        outcome = f"{tests['passed']} passed, {tests['skipped']} skipped"
+        lines.append(f"Tests marked `gpu`: {outcome}, {len(tests['failed'])} failed.")
+        lines += [*(f"- {name}" for name in tests["failed"]), ""]
+    figures = [figure for figure in FIGURES if figure.name in found]
+    for title, kept in (
+        ("Speed", [figure for figure in figures if figure.is_of_speed]),
+        ("Memory", [figure for figure in figures if not figure.is_of_speed]),
+    ):
+        if kept:
+            rows = [Row(**row) for figure in kept for row in found[figure.name]["rows"]]
+            lines += [f"## {title}", table(rows), ""]
     lines += [
-        table(rows),
+        "*trainctl is*: its tokens/s over the row's. *predicted*: the plan's tokens/s. *peak*: "
+        "tensors at their most, and what the driver counts outside the allocator; on a CPU the "
+        "process. *planned*: the memory budget, and its range. MFU: "
+        "[throughput](../throughput.md). Each loop ran in processes of its own, one after the "
+        "other, with the same model, batch and DeepSpeed JSON:",
         "",
-        f"Each loop: {arguments.steps} optimizer steps, the last "
-        f"{arguments.steps - arguments.warmup} measured, in processes of its own; the median of "
-        f"{arguments.repeats}. The same model, batch and DeepSpeed JSON: "
-        f"`{' '.join([*size, *ALWAYS])}`; of the configuration:",
-        "",
-        *(f"- {name}: `{' '.join(CASES[name])}`" for name in arguments.cases),
-        "",
-        "*trainctl is*: its tokens/s over the row's. *peak*: tensors at their most, and what the "
-        "driver counts outside the allocator; on a CPU the process. *planned*: the memory budget, "
-        "and its range. MFU: [throughput](../throughput.md).",
+        *(_line(found[figure.name]) for figure in figures),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _size(on_gpu: bool, model: str) -> tuple[str, ...]:
-    return (f"model={model}", *ON_GPU) if on_gpu else ON_CPU
+def _line(figure: dict[str, Any]) -> str:
+    words = " ".join(word for word in figure["overrides"] if word not in ALWAYS)
+    packages = ", ".join(f"{name} {found}" for name, found in figure["versions"].items())
+    devices = figure["devices"]
+    return f"- {figure['name']}: `{words}`; {figure['date']}, {devices} devices, {packages}"
+
+
+def _is_broken(figure: dict[str, Any]) -> bool:
+    rows = figure.get("rows", ())
+    return bool(figure.get("failed")) or any(
+        row["problem"] for row in rows if row["loop"] == "trainctl"
+    )
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.is_file():
+        return {}
+    lines: Iterable[dict[str, Any]] = map(json.loads, path.read_text().splitlines())
+    return {line["name"]: line for line in lines if line["name"] in NAMES}
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    new = path.with_name(f".{path.name}.tmp")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def _version(name: str) -> str:

@@ -1,4 +1,4 @@
-"""trainctl, a bare DeepSpeed loop and transformers' Trainer on the same configuration, measured.
+"""trainctl and other loops on the same configuration, measured.
 
 Each trains in processes of its own, one after the other on the same devices: trainctl by its
 command, the others by `peers.py` with the plan, the JSON and the corpus of that launch.
@@ -6,8 +6,6 @@ command, the others by `peers.py` with the plan, the JSON and the corpus of that
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import socket
@@ -16,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainctl.plan.flops import flops_per_token, utilisation
 from trainctl.plan.types import RunPlan
+from trainctl.planner.speed import step_time
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
@@ -36,8 +35,9 @@ class Row:
 
     Attributes:
         case: The configuration.
-        loop: trainctl, bare or transformers.
+        loop: trainctl, or one of `peers.py`.
         tokens_per_second: Of all devices together; the median of the repeats.
+        predicted_tokens_per_second: By the plan; of trainctl alone, None without known rates.
         mfu: Model FLOPs utilisation; None without a known peak.
         ratio: trainctl's tokens per second over this loop's, in the same run.
         peak_bytes: Most memory of a device (on a CPU: of a process), as measured.
@@ -50,6 +50,7 @@ class Row:
     case: str
     loop: str
     tokens_per_second: float | None = None
+    predicted_tokens_per_second: float | None = None
     mfu: float | None = None
     ratio: float | None = None
     peak_bytes: int | None = None
@@ -63,17 +64,20 @@ class Failed(Exception):
     """A loop did not run to its end; the text says why."""
 
 
-def measure(case: str, overrides: Sequence[str], *, warmup: int, repeats: int) -> Iterator[Row]:
-    """The three rows of a configuration; only trainctl's if that cannot be launched.
+def measure(
+    case: str, overrides: Sequence[str], *, warmup: int, peers: Sequence[str], repeats: int = 1
+) -> Iterator[Row]:
+    """The rows of a configuration; only trainctl's if that cannot be launched.
 
     Args:
         case: Its name.
         overrides: Of `trainctl launch`.
         warmup: Steps that are not measured.
-        repeats: Times that all three are run; the median counts.
+        peers: Loops that train the same, of `peers.py`.
+        repeats: Times that all of them are run; the median counts.
     """
     ours: list[Row] = []
-    theirs: dict[str, list[Row]] = {"bare": [], "transformers": []}
+    theirs: dict[str, list[Row]] = {peer: [] for peer in peers}
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(repeats):
             run = RunPaths(Path(folder) / str(repeat))
@@ -106,11 +110,18 @@ def _trainctl(case: str, run: RunPaths, overrides: Sequence[str], warmup: int) -
         case=case,
         loop="trainctl",
         **_speed(plan, seconds / (plan.stop_step - warmup)),
+        predicted_tokens_per_second=_predicted(plan),
         peak_bytes=memory["measured"]["device_peak_bytes"],
         planned_bytes=planned["device_peak_bytes"],
         planned_low_bytes=planned["device_peak_low_bytes"],
         planned_high_bytes=planned["device_peak_high_bytes"],
     )
+
+
+def _predicted(plan: RunPlan) -> float | None:
+    if plan.hardware.peak_tflops(plan.config.precision.compute) is None:
+        return None
+    return plan.batch.tokens_per_step / step_time(plan).seconds
 
 
 def _peer(case: str, loop: str, run: RunPaths, warmup: int) -> Row:
@@ -214,12 +225,13 @@ def _median(rows: list[Row]) -> Row:
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table."""
     lines = [
-        "| configuration | loop | tokens/s | MFU | trainctl is | peak, GiB | planned, GiB |",
-        "|---|---|---|---|---|---|---|",
+        "| configuration | loop | tokens/s | predicted | MFU | trainctl is | peak, GiB "
+        "| planned, GiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if row.problem:
-            lines.append(f"| {row.case} | {row.loop} | {row.problem} | | | | |")
+            lines.append(f"| {row.case} | {row.loop} | {row.problem} | | | | | |")
             continue
         planned = ""
         if row.planned_bytes is not None:
@@ -229,8 +241,9 @@ def table(rows: list[Row]) -> str:
             row.case,
             row.loop,
             f"{row.tokens_per_second:,.0f}",
-            "" if row.mfu is None else f"{row.mfu:.1%}",
-            "" if row.ratio is None else f"{row.ratio:.2f} x",
+            _text(row.predicted_tokens_per_second, ",.0f"),
+            _text(row.mfu, ".1%"),
+            _text(row.ratio, ".2f"),
             f"{(row.peak_bytes or 0) / GIB:.2f}",
             planned,
         ]
@@ -238,10 +251,5 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def as_csv(rows: list[Row]) -> str:
-    """The rows, every digit."""
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, [item.name for item in fields(Row)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    return stream.getvalue()
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"

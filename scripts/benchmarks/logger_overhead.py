@@ -29,7 +29,7 @@ from trainctl.runs.listing import last_step
 from trainctl.runs.records import EventFollower
 
 STUCK = "stuck"
-SETTLING_SECONDS = 4.0
+SETTLING_SECONDS = 15.0
 
 LAUNCH = (
     "recipe=tiny",

@@ -1,10 +1,11 @@
 """One rank of a loop that trains the same model, batch and DeepSpeed JSON as a run of trainctl.
 
-    RANK=0 WORLD_SIZE=1 ... python scripts/benchmarks/peers.py {bare,transformers} RUN_DIR RESULT
+    RANK=0 WORLD_SIZE=1 ... python scripts/benchmarks/peers.py LOOP RUN_DIR RESULT WARMUP
 
-`bare` is what one writes by hand around a DeepSpeed engine; `transformers` is its Trainer. Both
-take the plan, the JSON and the corpus of the run's first attempt, read the loss at every step as
-trainctl does, and write what they measured. `comparison.py` starts them.
+`bare` is what one writes by hand around a DeepSpeed engine; `transformers` is its Trainer; `fsdp2`
+is torch's `fully_shard`, without DeepSpeed. All take the plan, the JSON and the corpus of the run's
+first attempt, read the loss at every step as trainctl does, and write what they measured.
+`comparison.py` starts them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainctl.engines.deepspeed.process import start_process
@@ -141,10 +143,11 @@ class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
-def _model(plan: RunPlan) -> PreTrainedModel:
+def _model(plan: RunPlan, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The plan's, in that type or that of the plan's weights."""
     model = AutoModelForCausalLM.from_config(
         transformers_config(plan.config.model),
-        dtype=TORCH_TYPES[formats(plan.config.precision).weights],
+        dtype=dtype or TORCH_TYPES[formats(plan.config.precision).weights],
         attn_implementation=plan.config.model.attention.value,
     )
     if plan.config.activation_checkpointing.mode == "full":
@@ -152,7 +155,44 @@ def _model(plan: RunPlan) -> PreTrainedModel:
     return model
 
 
-LOOPS = {"bare": bare, "transformers": transformers}
+def fsdp2(plan: RunPlan, settings: dict[str, Any], data: PackedDataset, clock: Clock) -> None:
+    """torch's `fully_shard`: master weights in fp32, as in DeepSpeed, and torch's fused AdamW."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    optimizer, device = plan.config.optimizer, torch.device(get_accelerator().current_device_name())
+    low = TORCH_TYPES[formats(plan.config.precision).weights]
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    model = _model(plan, torch.float32).to(device)
+    partitioned = plan.config.zero_stage.stage == 3
+    for block in model.model.layers:
+        fully_shard(block, mp_policy=policy, reshard_after_forward=partitioned)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=partitioned)
+    update = torch.optim.AdamW(
+        model.parameters(),
+        lr=optimizer.lr,
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.epsilon,
+        weight_decay=optimizer.weight_decay,
+        fused=True,
+    )
+    rank, size = torch.distributed.get_rank(), plan.batch.micro_batch_size
+    accumulation, sample = plan.batch.gradient_accumulation_steps, rank * size
+    for step in range(1, plan.stop_step + 1):
+        for micro in range(accumulation):
+            indices = np.arange(sample, sample + size) % data.num_samples
+            ids = data.micro_batch(indices).input_ids.to(device, non_blocking=True)
+            model.set_requires_gradient_sync(micro == accumulation - 1)
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            (loss / accumulation).backward()
+            sample += size * plan.mesh.data
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.gradient_clipping)
+        update.step()
+        update.zero_grad()
+        loss.item()
+        clock.after(step)
+
+
+LOOPS = {"bare": bare, "transformers": transformers, "fsdp2": fsdp2}
 
 
 def main(loop: str, run_dir: str, result: str, warmup: str) -> None:

@@ -7,6 +7,7 @@ checks. Vendors' tools and packages that cannot be had here are stand-ins.
 from __future__ import annotations
 
 import os
+import py_compile
 import resource
 import shutil
 import stat
@@ -94,8 +95,10 @@ def test_a_healthy_machine_for_the_tiny_recipe() -> None:
 def test_every_rule_of_the_machine_has_one_place() -> None:
     folder = Path(health.__file__).parent
     text = "\n".join(path.read_text() for path in sorted(folder.glob("*.py")))
-    found = {rule for rule in (f"TC{number}" for number in (*range(120, 140), 372)) if rule in text}
-    assert found == {*(f"TC{number}" for number in range(120, 138)), "TC372"}
+    found = {
+        rule for rule in (f"TC{number}" for number in (*range(120, 140), 372, 373)) if rule in text
+    }
+    assert found == {*(f"TC{number}" for number in range(120, 138)), "TC372", "TC373"}
 
 
 # ---------------------------------------------------------------- packages
@@ -258,6 +261,46 @@ def test_the_formats_of_a_processor(
         found = list(devices.compute_in_the_format(made, CPU))
         slow = compute != "fp32" and "bf16" in lacking
         assert rules(found) == (["TC372"] if slow else [])
+
+
+@pytest.mark.parametrize(
+    ("is_compiled", "variable", "mode", "said"),
+    [
+        (True, "1", 0o755, ""),
+        (False, "", 0o755, ""),
+        (False, "1", 0o755, "PYTHONDONTWRITEBYTECODE is set"),
+        (False, "", 0o555, "cannot be written to"),
+    ],
+)
+def test_packages_that_every_process_compiles(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_compiled: bool,
+    variable: str,
+    mode: int,
+    said: str,
+) -> None:
+    about = tmp_path / "torch-1.0.dist-info" / "METADATA"
+    source = tmp_path / "torch" / "__init__.py"
+    for path, text in ((about, "Name: torch\nVersion: 1.0\n"), (source, "")):
+        path.parent.mkdir()
+        path.write_text(text)
+    if is_compiled:
+        py_compile.compile(str(source))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(packages, "SLOW_TO_COMPILE", {"torch": "torch/__init__.py"})
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", variable)
+    if mode == 0o555 and os.geteuid() == 0:  # who may write everywhere is told so
+        monkeypatch.setattr(packages.os, "access", lambda *_: False)
+    source.parent.chmod(mode)
+    try:
+        found = list(packages.bytecode_is_kept(config(), CPU))
+    finally:
+        source.parent.chmod(0o755)
+    if said:
+        assert rules(found) == ["TC373"] and said in only(found).message
+    else:
+        assert found == ["kept"]
 
 
 # ---------------------------------------------------------------- builds

@@ -17,6 +17,7 @@ Check = Callable[[RunConfig, Hardware], Iterable[str | Finding]]
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("packages", packages.go_together),
     ("loggers", packages.loggers_are_installed),
+    ("bytecode", packages.bytecode_is_kept),
     ("torch", packages.torch_matches_the_device),
     ("devices", devices.are_here),
     ("visible devices", devices.visible_ones_exist),

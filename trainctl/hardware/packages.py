@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from trainctl.config.registry import load
@@ -14,13 +16,21 @@ from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware.detect import driver_cuda_version
 from trainctl.hardware.facts import Hardware
-from trainctl.hardware.finding import problem
+from trainctl.hardware.finding import doubt, problem
 from trainctl.options.logger import missing, python_of
 
 ASKED = ("trainctl", "deepspeed", "transformers", "accelerate")
 """Packages whose requirements are compared with what is installed; the last one is optional."""
 
 SHOWN = ("torch", "deepspeed", "transformers", "accelerate")
+
+SLOW_TO_COMPILE = {
+    "torch": "torch/__init__.py",
+    "transformers": "transformers/modeling_utils.py",
+    "deepspeed": "deepspeed/__init__.py",
+}
+"""A file of each package with so much source that compiling it takes seconds; all ranks import it.
+"""
 
 
 def go_together(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
@@ -70,6 +80,32 @@ def loggers_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str
     if found and not any(found):
         yield ", ".join(config.logging.to)
     yield from filter(None, found)
+
+
+def bytecode_is_kept(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """Python keeps what it has compiled of large packages; else each process compiles it again."""
+    for name, file in SLOW_TO_COMPILE.items():
+        try:
+            source = Path(str(metadata.distribution(name).locate_file(file)))
+        except metadata.PackageNotFoundError:
+            continue  # told by the first check
+        if not source.is_file() or Path(cache_from_source(str(source))).is_file():
+            continue
+        folder = source.parent
+        forbidden = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+        if not forbidden and os.access(folder, os.W_OK):
+            continue
+        why = "PYTHONDONTWRITEBYTECODE is set" if forbidden else f"{folder} cannot be written to"
+        yield doubt(
+            "TC373",
+            "",
+            f"{name} is not compiled, and {why}: each process compiles what it imports anew",
+            "unset PYTHONDONTWRITEBYTECODE"
+            if forbidden
+            else f"as its owner: python -m compileall -q {folder.parent}",
+        )
+        return
+    yield "kept"
 
 
 def torch_matches_the_device(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:

@@ -1,4 +1,4 @@
-"""Of this machine, launchers and hosts: TC120 to TC137, TC160 to TC197, TC305, TC372."""
+"""Of this machine, launchers and hosts: TC120 to TC137, TC160 to TC197, TC305, TC372, TC373."""
 
 from __future__ import annotations
 
@@ -160,6 +160,17 @@ ENTRIES: dict[str, RuleText] = {
         situation="precision=bf16 on a laptop without AVX-512",
         message="this machine's processor has no instructions for bf16: its matrix products take "
         "some thirty times as long as in fp32",
+    ),
+    "TC373": RuleText(
+        "torch, transformers and DeepSpeed are a million lines, which Python compiles when it "
+        "imports them, and keeps. Where it may not keep them, as in an image that was built "
+        "without bytecode, each rank first compiles for 15 s: three quarters of its start.",
+        "Unset PYTHONDONTWRITEBYTECODE, or compile the packages once, when the image is built: "
+        "python -m compileall -q SITE-PACKAGES.",
+        title="Packages that every process compiles anew.",
+        situation="In a container whose image has no bytecode, with PYTHONDONTWRITEBYTECODE set",
+        message="torch is not compiled, and PYTHONDONTWRITEBYTECODE is set: each process compiles "
+        "what it imports anew",
     ),
     "TC160": RuleText(
         "The value becomes an option of sbatch, srun or mpirun. One with a space or a leading "

@@ -73,7 +73,9 @@ class Tracker:
         # and is compared from this step on.
         self._stood: int | None = known.get("stood")
         self._from: int = known.get("from", 0)
-        self._sent = self._what_stood()
+        self._sent: dict[tuple[str, int], object] = {}
+        self._last = 0
+        self._compare()
         if state is None:
             client.begin(0)
         elif (
@@ -86,7 +88,7 @@ class Tracker:
         waiting: list[Point] = []
         for point in points:
             self._number = point.number
-            if self._sent and point.step > max(step for _, step in self._sent):
+            if self._sent and point.step > self._last:
                 self._sent, self._stood = {}, None
             if not self._sent:
                 waiting.append(point)
@@ -100,7 +102,7 @@ class Tracker:
         if self._stood is None:
             self._stood, self._from = self._number, step
         self._from = min(self._from, step)
-        self._sent = self._what_stood()
+        self._compare()
 
     def commit(self) -> Mapping[str, Any]:
         self._client.flush()
@@ -126,11 +128,11 @@ class Tracker:
         while some := list(islice(each, _AT_ONCE)):
             self._client.send(some)
 
-    def _what_stood(self) -> dict[tuple[str, int], object]:
-        if self._stood is None:
-            return {}
-        stood = self._run.curve(self._stood)
-        return {(p.kind, p.step): _compared(p) for p in stood if p.step >= self._from}
+    def _compare(self) -> None:
+        """Begin, or go on, to compare what comes with what the tracker has."""
+        curve = () if self._stood is None else self._run.curve(self._stood)
+        self._sent = {(p.kind, p.step): _compared(p) for p in curve if p.step >= self._from}
+        self._last = max((step for _, step in self._sent), default=0)
 
 
 def _compared(point: Point) -> object:

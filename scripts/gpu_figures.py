@@ -1,0 +1,130 @@
+"""The figures that a machine with a GPU is asked for, the most telling first.
+
+Speed is measured beside peers; memory against the budget. Together they have every option that
+computes something else on a GPU than on a CPU: `tests/test_gpu_check.py` holds the list against the
+option groups, and each figure against the plan for its device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PEERS = ("bare", "transformers", "fsdp2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One configuration to launch.
+
+    Attributes:
+        name: Short, without spaces.
+        model: Option of `model`; on a CPU it is a tiny one.
+        length: Tokens of a sample; on a CPU 64.
+        device: Option of `hardware` that it fits; a smaller one refuses it.
+        micro_batch: Samples of a forward pass; on a CPU at most 2.
+        options: Other overrides.
+        peers: Loops that train the same.
+        steps: Optimizer steps.
+        warmup: Of these not timed.
+        repeats: Times that all loops are run; the median counts.
+    """
+
+    name: str
+    model: str = "qwen3-0.6b"
+    length: int = 2048
+    device: str = "h100-80g"
+    micro_batch: int = 4
+    options: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    steps: int = 6
+    warmup: int = 2
+    repeats: int = 1
+
+    @property
+    def is_of_speed(self) -> bool:
+        """Whether peers train the same, in enough steps to tell."""
+        return bool(self.peers)
+
+
+def _speed(name: str, *options: str, peers: tuple[str, ...] = PEERS, **size: object) -> Figure:
+    return Figure(name=name, options=options, peers=peers, steps=16, warmup=6, repeats=2, **size)  # type: ignore[arg-type]
+
+
+def _memory(name: str, *options: str, **size: object) -> Figure:
+    return Figure(name=name, options=options, **size)  # type: ignore[arg-type]
+
+
+FULL = "activation_checkpointing=full"
+
+FIGURES = (
+    _speed("1b", "zero_stage=1", FULL, model="llama-1b"),
+    _speed("3b-8k", "zero_stage=1", FULL, model="llama-3b", length=8192, micro_batch=1),
+    _speed(
+        "8b-8k",
+        "zero_stage=1",
+        FULL,
+        "precision=bf16-low-memory",
+        "kernels=chunked-loss",
+        model="llama-8b",
+        device="h200-141g",
+        length=8192,
+        micro_batch=1,
+        peers=("bare", "transformers"),  # the others have no updates of bf16 weights
+    ),
+    # Memory: stages and what they keep.
+    _memory("0.6b-zero0", "zero_stage=0"),
+    _memory("0.6b-zero2-full", "zero_stage=2", FULL, micro_batch=8),
+    _memory("0.6b-zero3-selective", "zero_stage=3", "activation_checkpointing=selective"),
+    _memory("1b-zero1", "zero_stage=1", model="llama-1b", micro_batch=2),
+    _memory("3b-full", "zero_stage=2", FULL, model="llama-3b", micro_batch=2),
+    _memory("8b-lora", "zero_stage=0", FULL, "adapter=lora", model="llama-8b", micro_batch=2),
+    _memory(
+        "8b-qlora",
+        "zero_stage=0",
+        FULL,
+        "adapter=lora",
+        "adapter.base_weights=nf4_double",
+        model="llama-8b",
+        micro_batch=2,
+    ),
+    _memory("0.6b-offload", "zero_stage=2", FULL, "offload=cpu"),
+    # Long sequences and kernels.
+    _memory("0.6b-liger-8k", "zero_stage=1", FULL, "kernels=liger", length=8192, micro_batch=1),
+    _memory("0.6b-chunked-16k", FULL, "kernels=chunked-loss", length=16384, micro_batch=1),
+    _memory(
+        "1b-tiles-64k",
+        "kernels=long-context",
+        "activation_checkpointing=offloaded",
+        model="llama-1b",
+        length=65536,
+        micro_batch=1,
+    ),
+    _memory("0.6b-compiled", "kernels=compiled"),
+    _memory("0.6b-deepcompile", "zero_stage=3", "kernels=deepcompile"),
+    # Precisions and optimizers.
+    _memory("0.6b-fp8", "precision=fp8"),
+    _memory("0.6b-fp16", "precision=fp16"),
+    _memory("0.6b-fp32", "precision=fp32", micro_batch=2),
+    _memory("0.6b-autocast", "precision=autocast-bf16"),
+    _memory("0.6b-low-memory", "precision=bf16-low-memory"),
+    _memory("0.6b-8bit", "optimizer=adamw_8bit", "zero_stage=0"),
+    _memory("0.6b-muon", "optimizer=muon"),
+    _memory("0.6b-lion", "optimizer=lion"),
+    _memory("0.6b-adafactor", "optimizer=adafactor", "zero_stage=0"),
+    _memory("124m-lamb", "optimizer=lamb", "zero_stage=0", model="gpt2-124m", length=1024),
+    # What swaps, and the other engine.
+    _memory("0.6b-offload-part", "zero_stage=3", FULL, "offload=cpu-partial"),
+    _memory("0.6b-offload-all", "zero_stage=3", FULL, "offload=cpu-all"),
+    _memory("0.6b-nvme", "zero_stage=3", FULL, "offload=nvme", "offload.nvme_path={folder}"),
+    _memory("0.6b-fsdp2", "engine=fsdp2", "zero_stage=3", FULL),
+    _memory(
+        "0.6b-dpo-lora",
+        "zero_stage=0",
+        FULL,
+        "adapter=dora",
+        "objective=dpo",
+        "data=preferences",
+        "data.paths=[{folder}/pairs.jsonl]",
+        length=512,
+    ),
+)
