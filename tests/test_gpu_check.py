@@ -16,7 +16,7 @@ from trainctl.memory.budget import budget
 from trainctl.plan.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts"))  # behind what else has these names
 
 from gpu_check import overrides, write_pairs  # noqa: E402
 from gpu_figures import FIGURES, Figure  # noqa: E402
