@@ -192,13 +192,14 @@ def _complete(command: list[str], environment: dict[str, str]) -> None:
     except subprocess.TimeoutExpired:
         raise Failed(f"not done after {TIMEOUT_SECONDS} s") from None
     if done.returncode:
-        raise Failed(_last_line(done.stderr, keep="error"))
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
+        raise Failed(errors[0][:160] if errors else _last_line(done.stderr))
 
 
-def _last_line(text: str, keep: str = "Error") -> str:
+def _last_line(text: str) -> str:
     """The last line that names an error; else the last one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    named = [line for line in lines if keep in line]
+    named = [line for line in lines if "Error" in line]
     return (named or lines or ["no output"])[-1][:160]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +24,30 @@ def read(path: Path) -> Any:
     return yaml.load(path.read_text(), Loader=_loader_class())
 
 
-def problems(schema: dict[str, Any], document: Any) -> list[str]:
+@cache
+def validator(group: str = "") -> jsonschema.Draft202012Validator:
+    """Of a group's options, or of recipes."""
+    schema = option_schema(group) if group else recipe_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
-    found = jsonschema.Draft202012Validator(schema).iter_errors(document)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def problems(document: Any, group: str = "") -> list[str]:
+    found = validator(group).iter_errors(document)
     return [".".join(map(str, error.absolute_path)) for error in found]
 
 
 def test_every_shipped_recipe_is_legal() -> None:
-    schema = recipe_schema()
     for path in [*shipped_root().glob("recipes/*.yaml"), CONF / "base.yaml"]:
-        assert problems(schema, read(path)) == [], path
+        assert problems(read(path)) == [], path
 
 
 def test_every_shipped_option_is_legal() -> None:
     for group in GROUPS:
-        schema = option_schema(group)
         for path in (CONF / group).glob("*.yaml"):
             document = read(path)
             document.pop("defaults", None)
-            assert problems(schema, document) == [], path
+            assert problems(document, group) == [], path
 
 
 @pytest.mark.parametrize(
@@ -68,7 +74,7 @@ def test_every_shipped_option_is_legal() -> None:
     ],
 )
 def test_what_an_editor_would_underline(document: str, wrong: str) -> None:
-    found = problems(recipe_schema(), yaml.safe_load(document))
+    found = problems(yaml.safe_load(document))
     assert found == ([] if not wrong else ["" if wrong == "*" else wrong])
 
 

@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -245,14 +245,44 @@ def train(
     Raises:
         RanksFailed: A rank failed.
     """
-    nvme = folder / "nvme"
-    verdict = judge(combination, steps=steps, tokens=tokens, data=data, nvme=nvme)
-    assert verdict.plan is not None, verdict.refusal
-    run = RunPaths(Path(tempfile.mkdtemp(dir=folder)))
-    train_cases(combination.world_size, [Case(verdict.plan, run)])
-    trained = curve(run)
-    assert list(trained) == list(range(1, steps + 1))
+    (trained,) = train_all([combination], folder, lambda _: (steps, tokens), data=data).values()
     return trained
+
+
+def train_all(
+    combinations: Iterable[Combination],
+    folder: Path,
+    size: Callable[[Combination], tuple[int, int]],
+    *,
+    data: DataConfig | None = None,
+) -> dict[Combination, Curve]:
+    """Train several; what is offloaded has processes of its own, others of as many ranks share.
+
+    Args:
+        combinations: None is refused.
+        folder: For their runs.
+        size: Steps, and tokens of a sample, of each.
+        data: The corpus; None for that of the tiny recipe.
+
+    Raises:
+        RanksFailed: A rank failed.
+    """
+    cases: dict[Combination, Case] = {}
+    shared: dict[object, list[Case]] = {}
+    for combination in dict.fromkeys(combinations):
+        steps, tokens = size(combination)
+        verdict = judge(combination, steps=steps, tokens=tokens, data=data, nvme=folder / "nvme")
+        assert verdict.plan is not None, verdict.refusal
+        case = Case(verdict.plan, RunPaths(Path(tempfile.mkdtemp(dir=folder))))
+        cases[combination] = case
+        alone = combination if combination.offload != "none" else None
+        shared.setdefault((combination.world_size, alone), []).append(case)
+    for some in shared.values():
+        train_cases(some[0].plan.mesh.world_size, some, together=True)
+    curves = {combination: curve(case.run) for combination, case in cases.items()}
+    for combination, trained in curves.items():
+        assert list(trained) == list(range(1, size(combination)[0] + 1))
+    return curves
 
 
 @dataclass(frozen=True)
