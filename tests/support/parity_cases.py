@@ -255,30 +255,31 @@ def train_all(
     size: Callable[[Combination], tuple[int, int]],
     *,
     data: DataConfig | None = None,
+    together: bool = False,
 ) -> dict[Combination, Curve]:
-    """Train several; what is offloaded has processes of its own, others of as many ranks share.
+    """Train several, each on processes of its own.
 
     Args:
         combinations: None is refused.
         folder: For their runs.
         size: Steps, and tokens of a sample, of each.
         data: The corpus; None for that of the tiny recipe.
+        together: Those of as many ranks share their processes; for what is not offloaded.
 
     Raises:
         RanksFailed: A rank failed.
     """
     cases: dict[Combination, Case] = {}
-    shared: dict[object, list[Case]] = {}
+    shared: dict[int, list[Case]] = {}
     for combination in dict.fromkeys(combinations):
         steps, tokens = size(combination)
         verdict = judge(combination, steps=steps, tokens=tokens, data=data, nvme=folder / "nvme")
         assert verdict.plan is not None, verdict.refusal
         case = Case(verdict.plan, RunPaths(Path(tempfile.mkdtemp(dir=folder))))
         cases[combination] = case
-        alone = combination if combination.offload != "none" else None
-        shared.setdefault((combination.world_size, alone), []).append(case)
-    for some in shared.values():
-        train_cases(some[0].plan.mesh.world_size, some, together=True)
+        shared.setdefault(combination.world_size, []).append(case)
+    for ranks, some in shared.items():
+        train_cases(ranks, some, together=together)
     curves = {combination: curve(case.run) for combination, case in cases.items()}
     for combination, trained in curves.items():
         assert list(trained) == list(range(1, size(combination)[0] + 1))

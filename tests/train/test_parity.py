@@ -93,10 +93,10 @@ def held_against(combination):
     return combination.reference, combination.spread
 
 
-def assert_parity(folder, combinations):
+def assert_parity(folder, combinations, *, together=False):
     """Train them all, then say of each that is off by how much."""
     wanted = [each for c in combinations for each in (c, *held_against(c)) if each is not None]
-    curves = train_all(wanted, folder, size)
+    curves = train_all(wanted, folder, size, together=together)
     wrong = {}
     for combination in combinations:
         reference, spread = held_against(combination)
@@ -112,7 +112,7 @@ def assert_parity(folder, combinations):
 
 
 def test_quick_pairs(tmp_path):
-    assert_parity(tmp_path, quick())
+    assert_parity(tmp_path, quick(), together=True)
 
 
 @pytest.mark.slow
