@@ -11,14 +11,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import made_runs
 from processes import cursor, end, following, send, wait_for
 
 from trainctl.config.schema import AlertsConfig, LoggingConfig, RunConfig
-from trainctl.runs.directory import create_run
+from trainctl.runs.directory import create_run, new_attempt, read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
 from trainctl.runs.status import State, Status, write_status
@@ -152,6 +154,19 @@ def test_only_what_is_asked_for_is_told(tmp_path: Path) -> None:
     with webhook() as server:
         assert send(run, "alerts", ALERT_URL=server.url) == (0, "")
         assert [alert["kind"] for alert in server.got] == ["end"]
+
+
+def test_what_happened_before_anyone_was_to_be_told_is_no_news(tmp_path: Path) -> None:
+    run = made_runs.new_run(tmp_path / "run")
+    planned = read_plan(run.attempt(1).plan)
+    logging = LoggingConfig(to=[], alerts=AlertsConfig(urls=[URL]))
+    new_attempt(run, replace(planned, config=replace(planned.config, logging=logging)))
+    failure = {"rank": 1, "node": 0, "message": "was killed by SIGKILL"}
+    write(run, step(7), ("failure", failure))
+    write(run, step(8), ("failure", failure), attempt=2)
+    with webhook() as server:
+        assert send(run, "alerts", ALERT_URL=server.url) == (0, "")
+        assert [(alert["attempt"], alert["step"]) for alert in server.got] == [(2, 8)]
 
 
 def test_who_cannot_be_told_is_told_later_and_keeps_nobody_else_waiting(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from trainctl.loggers.cursor import read_cursor
 from trainctl.loggers.delivery import Refused, post, start
 from trainctl.loggers.sending import ALERTS
 from trainctl.runs.attempts import config_of
-from trainctl.runs.directory import run_id
+from trainctl.runs.directory import read_plan, run_id
 from trainctl.runs.failures import sentence
 from trainctl.runs.interventions import account as intervention
 from trainctl.runs.layout import RunPaths
@@ -76,6 +76,7 @@ class Alerter:
     def __init__(self, run: RunPaths) -> None:
         self._run, self._path = run, run.logger(ALERTS).cursor
         self._config: RunConfig | None = None
+        self._asked: dict[int, bool] = {}
         self._id, self._began = run_id(run), time.time()
         self.cursor = read_cursor(self._path)
 
@@ -175,9 +176,20 @@ class Alerter:
                 state["moved"], state["is_quiet"] = now, False
             if kind not in _TOLD or (kind == "failure" and state["failed"] == attempt):
                 continue  # the other ranks fail for the first one's reason
+            if not self._was_asked_for(attempt):
+                continue
             state["failed"] = attempt if kind == "failure" else state["failed"]
             name, words = _TOLD[kind]
             yield self._alert(name, words(event), now, attempt, state)
+
+    def _was_asked_for(self, attempt: int) -> bool:
+        """Whether an attempt was launched with somebody to tell: what came before is no news."""
+        if attempt not in self._asked:
+            file = self._run.attempt(attempt).plan
+            self._asked[attempt] = (
+                not file.is_file() or read_plan(file).config.logging.alerts.are_wanted
+            )
+        return self._asked[attempt]
 
     def _quiet(self, state: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """That there was no step for too long; of a program of the user's only where it has told
