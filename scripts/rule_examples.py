@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -200,7 +201,8 @@ def _lines(found: Sequence[Finding], folder: Path | None = None) -> list[str]:
 
 
 def _short(content: str) -> str:
-    return content if len(content) <= _LONG_TEXT else content[:60].rstrip("\n") + "\n..."
+    content = content if len(content) <= _LONG_TEXT else content[:60].rstrip("\n") + "\n..."
+    return re.sub(r"[\x00-\x08\x0e-\x1f\x7f]", lambda found: repr(found[0])[1:-1], content)
 
 
 @contextmanager

@@ -258,9 +258,11 @@ def test_the_formats_of_a_processor(
     for compute in ("fp32", "bf16", "fp8"):  # fp8: the rest of it is computed in bf16
         made = config()
         made.precision = new_section("precision", compute)
-        found = list(devices.compute_in_the_format(made, CPU))
         slow = compute != "fp32" and "bf16" in lacking
-        assert rules(found) == (["TC372"] if slow else [])
+        for script in (None, "train.py"):
+            made.script = script
+            found = list(devices.compute_in_the_format(made, CPU))
+            assert rules(found) == (["TC372"] if slow and script else [])
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,10 @@ def train(
     return trained
 
 
+_TOGETHER = 10
+"""At most, so that they end in time."""
+
+
 def train_all(
     combinations: Iterable[Combination],
     folder: Path,
@@ -257,29 +261,31 @@ def train_all(
     data: DataConfig | None = None,
     together: bool = False,
 ) -> dict[Combination, Curve]:
-    """Train several, each on processes of its own.
+    """Train several, each on processes of its own, or several on the same.
 
     Args:
         combinations: None is refused.
         folder: For their runs.
         size: Steps, and tokens of a sample, of each.
         data: The corpus; None for that of the tiny recipe.
-        together: Those of as many ranks share their processes; for what is not offloaded.
+        together: Those of as many ranks share their processes, but for what is offloaded.
 
     Raises:
         RanksFailed: A rank failed.
     """
     cases: dict[Combination, Case] = {}
-    shared: dict[int, list[Case]] = {}
+    shared: dict[tuple[int, bool], list[Case]] = {}
     for combination in dict.fromkeys(combinations):
         steps, tokens = size(combination)
         verdict = judge(combination, steps=steps, tokens=tokens, data=data, nvme=folder / "nvme")
         assert verdict.plan is not None, verdict.refusal
         case = Case(verdict.plan, RunPaths(Path(tempfile.mkdtemp(dir=folder))))
         cases[combination] = case
-        shared.setdefault(combination.world_size, []).append(case)
-    for ranks, some in shared.items():
-        train_cases(ranks, some, together=together)
+        is_apart = not together or combination.offload != "none"
+        shared.setdefault((combination.world_size, is_apart), []).append(case)
+    for (ranks, is_apart), some in shared.items():
+        for first in range(0, len(some), _TOGETHER):
+            train_cases(ranks, some[first : first + _TOGETHER], together=not is_apart)
     curves = {combination: curve(case.run) for combination, case in cases.items()}
     for combination, trained in curves.items():
         assert list(trained) == list(range(1, size(combination)[0] + 1))

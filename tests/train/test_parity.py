@@ -118,7 +118,7 @@ def test_quick_pairs(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # DeepSpeed compiles what offload needs when it is first used
 def test_all_other_pairs(tmp_path):
-    assert_parity(tmp_path, rest())
+    assert_parity(tmp_path, rest(), together=True)
 
 
 def test_the_pairs_are_all_pairs():

@@ -163,11 +163,14 @@ def compute_in_the_format(config: RunConfig, hardware: Hardware) -> Iterator[str
             return
     narrow = compute.format.value
     if hardware.accelerator is Accelerator.cpu and narrow in lacking_formats():
+        if config.trains_itself:  # it widens them: `trainctl.engines.narrow_products`
+            yield f"{compute.name} on a CPU without instructions for it: products in fp32, rounded"
+            return
         yield doubt(
             "TC372",
             "precision.compute",
-            f"this machine's processor has no instructions for {narrow}: its matrix products take "
-            "some thirty times as long as in fp32",
+            f"this machine's processor has no instructions for {narrow}: in a program of your own "
+            "matrix products take some thirty times as long as in fp32",
             "precision=fp32",
         )
     elif hardware.accelerator is Accelerator.cpu and compute.on_cpu:

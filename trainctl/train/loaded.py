@@ -13,6 +13,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from trainctl.config.schema import AttentionKind
 from trainctl.engines.micro_batch import MicroBatch
+from trainctl.engines.narrow_products import widen_narrow_products
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
 from trainctl.plan.precision import formats
@@ -95,6 +96,7 @@ def load(
     model = skeleton(portable(shape), dtype)
     elements = sum(parameter.numel() for parameter in model.parameters())
     place = choose_device(device, elements * dtype.itemsize)
+    widen_narrow_products(plan.config.precision, place)
     is_flash = shape.attention is AttentionKind.flash_attention_2
     if is_flash and place.type == "cuda" and is_flash_attn_2_available():
         model = skeleton(shape, dtype)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from trainctl.engines import declared
+from trainctl.engines.narrow_products import widen_narrow_products
 from trainctl.engines.process import Process, compute_deterministically, meeting_place
 from trainctl.plan.types import RunPlan
 
@@ -23,6 +24,8 @@ def start_process(plan: RunPlan) -> Process:
     accelerator.set_device(local_rank)
     if plan.config.training.deterministic:
         compute_deterministically()
+    device = torch.device(accelerator.device_name(local_rank))
+    widen_narrow_products(plan.config.precision, device)
     timeout = timedelta(seconds=plan.config.launcher.communication_timeout_seconds)
     deepspeed.init_distributed(
         dist_backend="gloo" if accelerator.device_name() == "cpu" else "nccl",
@@ -37,7 +40,7 @@ def start_process(plan: RunPlan) -> Process:
     return Process(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        device=torch.device(accelerator.device_name(local_rank)),
+        device=device,
         control=dist.new_group(backend="gloo", timeout=timeout),
         timeout=timeout,
     )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from trainctl.config.schema import Accelerator
 from trainctl.engines import declared
+from trainctl.engines.narrow_products import widen_narrow_products
 from trainctl.engines.process import Process, compute_deterministically, meeting_place
 from trainctl.plan.types import RunPlan
 
@@ -23,6 +24,7 @@ def start_process(plan: RunPlan) -> Process:
         torch.cuda.set_device(device)
     if plan.config.training.deterministic:
         compute_deterministically()
+    widen_narrow_products(plan.config.precision, device)
     timeout = timedelta(seconds=plan.config.launcher.communication_timeout_seconds)
     backend = "gloo" if device.type == "cpu" else "nccl"
     dist.init_process_group(backend, timeout=timeout, **meeting_place())

@@ -154,12 +154,13 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC372": RuleText(
         "torch multiplies bf16 and fp16 matrices by the processor's own instructions (AVX-512, "
-        "AMX), and where it has none, number by number: 1.3 instead of 40 GFLOP/s, measured.",
+        "AMX), and where it has none, number by number: 1.3 instead of 40 GFLOP/s, measured. "
+        "trainctl's own trainer multiplies in fp32 there and rounds; other programs do not.",
         "precision=fp32, which needs twice the memory, or patience, if it is bf16 that is tried.",
         title="A number format that this machine's processor has no instructions for.",
-        situation="precision=bf16 on a laptop without AVX-512",
-        message="this machine's processor has no instructions for bf16: its matrix products take "
-        "some thirty times as long as in fp32",
+        situation="script=train.py precision=bf16 on a laptop without AVX-512",
+        message="this machine's processor has no instructions for bf16: in a program of your own "
+        "matrix products take some thirty times as long as in fp32",
     ),
     "TC373": RuleText(
         "torch, transformers and DeepSpeed are a million lines, which Python compiles when it "
