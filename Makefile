@@ -13,7 +13,7 @@ demo: $(VENV)/.installed-run  ## Train the tiny recipe on this machine, in a few
 	$(BIN)/trainctl launch recipe=tiny
 
 test: $(VENV)/.installed-test  ## Run the quick tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 \
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20 \
 	  -m "not slow and not cluster and not slurm and not gpu"
 
 check: $(VENV)/.installed-dev  ## Lint, check the format and the types

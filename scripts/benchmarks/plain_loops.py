@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # inside `zero.Init`, which replaces `Tensor.__new__`, it cannot be imported
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -86,6 +87,7 @@ def bare(job: dict[str, Any], measured: Measured) -> None:
 
 
 def transformers(job: dict[str, Any], measured: Measured) -> None:
+    import deepspeed
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -130,6 +132,7 @@ def transformers(job: dict[str, Any], measured: Measured) -> None:
         report_to=[],
         disable_tqdm=True,
     )
+    deepspeed.init_distributed("gloo")  # on a CPU the Trainer tells torch only
     trainer = Timed(
         model=model_of(job), args=arguments, train_dataset=Samples(), callbacks=[Watch()]
     )

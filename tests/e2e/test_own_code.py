@@ -46,6 +46,7 @@ def facts(run, rank):
     return json.loads((run / f"facts-{rank}.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_script_is_started_again_as_it_was(tmp_path):
     """Values that a shell would execute arrive as they are: words, variables, names of folders."""
     work, run = tmp_path / f"work {HOSTILE}", tmp_path / f"run {HOSTILE}"

@@ -13,6 +13,7 @@ from trainctl.config.schema import Accelerator, CpuBinding
 from trainctl.hardware.binding import parse_list, processors_by_socket, rank_processors, shares
 
 
+@pytest.mark.slow
 def test_a_benchmark_comes_first_and_the_ranks_train_then(launches: Launches) -> None:
     launch = launches.start("steps,gloo,processors", benchmark=True, cpu_binding=CpuBinding.cores)
     code, talk = launch.end(60)

@@ -72,7 +72,7 @@ def test_the_launcher_is_struck_during_start_up(
     check(launches, launch, strike)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 2.2])
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(2.2, marks=pytest.mark.slow)])
 def test_the_agent_is_killed_during_start_up(launches: Launches, seconds: float) -> None:
     launch = launches.start("forever,gloo,child")
     launch.wait_for(launch.agent)
@@ -80,7 +80,7 @@ def test_the_agent_is_killed_during_start_up(launches: Launches, seconds: float)
     check(launches, launch, kill_agent)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.5])
+@pytest.mark.parametrize("seconds", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_a_rank_is_killed_during_start_up(launches: Launches, seconds: float) -> None:
     launch = launches.start("forever,gloo,child")
     launch.wait_for(lambda: launch.rank(1))

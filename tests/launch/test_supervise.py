@@ -141,7 +141,10 @@ def test_the_first_signal_saves_and_keeps_its_exit_code(launches: Launches, numb
 
 @pytest.mark.parametrize(
     ("grace", "number"),
-    [("interrupt_grace_seconds", signal.SIGINT), ("stop_grace_seconds", signal.SIGTERM)],
+    [
+        ("interrupt_grace_seconds", signal.SIGINT),
+        pytest.param("stop_grace_seconds", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
 )
 def test_a_save_that_hangs_is_not_waited_for_longer_than_its_grace(
     launches: Launches, grace: str, number: signal.Signals
@@ -160,7 +163,9 @@ def test_a_save_that_hangs_is_not_waited_for_longer_than_its_grace(
     assert not begun.exists(), "half a checkpoint is left"
 
 
-@pytest.mark.parametrize("grace", ["interrupt_grace_seconds", "stop_grace_seconds"])
+@pytest.mark.parametrize(
+    "grace", [pytest.param("interrupt_grace_seconds", marks=pytest.mark.slow), "stop_grace_seconds"]
+)
 def test_a_second_signal_does_not_wait_for_the_save(launches: Launches, grace: str) -> None:
     launch = launches.start("forever,worker,child", **{grace: 60.0})
     launch.wait_for_step(SEEN)

@@ -80,7 +80,7 @@ def one_update(kind: str, compute: DataType, count: int) -> tuple[int, int]:
         ("adafactor", DataType.bf16),
         ("adamw_8bit", DataType.bf16),
         ("muon", DataType.fp32),
-        ("muon", DataType.bf16),
+        pytest.param("muon", DataType.bf16, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("count", [1, 4])

@@ -1,11 +1,13 @@
 """At ZeRO-3 no rank ever holds more than a block unpartitioned."""
 
+import pytest
 from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
 from trainctl.config.schema import DataType
 from trainctl.runs.layout import RunPaths
 
 
+@pytest.mark.slow
 def test_building_grows_a_rank_by_its_shard_and_not_by_the_model(tmp_path):
     config = tiny_config(steps=1)
     config.zero_stage.stage = 3

@@ -77,6 +77,7 @@ def test_a_model_gives_the_same_loss_either_way(family):
         torch.testing.assert_close(gradients[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_curves_agree_where_the_head_is_partitioned(tmp_path):
     """ZeRO-3 gathers the head again for each chunk; tied, it is the embedding too."""
     cases = []

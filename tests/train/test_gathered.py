@@ -58,6 +58,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return dict(zip(CASES, first, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_as_many_weights_are_whole_as_the_budget_says(counted: dict[str, int], name: str) -> None:
     """However little is asked for ahead: it is asked for by every module that runs."""

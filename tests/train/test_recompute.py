@@ -199,6 +199,7 @@ def trained_on_ranks(tmp_path, *changes):
     return [curve(case.run) for case in cases]
 
 
+@pytest.mark.slow
 def test_curves_agree_at_zero_3_and_on_tensor_ranks(tmp_path):
     plain, partitioned, zero_3 = trained_on_ranks(
         tmp_path,

@@ -76,6 +76,7 @@ def assert_same_ramp(folder, layouts, **changes):
         assert_same_curve(run, alone)
 
 
+@pytest.mark.slow
 def test_a_batch_ramp_over_tensor_shards(tmp_path):
     assert_same_ramp(tmp_path, [TENSOR, {**TENSOR, "zero_stage__stage": 3}])
 
@@ -268,6 +269,7 @@ def test_a_run_on_stages_ends_early_as_on_one_process(tmp_path):
         assert newest.patience["evaluations_since"] == 2
 
 
+@pytest.mark.slow
 def test_a_stable_phase_is_extended_on_another_layout(tmp_path):
     """The checkpoint of its end, written by data ranks, goes on as tensor shards and as stages."""
 

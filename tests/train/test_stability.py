@@ -125,7 +125,10 @@ def test_so_it_is_with_every_policy_at_each_stage(tmp_path, stage, compute, poli
     assert_recovers(tmp_path, partial(plan, stage, compute), policy)
 
 
-@pytest.mark.parametrize(("stage", "policy"), [(1, OnBadLoss.rewind), (2, OnBadLoss.skip_batch)])
+@pytest.mark.parametrize(
+    ("stage", "policy"),
+    [(1, OnBadLoss.rewind), pytest.param(2, OnBadLoss.skip_batch, marks=pytest.mark.slow)],
+)
 def test_fp32_gradients_of_bf16_weights_leave_no_trace_either(tmp_path, stage, policy):
     """They are added up in buffers that outlive a step; stage 1 has a wrapper of its own for it."""
     made = partial(plan, stage, DataType.bf16, precision__gradient_accumulation=DataType.fp32)
@@ -251,7 +254,9 @@ def test_a_warning_goes_on_and_makes_the_update(tmp_path):
     assert (event["kind"], event["policy"], event["step"]) == ("loss_spike", "warn", 5)
 
 
-@pytest.mark.parametrize("policy", [OnBadLoss.rewind, OnBadLoss.skip_batch])
+@pytest.mark.parametrize(
+    "policy", [OnBadLoss.rewind, pytest.param(OnBadLoss.skip_batch, marks=pytest.mark.slow)]
+)
 def test_a_crash_between_interventions_leaves_the_same_run(tmp_path, policy):
     """The attempt ends after the first intervention with nothing saved since: it comes again."""
     made = plan(1, DataType.fp32, policy, checkpoint__at_end=False)

@@ -128,6 +128,7 @@ def test_tf32_has_no_known_peak(tf32: None) -> None:
     assert Throughput(plan(1, PEAK_TFLOPS)).of_step(1.0, plan(1, PEAK_TFLOPS).batch)["mfu"] is None
 
 
+@pytest.mark.slow
 def test_the_peak_stays_when_memory_is_given_back() -> None:
     before = peak_memory(torch.device("cpu")).host_peak_bytes
     size = before + 2**27

@@ -26,9 +26,14 @@ from trainctl.config.registry import (
 
 T = TypeVar("T")
 
+_PLAIN = frozenset((str, int, float, bool, type(None)))
+"""Types of most values; not those derived from them, as an `Enum` is."""
+
 
 def to_plain(value: Any) -> Any:
     """Nested dicts, lists, strings, numbers, booleans and None."""
+    if type(value) in _PLAIN:
+        return value
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: to_plain(getattr(value, item.name)) for item in own_fields(value)}
     if isinstance(value, Enum):
@@ -98,7 +103,7 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _read(hint: Any, value: Any, key: str) -> Any:
-    if hint is Any:
+    if hint is Any or type(value) is hint:  # most are strings, numbers and booleans
         return value
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
