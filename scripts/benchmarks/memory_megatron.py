@@ -286,6 +286,18 @@ def blocks_alive(job: Job) -> int:
     return job.chunk_layers * ((chunks - 1) * job.pipeline + 1)
 
 
+def held_inputs(job: Job) -> int:
+    """Bytes that a rank after the first holds on to between steps: what each chunk's last micro
+    batch came in as, which its block keeps until the next one comes (`set_input_tensor` in
+    transformer/transformer_block.py), and its gradient (`retain_grad` in
+    pipeline_parallel/schedules.py)."""
+    if job.pipeline == 1:
+        return 0
+    whole = job.tensor if job.sequence_parallel else 1
+    boundary = 2 * job.tokens * job.hidden // whole
+    return 2 * boundary * (job.stage_layers // job.chunk_layers)
+
+
 def moments(job: Job) -> tuple[dict[str, Components], Components]:
     """Phases of the last pipeline rank, and what is there after a step."""
     count = parameters(job)
@@ -323,4 +335,4 @@ def moments(job: Job) -> tuple[dict[str, Components], Components]:
             base.plus(activations=inside + head, logits=logits // 3, gradients=table),
             key=lambda moment: moment.total,
         ),
-    }, base
+    }, base.plus(activations=held_inputs(job))
