@@ -132,6 +132,8 @@ def _loaded(arguments: list[str]) -> set[str]:
 
 def test_help_loads_nothing_heavy() -> None:
     assert not _loaded(["--help"]) & {*HEAVY, "hydra", "omegaconf", "numpy", "yaml"}
+    for command in ("report", "watch"):
+        assert not _loaded([command, "--help"]) & {*HEAVY, "hydra", "numpy"}
 
 
 LATE = (
@@ -141,8 +143,12 @@ LATE = (
     "trainctl.cli.curves_view",
     "trainctl.data",
     "trainctl.train",
+    "trainctl.reports.document",
     "trainctl.reports.figure",
+    "trainctl.reports.history",
+    "trainctl.reports.live.watching",
     "trainctl.reports.memory_chart",
+    "trainctl.reports.page",
     "trainctl.reports.plan_chart",
 )
 """What a function of the command line may import: what loads numpy or draws, and what every command

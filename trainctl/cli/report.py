@@ -9,7 +9,7 @@ import math
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,11 +17,11 @@ from trainctl.cli.arguments import Json
 from trainctl.cli.console import print_json, say
 from trainctl.cli.intact import open_or_newest
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.reports.document import report_document, rows
-from trainctl.reports.history import History
-from trainctl.reports.page import page
 from trainctl.runs.atomic import write_bytes
 from trainctl.runs.directory import open_run
+
+if TYPE_CHECKING:
+    from trainctl.reports.history import History
 
 DEFAULT_FILE = Path("report.html")
 MOST_RUNS = 50
@@ -78,6 +78,9 @@ def report(
 
     Example: trainctl report runs/A runs/B -o report.html
     """
+    from trainctl.reports.document import report_document, rows
+    from trainctl.reports.page import page
+
     form = _form(as_json=as_json, as_csv=as_csv, output=output)
     if buckets is not None and 0 < buckets < 64:
         raise TrainctlError(
@@ -127,6 +130,8 @@ def _read(runs: list[Path]) -> list[History]:
     Raises:
         TrainctlError: One is no run (exit code 5), or there are too many (exit code 2).
     """
+    from trainctl.reports.history import History
+
     opened = [open_run(run) for run in runs] or [open_or_newest(None)]
     opened = list({run.root: run for run in opened}.values())
     if len(opened) > MOST_RUNS:

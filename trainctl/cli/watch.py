@@ -16,7 +16,6 @@ import typer
 from trainctl.cli.console import go_on_without_reader, put, say
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.reports.live.server import PageServer
-from trainctl.reports.live.watching import Watching
 from trainctl.runs.directory import DEFAULT_ROOT, is_run, open_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.sweeps import RECORD
@@ -59,6 +58,8 @@ def watch(
 
     Ctrl-C ends it; the runs go on. Example: trainctl watch sweeps/NAME
     """
+    from trainctl.reports.live.watching import Watching
+
     if price is not None and not math.isfinite(price):
         raise TrainctlError(f"--price {price} is no price")
     opened, folder = _what(runs or [])
