@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -13,7 +14,7 @@ from hypothesis import settings
 from trainctl.hardware.detect import visible_devices
 
 # No example is late: how long one takes says more of the machine than of the code.
-settings.register_profile("trainctl", deadline=None)
+settings.register_profile("trainctl", deadline=None, max_examples=60)
 settings.load_profile("trainctl")
 
 if TYPE_CHECKING:
@@ -52,6 +53,23 @@ def preloaded(preloaded_server: PreloadedServer) -> Iterator[None]:
         for name, value in preloaded_server.environment.items():
             patch.setenv(name, value)
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A mark is in the text of the test's own file: `.ci/run` looks for it there."""
+    found = {(item.path, mark) for mark in MUST_RUN_MARKS for item in items if _has(item, mark)}
+    for path, mark in sorted(found):
+        if f"mark.{mark}" not in path.read_text():
+            raise pytest.UsageError(f"{path} has tests marked {mark}, and does not say so")
+
+
+def _has(item: pytest.Item, mark: str) -> bool:
+    return item.get_closest_marker(mark) is not None
+
+
+def pytest_collection_finish() -> None:
+    """Torch, transformers and six thousand tests stay: garbage is looked for beside them."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -25,7 +26,12 @@ from trainctl.runs.causes import Cause
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [path for path in (ROOT / "trainctl").rglob("*.py") if "explanations" not in path.parts]
-TREES = [ast.parse(path.read_text()) for path in SOURCES]
+
+
+@functools.cache
+def trees() -> list[ast.Module]:
+    """The sources, parsed."""
+    return [ast.parse(path.read_text()) for path in SOURCES]
 
 
 def test_every_word_has_an_entry_and_nothing_else_has() -> None:
@@ -36,7 +42,7 @@ def test_every_word_has_an_entry_and_nothing_else_has() -> None:
     assert set(POLICIES) == {policy.value for policy in OnBadLoss}
     kinds = next(
         node
-        for tree in TREES
+        for tree in trees()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and node.name == "Kind" and "loss" in ast.dump(node)
     )
@@ -58,7 +64,7 @@ def test_every_entry_says_why_what_and_what_to_do() -> None:
 
 def written_records() -> Iterator[tuple[str, set[str]]]:
     """Each kind of record that some code writes, with the fields that it names there."""
-    for tree in TREES:
+    for tree in trees():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
@@ -77,26 +83,26 @@ def test_every_kind_of_record_and_field_that_is_written_is_explained() -> None:
         assert fields <= set(RECORDS[kind].fields), kind
 
 
-def pieces() -> list[re.Pattern[str]]:
-    """The texts in the code, as patterns; what is put into them stands for anything."""
-    found = []
-    for tree in TREES:
-        for node in ast.walk(tree):
-            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-            words = [part.value for part in parts if isinstance(part, ast.Constant)]
-            if sum(len(word) for word in words if isinstance(word, str)) >= 8:
-                pattern = (
-                    re.escape(part.value) if isinstance(part, ast.Constant) else "(?s:.*?)"
-                    for part in parts
-                )
-                if all(isinstance(word, str) for word in words):
-                    found.append(re.compile("".join(pattern)))
+def pieces() -> set[tuple[str, ...]]:
+    """The texts in the code; between two parts of one stands whatever is put in there."""
+    found = set()
+    for node in (node for tree in trees() for node in ast.walk(tree)):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        words = [part.value for part in parts if isinstance(part, ast.Constant)]
+        if all(isinstance(word, str) for word in words) and sum(map(len, words)) >= 8:
+            found.add(tuple(words))
     return found
 
 
-def own_letters(piece: re.Pattern[str], message: str) -> int:
+def own_letters(piece: tuple[str, ...], message: str) -> int:
     """Of a message, how many letters are the code's, not put in; 0 where it does not have it."""
-    return len(piece.pattern.replace(r"(?s:.*?)", "")) if piece.search(message) else 0
+    at = 0
+    for word in piece:
+        at = message.find(word, at)
+        if at < 0:
+            return 0
+        at += len(word)
+    return sum(map(len, piece))
 
 
 def test_what_is_said_in_situations_is_what_the_code_says() -> None:

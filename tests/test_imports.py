@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,12 @@ def _imports(tree: ast.AST) -> set[str]:
     return names
 
 
+@functools.cache
+def _imports_of(path: Path) -> frozenset[str]:
+    """The same of a file."""
+    return frozenset(_imports(ast.parse(path.read_text())))
+
+
 def _level(room: str) -> int:
     return next(index for index, rooms in enumerate(ORDER) if room in rooms)
 
@@ -61,7 +68,7 @@ def _level(room: str) -> int:
 @pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_room_imports_only_to_its_left(path: Path) -> None:
     room = _room(path)
-    for name in _imports(ast.parse(path.read_text())):
+    for name in _imports_of(path):
         package, _, rest = name.partition(".")
         if package != "trainctl" or rest == "__version__":
             continue
@@ -75,7 +82,7 @@ def _users(package: str) -> set[str]:
     return {
         path.relative_to(PACKAGE).as_posix()
         for path in _modules()
-        if any(name.partition(".")[0] == package for name in _imports(ast.parse(path.read_text())))
+        if any(name.partition(".")[0] == package for name in _imports_of(path))
     }
 
 

@@ -37,3 +37,15 @@ def test_a_skip_of_a_marked_test(must_run: bool, failing: set[str], tmp_path: Pa
     found = set(re.findall(r"^FAILED test_skipping.py::test_(\w+)", done.stdout, re.MULTILINE))
     assert found == failing, done.stdout
     assert "no such thing here" in done.stdout
+
+
+def test_a_mark_that_the_file_does_not_name_is_refused(tmp_path: Path) -> None:
+    """CI would not find the test."""
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    (tmp_path / "marks.py").write_text("import pytest\n\nheavy = pytest.mark.slow\n")
+    hidden = tmp_path / "test_hidden.py"
+    hidden.write_text("from marks import heavy\n\n\n@heavy\ndef test_one():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    assert f"{hidden} has tests marked slow" in done.stderr

@@ -48,7 +48,9 @@ def test_two_steps_are_measured_and_what_they_tell_is_kept(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_the_run_ends_with_the_command(tmp_path: Path, number: signal.Signals) -> None:
     words = ["estimate-memory", "recipe=tiny", "hardware.devices_per_node=1", "--measure"]
     process = subprocess.Popen(

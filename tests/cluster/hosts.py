@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 NEEDED = ("ip", "sshd", "ssh", "ssh-keygen", "nsenter", "setpriv", "unshare")
 
@@ -272,3 +274,14 @@ def inner(process: subprocess.Popen[str], seconds: float = 10.0) -> int:
             return int(children[0])
         time.sleep(0.02)
     raise AssertionError("nsenter has started nothing")
+
+
+def wait(
+    process: subprocess.Popen[str], condition: Callable[[], Any], seconds: float = 120.0
+) -> None:
+    """Wait for something to come true while a process lives."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)

@@ -180,7 +180,9 @@ def test_values_are_those_of_hydras_own_composition(recipe: str | None) -> None:
     assert compose(asked).config == wanted, asked
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize(
+    "number", [0, 1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 8))]
+)
 def test_options_of_every_group_at_once_are_what_hydra_makes_of_them(number: int) -> None:
     folders = search_folders()
     names = {group: [n for n in option_names(folders, group) if n != "hf"] for group in GROUPS}
@@ -279,7 +281,9 @@ def _write(path: Path, lines: list[str]) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_files_of_the_users_are_laid_as_hydra_lays_them(seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)
     for name in draw_folder(dice, tmp_path):

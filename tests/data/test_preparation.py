@@ -160,7 +160,14 @@ def children_of(pid):
     return []
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        signal.SIGTERM,
+    ],
+)
 def test_the_command_leaves_no_process_and_goes_on(tmp_path, number):
     """While its workers are in the middle of a long text; then it is asked for another one."""
     folder = tmp_path / "texts"

@@ -91,6 +91,7 @@ def quick() -> tuple[list[Case], list[dict[str, Any]]]:
     return cases, really(cases, 300)
 
 
+@pytest.mark.slow
 def test_our_checker_and_deepspeed_agree():
     matrix, wrong = compared(*quick())
     assert not wrong, "\n".join(wrong)

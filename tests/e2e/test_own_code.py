@@ -84,6 +84,7 @@ def test_a_script_is_started_again_as_it_was(tmp_path):
     assert again["env"]["TRAINCTL_ATTEMPT"] == "2"
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_has_its_code_in_the_report_and_may_be_restarted(tmp_path):
     (tmp_path / "own.py").write_text(SCRIPT)
     run = tmp_path / "run"

@@ -7,6 +7,7 @@ subclass of ours takes the place of, attributes that are set on what is not ours
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,6 @@ PACKAGES = {"torch", "deepspeed", "transformers", "torchao"}
 ROOMS = ("agent", "engines", "train")
 """No other room imports them (`tests/test_imports.py`)."""
 PATHS = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in PATHS}
 
 PUBLIC = {
     # torch documents that these may be set.
@@ -68,10 +68,17 @@ DECLARED = {
 }
 
 
+@functools.cache
+def _trees() -> dict[Path, ast.Module]:
+    """The files, parsed."""
+    return {path: ast.parse(path.read_text()) for path in PATHS}
+
+
+@functools.cache
 def _ours() -> set[str]:
     """Every name that some file of the package gives to something of its own."""
     names: set[str] = set()
-    for node in (node for tree in TREES.values() for node in ast.walk(tree)):
+    for node in (node for tree in _trees().values() for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -85,13 +92,10 @@ def _is_own(node: ast.Attribute) -> bool:
     return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
 
 
-OURS = _ours()
-
-
 def _is_private(name: str) -> bool:
     if name.startswith("__") and name.endswith("__"):
         return name not in OF_EVERYTHING
-    return name.startswith("_") and name not in OURS
+    return name.startswith("_") and name not in _ours()
 
 
 def _imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
@@ -115,7 +119,8 @@ def _inside(tree: ast.Module) -> Iterator[tuple[int, str]]:
             is_set = not isinstance(node.ctx, ast.Load) and not _is_own(node)
             root = ast.unparse(node.value).partition(".")[0]
             if (
-                is_set and (node.attr == "__class__" or root in imported or node.attr not in OURS)
+                is_set
+                and (node.attr == "__class__" or root in imported or node.attr not in _ours())
             ) or _is_private(node.attr):
                 yield node.lineno, node.attr
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
@@ -150,14 +155,14 @@ def test_every_use_is_declared() -> None:
     missing = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in PATHS
-        for line, name in sorted(_inside(TREES[path]))
+        for line, name in sorted(_inside(_trees()[path]))
         if name not in DECLARED | PUBLIC
     ]
     assert not missing, "neither ours nor in a table of trainctl/engines"
 
 
 def test_every_declaration_is_used() -> None:
-    used = {name for path in PATHS for _, name in _inside(TREES[path])}
+    used = {name for path in PATHS for _, name in _inside(_trees()[path])}
     text = "\n".join(path.read_text() for path in PATHS if not path.name.endswith("patches.py"))
     for table in TABLES:
         for use in table.uses:
@@ -167,7 +172,7 @@ def test_every_declaration_is_used() -> None:
 
 def test_nothing_is_changed_because_a_module_is_imported() -> None:
     for path in PATHS:
-        outside = [node for node in TREES[path].body if not isinstance(node, _LATER)]
+        outside = [node for node in _trees()[path].body if not isinstance(node, _LATER)]
         for node in (inner for statement in outside for inner in ast.walk(statement)):
             is_set = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
             assert not is_set or node.attr in PUBLIC, f"{path}:{node.lineno}"

@@ -92,6 +92,7 @@ def test_changes_to_the_process_are_those_of_the_configuration(
     assert called[-1].endswith("copy_from_swap_buffers")
 
 
+@pytest.mark.slow
 def test_a_rank_that_compiles_nothing_starts_without_the_compiler(tmp_path: Path) -> None:
     case = Case(tiny_plan(tiny_config(steps=1), 1), RunPaths(tmp_path))
     assert train_cases(1, [case], probe="compiler_probe:is_imported") == [False]

@@ -27,6 +27,7 @@ def test_a_benchmark_comes_first_and_the_ranks_train_then(launches: Launches) ->
         assert f"processors {sorted(share)}" in launch.run.attempt(1).rank_log(rank).read_text()
 
 
+@pytest.mark.slow
 def test_a_network_that_is_too_slow_is_refused(launches: Launches) -> None:
     launch = launches.start("steps", benchmark=True, min_bandwidth_gb_per_second=1e6)
     code, talk = launch.end(60)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import made_runs
+import pytest
 from processes import cursor, end, following, send, wait_for
 
 from trainctl.config.schema import AlertsConfig, LoggingConfig, RunConfig
@@ -169,6 +170,7 @@ def test_what_happened_before_anyone_was_to_be_told_is_no_news(tmp_path: Path) -
         assert [(alert["attempt"], alert["step"]) for alert in server.got] == [(2, 8)]
 
 
+@pytest.mark.slow
 def test_who_cannot_be_told_is_told_later_and_keeps_nobody_else_waiting(tmp_path: Path) -> None:
     run = new_run(tmp_path, urls=[URL, "${oc.env:OTHER_URL}"])
     write(run, ("launch", {}), restart(1))

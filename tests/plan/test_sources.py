@@ -86,7 +86,13 @@ def derived(base: str) -> list[Derived]:
     return found
 
 
-@pytest.mark.parametrize("base", BASES)
+QUICK = ("trainer", "nvme", "axes", "ramp", "scaled")
+
+
+@pytest.mark.parametrize(
+    "base",
+    [pytest.param(base, marks=() if base in QUICK else pytest.mark.slow) for base in BASES],
+)
 def test_a_reason_names_what_the_value_follows_from(base: str) -> None:
     for item in derived(base):
         assert item.sources == named_in(item.reason), item

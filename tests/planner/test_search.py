@@ -103,8 +103,11 @@ def test_every_plan_validates_and_fits_and_none_comes_twice(case: str) -> None:
     "changes",
     [
         {},
-        {"training.sequence_length": 16384, "training.global_batch_size": 32},
-        {"model.num_layers": 64},
+        pytest.param(
+            {"training.sequence_length": 16384, "training.global_batch_size": 32},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"model.num_layers": 64}, marks=pytest.mark.slow),
     ],
     ids=["7B", "long", "13B"],
 )

@@ -140,6 +140,7 @@ def test_the_average_at_every_stage(tmp_path: Path) -> None:
     assert refused.value.exit_code == ExitCode.run_state
 
 
+@pytest.mark.slow
 def test_a_skipped_update_does_not_count(tmp_path: Path) -> None:
     config = averaged(2)
     config.stability.on_bad_loss, config.training.ema_every_steps = OnBadLoss.skip_step, 1

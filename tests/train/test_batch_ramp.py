@@ -69,6 +69,7 @@ def steps_of(run):
     return list(step_curve(read_events(run.events)).values())
 
 
+@pytest.mark.slow
 def test_it_is_the_run_made_by_hand_also_resumed_elsewhere(tmp_path, by_hand):
     plan = tiny_plan(ramped(), 2)
     run = trained(tmp_path / "run", plan)

@@ -112,7 +112,8 @@ def check(world_size: int, wanted: dict[str, tuple[Any, ...]], folder: Path) -> 
         assert rank == expected
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_states_are_predicted_within_one_percent(world_size: int, tmp_path: Path) -> None:
     check(world_size, STATES, tmp_path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 
 from trainctl.config.schema import DataType
@@ -11,6 +12,7 @@ from trainctl.engines.process import not_deterministic
 from trainctl.runs.layout import RunPaths
 
 
+@pytest.mark.slow
 def test_two_runs_have_the_same_curve_and_what_cannot_be_repeated_is_named(tmp_path: Path) -> None:
     cases = []
     for number in range(2):

@@ -50,6 +50,7 @@ def run(tmp_path):
     return plan, corpora, events
 
 
+@pytest.mark.slow
 def test_every_document_is_found_and_each_step_that_saw_it(run):
     plan, corpora, events = run
     found = list(matches(plan, corpora, ByteTokenizer(), "Number", events))

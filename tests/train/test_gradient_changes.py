@@ -140,6 +140,7 @@ def test_all_of_them_in_host_memory(tmp_path):
     assert_as_reference(tmp_path, 3, TOGETHER, optimizer=OffloadDevice.cpu)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_changes_them_as_the_whole_one(tmp_path):
     config = changing(2, TOGETHER)
     config.checkpoint.at_end = True

@@ -106,6 +106,7 @@ def runs(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_curve_is_that_of_one_process(name, runs):
     alone, run = runs[name]

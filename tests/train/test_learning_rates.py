@@ -41,6 +41,7 @@ def steps_of(run):
     return step_curve(read_events(run.events))
 
 
+@pytest.mark.slow
 def test_every_kind_trains_with_its_own_rates(tmp_path):
     kinds = [kind for kind in names("schedule") if kind != "plateau"]  # which is below
     plans = [tiny_plan(scheduled(kind, stage=3), 2) for kind in kinds]

@@ -124,7 +124,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_every_layout_computes_what_one_process_does(family, tmp_path):
     alone, plain = RunPaths(tmp_path / "alone"), RunPaths(tmp_path / "plain")
     single = [

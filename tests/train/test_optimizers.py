@@ -129,6 +129,7 @@ SAVED, END = 3, 5
 """Steps: of the checkpoint, and of the run."""
 
 
+@pytest.mark.slow
 def test_a_run_resumes_at_its_stage_bit_for_bit_and_at_another(tmp_path):
     _train_and_resume({kind: [(3, 3), (3, 1)] for kind in OWN}, tmp_path)
 

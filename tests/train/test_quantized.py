@@ -237,6 +237,7 @@ def test_exports_are_what_was_trained(tmp_path: Path, trained, base: Path, name:
     assert (expected - second).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_it_goes_on_bit_for_bit_and_elsewhere(tmp_path: Path, trained, base: Path) -> None:
     whole, plan = trained["nf4-double"]
     half = RunPaths(tmp_path / "half")

@@ -44,6 +44,7 @@ def assert_same_run(runs, journey, tmp_path):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_from_tensor_shards_to_whole_matrices(tmp_path):
     journey = (Leg(2, 3, tensor=2), Leg(2, 2))
     assert_same_run(travel(tmp_path, [journey]), journey, tmp_path)

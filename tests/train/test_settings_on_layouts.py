@@ -169,6 +169,7 @@ def norms(run):
     return steps_of(run)[-1]["grad_norms"]
 
 
+@pytest.mark.slow
 def test_mup_in_bf16_on_every_layout(tmp_path):
     """What a layout rounds otherwise differs, and in no case by what muP changes."""
 
