@@ -22,7 +22,7 @@ import pytest
 from trainctl.cli.activity import Activity
 from trainctl.cli.follow import LiveFollower
 from trainctl.cli.live_line import LiveLine
-from trainctl.cli.progress import Progress, clock, event_lines, step_line
+from trainctl.cli.progress import Progress, clock, event_lines, record_lines, step_line
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import RunPaths
 
@@ -54,6 +54,19 @@ def test_utilisation_is_shown_where_the_peak_is_known() -> None:
         step(1, mfu=0.4123), stop_step=2, seconds_left=None
     )
     assert "MFU" not in step_line(step(1, mfu=None), stop_step=2, seconds_left=None)
+
+
+@pytest.mark.parametrize("other", [{"a": 1}, [], "x", None, True])
+def test_a_record_of_another_form_keeps_no_other_from_view(other: Any) -> None:
+    """Changed by hand, or written by another version: read after the fact it is named."""
+    evaluation = {"event": "evaluation", "step": 2, "loss": 2.5, "sources": {"a": 1.0}}
+    for event in (step(1, mfu=0.4, values={"f1": 0.5}), evaluation):
+        for name in event.keys() - {"event"}:
+            (line,) = record_lines({**event, name: other}, stop_step=2)
+            assert line.isprintable()
+    (line,) = record_lines({"event": "step", "step": 1, "loss": {"\x1b[2J": 1}}, stop_step=2)
+    assert line.startswith("a record that is not as this version writes it: {'event': 'step'")
+    assert record_lines({"event": "evaluation"}, stop_step=2)
 
 
 @pytest.mark.parametrize(

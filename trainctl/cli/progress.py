@@ -21,6 +21,8 @@ from trainctl.runs.stragglers import account
 Event = Mapping[str, Any]
 
 _BAR = 11
+_SHOWN = 120
+"""Characters of a record that is of another form."""
 """Characters of the bar and a space, where there is room for it."""
 
 PLAIN_TERMINALS = ("dumb", "unknown")
@@ -163,11 +165,17 @@ def _own_values(event: Event) -> str:
 
 
 def record_lines(event: Event, *, stop_step: int | None) -> list[str]:
-    """Lines for any record, read after the fact: how long the rest will take is not known."""
-    if event["event"] == "step":
+    """Lines for any record, read after the fact: how long the rest will take is not known.
+
+    One of another form, changed by hand or written by another version, keeps no other from view.
+    """
+    try:
+        if event["event"] != "step":
+            return event_lines(event)
         line = step_line(event, stop_step=stop_step, seconds_left=None)
-        return [line.removesuffix(f" eta {clock(None)}")]
-    return event_lines(event)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return [f"a record that is not as this version writes it: {printable(str(event)[:_SHOWN])}"]
+    return [line.removesuffix(f" eta {clock(None)}")]
 
 
 def event_lines(event: Event) -> list[str]:
