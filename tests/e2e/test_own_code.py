@@ -102,6 +102,7 @@ def test_a_script_that_fails_has_its_code_in_the_report_and_may_be_restarted(tmp
     assert not live_processes(run)
 
 
+@pytest.mark.slow
 def test_sigterm_reaches_a_script_and_nothing_is_left(tmp_path):
     (tmp_path / "own.py").write_text(SCRIPT)
     run = tmp_path / "run"

@@ -259,6 +259,7 @@ def test_an_agent_starts_no_rank(changed: Path, tmp_path: Path) -> None:
     assert not run.attempt(1).rank_log(0).exists()
 
 
+@pytest.mark.slow
 def test_a_rank_does_not_train_with_what_other_code_has_replaced(tmp_path: Path) -> None:
     run = _prepared(tmp_path)
     start = (

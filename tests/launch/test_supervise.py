@@ -38,6 +38,7 @@ def test_a_run_that_ends_well_leaves_nothing_and_exits_0(launches: Launches) -> 
         assert log == f"rank {rank} of 2 is up\n"
 
 
+@pytest.mark.slow
 def test_what_a_rank_compiles_is_recorded(
     launches: Launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

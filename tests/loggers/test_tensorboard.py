@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pytest
 from processes import cursor, following, send, wait_for
 from records_of_runs import append, draw, losses, new_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -54,6 +55,7 @@ def test_tensorboard_reads_the_run_as_it_stands(tmp_path: Path) -> None:
     assert len(learning_rates) == 300 and {rate for _, rate in learning_rates} == {0.25}
 
 
+@pytest.mark.slow
 def test_kills_write_no_point_twice(tmp_path: Path) -> None:
     run, chance = new_run(tmp_path), random.Random(2)
     records = list(draw(2, 500))

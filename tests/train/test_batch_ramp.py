@@ -119,12 +119,13 @@ LAYOUTS = {
 }
 
 
-SLOW = ("ZeRO 2, states on the host", "sequence")
-QUICK = tuple(name for name in LAYOUTS if name not in SLOW)
-SLOW_MARKS = [pytest.mark.slow, pytest.mark.timeout(1800)]  # CPUAdam is compiled when first used
+APART = ("ZeRO 2, states on the host", "sequence")
+MOST = tuple(name for name in LAYOUTS if name not in APART)
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(SLOW, marks=SLOW_MARKS)], ids=str)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # CPUAdam is compiled when it is first used
+@pytest.mark.parametrize("names", [MOST, APART], ids=["most", "apart"])
 def test_every_layout_changes_at_the_same_step(tmp_path, by_hand, names):
     runs = {name: RunPaths(tmp_path / name) for name in names}
     cases = [Case(tiny_plan(LAYOUTS[name], 2), run) for name, run in runs.items()]

@@ -30,6 +30,7 @@ def end_of(run: RunPaths) -> tuple[float, str]:
     return events["evaluation"]["loss"], events["sample"]["text"]
 
 
+@pytest.mark.slow
 def test_another_engine_trains_alike_and_goes_on_from_the_checkpoints_of_deepspeed(tmp_path):
     """Nothing of the trainer or of a checkpoint is DeepSpeed's."""
     plan = tiny_plan(clipped(stage=0), 2)
