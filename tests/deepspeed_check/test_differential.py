@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from trainctl.plan.deepspeed_rules import RULES, Meets, check
 HERE = Path(__file__).parent
 MATRIX = HERE / "confusion_matrix.json"
 SEED, COUNT = 20_260, 160
-QUICK_SEED, QUICK_COUNT = 7, 40
 UNSEEN, UNSEEN_COUNT = int(os.environ.get("TRAINCTL_SEED", "31")), 40
-"""Another seed for the slow test: any must do."""
+"""Another seed: any must do."""
 
 BY_ID = {rule.identifier: rule for rule in RULES}
 NOT_RUN = {
@@ -83,19 +81,6 @@ def compared(cases: Sequence[Case], answers: Sequence[dict[str, Any]]) -> tuple[
                 f"  DeepSpeed: {answer}\n  ours: {[(each.rule, each.message) for each in found]}"
             )
     return matrix, wrong
-
-
-@cache
-def quick() -> tuple[list[Case], list[dict[str, Any]]]:
-    cases = sample(QUICK_SEED, QUICK_COUNT)
-    return cases, really(cases, 300)
-
-
-@pytest.mark.slow
-def test_our_checker_and_deepspeed_agree():
-    matrix, wrong = compared(*quick())
-    assert not wrong, "\n".join(wrong)
-    assert 0.3 < matrix["runs, passed"] / QUICK_COUNT < 0.7, matrix
 
 
 @pytest.mark.slow

@@ -101,14 +101,17 @@ def travel(folder: Path, journeys: Iterable[Journey]) -> dict[Journey, RunPaths]
     for length in range(1, 1 + max(map(len, wanted))):
         ending = {journey for journey in wanted if len(journey) == length}
         leaving = {journey[:length] for journey in wanted if len(journey) > length}
+        cases: dict[tuple[int, bool], list[Case]] = {}
         for goes_on, begun in ((False, ending), (True, leaving)):
             for part in sorted(begun):
                 run = _place(folder, part, goes_on)
                 if length > 1:
                     shutil.copytree(_place(folder, part[:-1], True).root, run.root)
-                stop = length * SAVE_EVERY + OVERSHOOT if goes_on else STEPS
-                case = Case(with_stop(part[-1].plan(), stop), run, attempt=length)
-                train_cases(part[-1].processes, [case])
+                stop, leg = length * SAVE_EVERY + OVERSHOOT if goes_on else STEPS, part[-1]
+                case = Case(with_stop(leg.plan(), stop), run, attempt=length)
+                cases.setdefault((leg.processes, leg.offload == "none"), []).append(case)
+        for (processes, together), some in cases.items():
+            train_cases(processes, some, together=together)
     return {journey: _place(folder, journey, False) for journey in wanted}
 
 

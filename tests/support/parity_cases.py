@@ -249,10 +249,6 @@ def train(
     return trained
 
 
-_TOGETHER = 10
-"""At most, so that they end in time."""
-
-
 def train_all(
     combinations: Iterable[Combination],
     folder: Path,
@@ -284,8 +280,7 @@ def train_all(
         is_apart = not together or combination.offload != "none"
         shared.setdefault((combination.world_size, is_apart), []).append(case)
     for (ranks, is_apart), some in shared.items():
-        for first in range(0, len(some), _TOGETHER):
-            train_cases(ranks, some[first : first + _TOGETHER], together=not is_apart)
+        train_cases(ranks, some, together=not is_apart)
     curves = {combination: curve(case.run) for combination, case in cases.items()}
     for combination, trained in curves.items():
         assert list(trained) == list(range(1, size(combination)[0] + 1))

@@ -48,7 +48,9 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 SECONDS = 300.0
-"""Limit of one case."""
+"""Limit of one case, or of those that share their processes."""
+TOGETHER = 10
+"""At most share them, so that they end in time."""
 
 
 _servers: list[ForkServer] = []
@@ -121,7 +123,8 @@ def train_cases(
     """Train every case on `world_size` fresh processes; what `probe` returned, by rank.
 
     Args:
-        together: All one after the other in the same processes: half of a small case is its start.
+        together: Several one after the other in the same processes: half of a small case is its
+            start.
         probe: ``module:function`` called once as ``function(cases, process)`` in place of training.
 
     Raises:
@@ -139,8 +142,9 @@ def train_cases(
         server().prepare("ranks:load_module", "bitsandbytes")
     if probe:
         return server().run("ranks:probe", (cases, probe), world_size, SECONDS)
-    for work in [cases] if together else [[case] for case in cases]:
-        server().run("ranks:train", work, world_size, SECONDS)
+    most = TOGETHER if together else 1
+    for first in range(0, len(cases), most):
+        server().run("ranks:train", cases[first : first + most], world_size, SECONDS)
     return []
 
 
