@@ -12,13 +12,13 @@ import pytest
 import torch
 from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
-from trainctl.config.schema import DataType
+from trainctl.config.schema import Accelerator, DataType
 from trainctl.memory.budget import budget
 from trainctl.plan.flops import flops_per_token
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.throughput import Throughput, peak_memory
+from trainctl.train.throughput import Throughput, peak_memory, resident_beside
 
 PEAK_TFLOPS = 0.5
 STEPS = 5
@@ -93,14 +93,30 @@ def test_memory_is_compared_with_the_plan_s_when_it_is_steady_and_at_the_end(
     assert (early["step"], early["at_end"]) == (2, False)
     assert (last["step"], last["at_end"]) == (STEPS, True)
     planned = budget(plan(2, None))
-    assert last["planned"]["device_peak_bytes"] == planned.device_peak_bytes
-    assert last["planned"]["device_peak_high_bytes"] == planned.device_peak_high_bytes
+    beside = resident_beside(plan(2, None), planned)
+    assert last["planned"]["device_peak_bytes"] == planned.device_peak_bytes + beside
+    assert last["planned"]["device_peak_high_bytes"] == planned.device_peak_high_bytes + beside
     own = of_kind(run, "step")[-1]["peak_bytes"]
     assert own["allocated"] is None and own["host"] > 2**26
     # The fullest rank's, so at least the first's own; on a CPU a device is a process.
     measured = last["measured"]
     assert measured["device_peak_bytes"] == measured["host_peak_bytes"] >= own["host"]
     assert measured["allocated_peak_bytes"] is None
+
+
+def test_on_a_cpu_what_is_kept_on_the_host_is_resident_in_the_same_process() -> None:
+    nvme = {f"offload__{states}": "nvme" for states in ("optimizer", "parameters")}
+    config = tiny_config(steps=STEPS, zero_stage__stage=3, offload__nvme_path="/drive", **nvme)
+    made = tiny_plan(config, 2)
+    planned = budget(made)
+    beside = resident_beside(made, planned)
+    buffers = config.offload.buffer_count * config.offload.buffer_size * 4
+    assert buffers <= beside < buffers + 2**25
+    assert planned.host.bytes_per_node == pytest.approx(
+        2 * (planned.device_peak_bytes + beside), abs=2
+    )
+    on_gpus = replace(made, hardware=replace(made.hardware, accelerator=Accelerator.cuda))
+    assert resident_beside(on_gpus, planned) == 0
 
 
 def test_only_the_chosen_rank_is_profiled(run: RunPaths) -> None:

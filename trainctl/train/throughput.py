@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainctl.config.schema import DataType
+from trainctl.config.schema import Accelerator, DataType
 from trainctl.config.tracing import needs_trace
 from trainctl.engines.phase_memory import PhaseMemory, peak_resident_bytes
 from trainctl.engines.process import Process
@@ -125,13 +125,14 @@ def memory_record(
         for name, first in ranks[0].items()
     }
     planned = _planned(plan)
+    beside = resident_beside(plan, planned) if planned else 0
     record: dict[str, Any] = {
         "measured": measured,
         "planned": planned
         and {
-            "device_peak_bytes": planned.device_peak_bytes,
-            "device_peak_low_bytes": planned.device_peak_low_bytes,
-            "device_peak_high_bytes": planned.device_peak_high_bytes,
+            "device_peak_bytes": planned.device_peak_bytes + beside,
+            "device_peak_low_bytes": planned.device_peak_low_bytes + beside,
+            "device_peak_high_bytes": planned.device_peak_high_bytes + beside,
             "allocated_peak_bytes": planned.components.allocated,
             "reserved_peak_bytes": planned.device_reserved_bytes,
         },
@@ -153,6 +154,15 @@ def _planned(plan: RunPlan) -> MemoryBudget | None:
     cache: a rank traces nothing."""
     traced = traced_already(plan.config)
     return None if traced is None and needs_trace(plan.config) else budget(plan, traced)
+
+
+def resident_beside(plan: RunPlan, planned: MemoryBudget) -> int:
+    """Bytes of a rank that its budget calls the host's, and that are resident in the same process:
+    what is offloaded, and the buffers of a drive. 0 on a GPU, whose own memory is measured."""
+    if plan.hardware.accelerator is not Accelerator.cpu:
+        return 0
+    host = planned.host
+    return (host.bytes_per_node - host.components["processes"]) // plan.hardware.devices_per_node
 
 
 def _overall(peak: PeakMemory, phases: PhaseMemory | None) -> PeakMemory:
