@@ -6,11 +6,9 @@ import stat
 from pathlib import Path
 
 import psutil
-import pytest
 from torch.distributed import FileStore
 
 from trainctl.agent.rendezvous import NodeRendezvous
-from trainctl.runs.processes import STORE_VARIABLE
 
 
 def listening() -> set[int]:
@@ -18,18 +16,13 @@ def listening() -> set[int]:
     return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
 
 
-def test_ranks_of_one_node_meet_where_no_other_user_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Set first, so that what the rendezvous sets is taken back: ranks of others would meet there.
-    monkeypatch.setenv(STORE_VARIABLE, "")
-    monkeypatch.delenv(STORE_VARIABLE)
+def test_ranks_of_one_node_meet_where_no_other_user_can(tmp_path: Path) -> None:
     before, file = listening(), tmp_path / "a?b#c"
     private = NodeRendezvous("id", 0, 1, None, None, file=file)
-    assert listening() == before and not private.use_agent_store
+    assert listening() == before and private.port == 0
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    private.mark("prepared")
-    private.await_mark("prepared", lambda: None)
+    private.mark("prepared")  # for nobody
+    private.stay_for_others(lambda: None)
     FileStore(str(file), 1).set("a", "b")
     public = NodeRendezvous("id", 0, 1, None, None)  # what a program of the user's is told
-    assert public.port in listening() - before and public.use_agent_store
+    assert public.port in listening() - before

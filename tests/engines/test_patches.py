@@ -75,7 +75,7 @@ def test_only_what_a_run_needs_can_stop_it() -> None:
     more = {use.name for _, use in ALL if use.is_needed(config)} - needed
     assert more and all("zenflow" in name or "_update_model_bit16" in name for name in more)
     config.script = "train.py"
-    assert {use.at for _, use in ALL if use.is_needed(config)} <= {At.agent, At.trace}
+    assert {use.at for _, use in ALL if use.is_needed(config)} <= {At.trace}
 
 
 def test_changes_to_the_process_are_those_of_the_configuration(

@@ -115,19 +115,19 @@ class Struck:
 
     def rank(self, rank: int) -> int:
         """Pid of a rank that trains."""
-        return int(self.wait(lambda: self._find("trainctl.train", f"RANK={rank}"), 20))
+        return int(self.wait(lambda: self._find("trainctl.train", f"rank-{rank}.log"), 20))
 
     def agent(self) -> int:
-        return int(self.wait(lambda: self._find("trainctl.agent", ""), 20))
+        return int(self.wait(lambda: self._find("trainctl.agent", "agent-0.log"), 20))
 
-    def _find(self, module: str, variable: str) -> int | None:
+    def _find(self, module: str, log: str) -> int | None:
         for pid in live_processes(self.root):
             try:
                 arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                written = Path(f"/proc/{pid}/fd/1").readlink().name
             except OSError:
                 continue
-            if module.encode() in arguments and (not variable or variable.encode() in environment):
+            if module.encode() in arguments and written == log:
                 return pid
         return None
 

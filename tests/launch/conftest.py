@@ -10,12 +10,7 @@ from supervised import Launches
 IMPORTED = (
     "driver",
     "trainctl.launch.local",
-    "trainctl.agent.builds",
-    "trainctl.agent.elastic",
-    "trainctl.agent.guard",
-    "trainctl.agent.place",
-    "trainctl.agent.rendezvous",
-    "trainctl.agent.watch",
+    "trainctl.agent.__main__",
 )
 
 

@@ -24,6 +24,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from trainctl.launch.program import FORK_VARIABLE
 from trainctl.runs.processes import PARENT_VARIABLE, die_with_parent
 
 PRELOADED = (
@@ -74,6 +75,7 @@ class PreloadedServer:
             "PYTHONPATH": os.pathsep.join([here, given] if given else [here]),
             "TRAINCTL_TESTS_SERVER": str(address),
             "TRAINCTL_TESTS_SERVER_OF": sys.prefix,
+            FORK_VARIABLE: "0",  # a fork of its forks would be no child of the agent
         }
 
     def __enter__(self) -> PreloadedServer:

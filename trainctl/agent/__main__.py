@@ -15,9 +15,11 @@ import traceback
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from trainctl.agent.builds import BuildWatch
 from trainctl.agent.guard import SignalGuard, leave
+from trainctl.agent.nursery import Nursery
 from trainctl.agent.place import (
     AgentPlace,
     carry_tag,
@@ -25,8 +27,10 @@ from trainctl.agent.place import (
     prepare_ranks,
     use_interface_towards,
 )
+from trainctl.agent.ranks import RankExit, start_ranks, watch_ranks
+from trainctl.agent.rendezvous import NodeRendezvous
+from trainctl.agent.watch import HungRank, Watch
 from trainctl.engines import declared
-from trainctl.engines.patches import At
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware.builds import needed_operators
 from trainctl.runs.causes import Cause, disk_is_full, exit_code, host_oom_kills
@@ -34,7 +38,6 @@ from trainctl.runs.command import AttemptCommand, read_command
 from trainctl.runs.directory import read_plan
 from trainctl.runs.failures import describe, error_line, is_lost_peer, settle
 from trainctl.runs.heartbeats import Heartbeat, Phase
-from trainctl.runs.imports import uncollected
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import (
     PARENT_VARIABLE,
@@ -47,11 +50,6 @@ from trainctl.runs.provenance import redact_argv
 from trainctl.runs.records import EventWriter
 from trainctl.runs.status import State, read_status, write_status
 
-if TYPE_CHECKING:
-    from trainctl.agent.elastic import RankExit
-    from trainctl.agent.watch import HungRank
-
-
 _early_sigterm: list[bool] = []
 """A scheduler's SIGTERM from before the guard was up."""
 
@@ -63,8 +61,7 @@ def sigterm_saves() -> bool:
 
 def main() -> NoReturn:
     """Supervise the node's ranks to their end; exits with the launch's exit code."""
-    # By SIGKILL: until the guard is up there is no process but this one to end, and the import of
-    # torch would keep any handler of ours waiting.
+    # By SIGKILL: until the guard is up there is no process but this one to end.
     launcher_pid = int(os.environ.get(PARENT_VARIABLE) or os.getppid())
     die_with_parent(launcher_pid)
     # Blocked also while this process starts itself again, to carry its tag.
@@ -129,16 +126,8 @@ class Agent:
 
     def _supervise(self) -> int:
         plan = read_plan(self._attempt.plan)
-        # For all ranks of the node, and before anything of torch is used; they look once more, at
-        # what is in their memory.
+        # For all ranks of the node; they look once more, at what is in their memory.
         declared.require(plan.config)
-        with uncollected():
-            from trainctl.agent.builds import BuildWatch
-            from trainctl.agent.elastic import RankExit, run_ranks
-            from trainctl.agent.rendezvous import NodeRendezvous
-            from trainctl.agent.watch import Watch
-
-        declared.require_unchanged(plan.config, {At.agent})
         command = read_command(self._attempt)
         if command.folder is not None:  # where the run was launched from: the user's code is there
             os.chdir(command.folder)
@@ -154,11 +143,15 @@ class Agent:
         guard.start()
         if _early_sigterm:
             os.kill(os.getpid(), signal.SIGTERM)
-        self._codes_are_ours = plan.config.script is None
+        launcher = plan.config.launcher
         nodes = plan.hardware.nodes
         address, port = self._place.rendezvous or (command.address, command.port)
         if nodes > 1:
             use_interface_towards(address)
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
+        prepare_ranks(plan, command.ranks_per_node)
+        nursery = Nursery(command, launcher.slow_phase_seconds) if command.is_forked else None
+        self._codes_are_ours = plan.config.script is None
         # Other programs than trainctl's trainer are told a port; one that is asked for is used.
         is_file = nodes == 1 and port is None and command.prepare
         rendezvous = NodeRendezvous(
@@ -192,7 +185,6 @@ class Agent:
 
         code = 0
         oom_kills = host_oom_kills()
-        launcher = plan.config.launcher
         # A program of the user's gives no signs of life, so their absence tells nothing.
         watch = Watch(
             self._attempt,
@@ -211,13 +203,13 @@ class Agent:
             else:
                 code = self._report_hung(failed)
 
-        prepare_ranks(plan, command.ranks_per_node)
         if command.is_users and self._node == 0:
             with EventWriter(self._run.events, self._attempt.number) as writer:
                 writer.write("program", command=redact_argv(command.rank_command))
-        run_ranks(
-            command, rendezvous, self._tag, guard, watch, builds, self._grace_seconds, on_failure
-        )
+        stopping = guard.yield_if_stopping
+        pids = start_ranks(command, rendezvous, self._tag, nursery, stopping)
+        if watch_ranks(pids, self._tag, guard, watch, builds, self._grace_seconds, on_failure):
+            rendezvous.stay_for_others(stopping)
         return code
 
     def _report_exit(self, ended: RankExit, command: AttemptCommand, oom_kills: int) -> int:

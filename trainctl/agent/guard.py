@@ -67,14 +67,10 @@ class SignalGuard:
         """Take over from the default actions of the signals. Call it in the main thread."""
         os.set_blocking(self._signalled, False)
         signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
-        self.claim_signals()
-        self._thread.start()
-        die_with_parent(self._launcher_pid, death_signal=signal.SIGTERM)
-
-    def claim_signals(self) -> None:
-        """Take the signals back from a library that has put its own handlers in."""
         for number in _SIGNALS:
             signal.signal(number, lambda *_: None)
+        self._thread.start()
+        die_with_parent(self._launcher_pid, death_signal=signal.SIGTERM)
 
     def yield_if_stopping(self) -> None:
         """Return at once, or, if this process is being ended, never."""

@@ -1,10 +1,10 @@
 """Where the agents and ranks of an attempt meet: a store that the first node's agent keeps.
 
-On a single node that is no socket: the agent's store is in its own memory, and the ranks meet in a
-file of the attempt that only the run's owner can open, since any user of the machine may connect to
-a port of its loopback. Between nodes, and for a program of the user's (which is told `MASTER_ADDR`
-and `MASTER_PORT`), it is torch's TCP store, which knows no users: whoever reaches the port can read
-and write it.
+On a single node that is no socket: the ranks meet in a file of the attempt that only the run's
+owner can open, since any user of the machine may connect to a port of its loopback. Between nodes,
+and for a program of the user's (which is told `MASTER_ADDR` and `MASTER_PORT`), it is torch's TCP
+store, which knows no users: whoever reaches the port can read and write it. Only then is torch
+imported.
 
 Membership is fixed for an attempt, since a launcher starts a new one after a loss: so nodes are
 numbered by their launcher (ranks keep their places), and nothing has to be voted on.
@@ -15,27 +15,28 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from math import inf
 from pathlib import Path
-
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from typing import TYPE_CHECKING
 
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.processes import STORE_VARIABLE
+from trainctl.runs.imports import uncollected
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=300)
 _LOOK = timedelta(seconds=1)
+_OTHERS_SECONDS = 300.0
+"""How long the first node's agent keeps the store for nodes that say nothing."""
 
 
-class NodeRendezvous(RendezvousHandler):
-    """The rendezvous of one attempt, as elastic's agent wants it.
+class NodeRendezvous:
+    """The rendezvous of one attempt.
 
     The first node listens on a socket that is bound here and never given up, so that no port can be
     taken in between; the others connect to it.
@@ -47,6 +48,10 @@ class NodeRendezvous(RendezvousHandler):
         address: Of the first node, as all of them reach it; a single node uses the loopback.
         port: To listen on; None takes a free one, which only a single node can.
         file: For the ranks of a single node to meet in, in place of a port; None is a port.
+
+    Attributes:
+        address: Host of the store.
+        port: Number of the store's port; 0 where there is none.
 
     Raises:
         TrainctlError: The port is taken, or the first node cannot be reached (exit code 4).
@@ -62,30 +67,20 @@ class NodeRendezvous(RendezvousHandler):
         *,
         file: Path | None = None,
     ) -> None:
-        self.port: int
-        self._run_id = run_id
-        self._node = node
-        self._nodes = nodes
+        self.run_id = run_id
+        self.node = node
         self.address = address if address is not None and nodes > 1 else LOOPBACK
-        self._store: Store
-        self._is_file = file is not None
+        self.port = 0
+        self.file = file
+        self._nodes = nodes
+        self._store: TCPStore | None = None
         if file is not None:
             assert nodes == 1
             os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            os.environ[STORE_VARIABLE] = str(file)
-            self.port = 0
-            self._store = HashStore()
         elif node == 0:
             listener = _listen(self.address, port)
             self.port = listener.getsockname()[1]
-            self._store = TCPStore(
-                self.address,
-                self.port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=_STORE_TIMEOUT,
-                master_listen_fd=listener.detach(),
-            )
+            self._store = _keep(self.address, listener)
         else:
             assert port is not None
             self.port = port
@@ -93,69 +88,75 @@ class NodeRendezvous(RendezvousHandler):
 
     def mark(self, name: str) -> None:
         """Tell the other nodes that this one has come so far."""
-        self._store.set(f"{self._run_id}/{name}", "1")
+        if self._store is not None:
+            self._store.set(f"{self.run_id}/{name}", "1")
 
-    def await_mark(self, name: str, still_wanted: Callable[[], None]) -> None:
-        """Wait, however long, until a node has come so far.
+    def await_mark(
+        self, name: str, still_wanted: Callable[[], None], patience_seconds: float = inf
+    ) -> None:
+        """Wait until a node has come so far.
 
         Args:
             name: As it was given to `mark`.
             still_wanted: Called again and again; does not return when this process is to end.
+            patience_seconds: How long at most; then it returns all the same.
 
         Raises:
             TrainctlError: The first node is gone (exit code 6).
         """
-        while True:
+        assert self._store is not None
+        deadline = time.monotonic() + patience_seconds
+        while time.monotonic() < deadline:
             still_wanted()
             try:
-                self._store.wait([f"{self._run_id}/{name}"], _LOOK)
+                self._store.wait([f"{self.run_id}/{name}"], _LOOK)
             except RuntimeError as error:  # the base of torch's errors about stores
-                if not self._is_there():
+                if not self._is_there(self._store):
                     raise TrainctlError(
-                        f"node {self._node} lost the first node ({self.address}): {error}",
+                        f"node {self.node} lost the first node ({self.address}): {error}",
                         exit_code=ExitCode.training_failed,
                     ) from None
             else:
                 return
 
-    def _is_there(self) -> bool:
+    def stay_for_others(self, still_wanted: Callable[[], None]) -> None:
+        """Have the first node keep the store until no rank of another one needs it.
+
+        Args:
+            still_wanted: As for `await_mark`.
+        """
+        if self.node > 0:
+            self.mark(f"ended-{self.node}")
+            return
+        for node in range(1, self._nodes):
+            self.await_mark(f"ended-{node}", still_wanted, _OTHERS_SECONDS)
+
+    def _is_there(self, store: TCPStore) -> bool:
         try:
-            self._store.check([self._run_id])
+            store.check([self.run_id])
         except RuntimeError:
             return False
         return True
 
-    def get_backend(self) -> str:
-        return "trainctl"
 
-    @property
-    def use_agent_store(self) -> bool:
-        """Whether the ranks use this store, where none of them has to find a port."""
-        return not self._is_file
+def _keep(address: str, listener: socket.socket) -> TCPStore:
+    with uncollected():
+        from torch.distributed import TCPStore
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """The nodes in the order of their numbers."""
-        store = PrefixStore(self._run_id, self._store)
-        where = RendezvousStoreInfo(self.address, self.port)
-        return RendezvousInfo(store, self._node, self._nodes, where)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing waits for it."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+    return TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_STORE_TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _connect(address: str, port: int) -> TCPStore:
+    with uncollected():
+        from torch.distributed import TCPStore
+
     try:
         return TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT)
     except RuntimeError as error:

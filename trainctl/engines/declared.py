@@ -16,8 +16,7 @@ from trainctl.hardware.health import Examined
 
 TABLES = (DEEPSPEED, TRANSFORMERS, TORCH, TORCHAO)
 
-TRAINING = frozenset({At.agent, At.rank, At.model})
-RANK = frozenset({At.rank, At.model})
+TRAINING = frozenset({At.rank, At.model})
 
 
 def differences(config: RunConfig, at: Collection[At] = TRAINING) -> list[Finding]:
@@ -74,7 +73,7 @@ def require(config: RunConfig, at: Collection[At] = TRAINING) -> None:
     _stop_at(differences(config, at))
 
 
-def require_unchanged(config: RunConfig, at: Collection[At] = RANK) -> None:
+def require_unchanged(config: RunConfig, at: Collection[At] = TRAINING) -> None:
     """The same, and that no other code of this process has changed it; imports the packages.
 
     Raises:

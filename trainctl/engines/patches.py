@@ -42,7 +42,6 @@ class How(StrEnum):
 class At(StrEnum):
     """The processes that need it."""
 
-    agent = "agent"
     rank = "rank"
     model = "model"
     """A rank, and what loads a model outside training."""

@@ -5,25 +5,9 @@ from __future__ import annotations
 from trainctl.engines.needs import ADAPTED, EIGHT_BIT_MOMENTS, FSDP2, LIGER_LOSS, SELECTIVE, TENSOR
 from trainctl.engines.patches import At, How, Table, Use
 
-_ELASTIC = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
 _DISPATCH = "torch.utils._python_dispatch:TorchDispatchMode"
 
 USES = (
-    Use(
-        target=f"{_ELASTIC}._start_workers",
-        how=How.extended,
-        why="ranks begin with SIGTERM blocked, and the agent keeps its own signal handlers",
-        signature="(self, worker_group)",
-        at=At.agent,
-    ),
-    Use(
-        target=f"{_ELASTIC}._monitor_workers",
-        how=How.extended,
-        why="the first rank that fails is known before elastic reaps it, and all others end "
-        "within one grace",
-        signature="(self, worker_group)",
-        at=At.agent,
-    ),
     Use(
         target="torch.nn.modules.module:Module.register_parameter",
         how=How.replaced,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainctl.config.references import references
-from trainctl.config.schema import Accelerator, RunConfig
+from trainctl.config.schema import Accelerator, CpuBinding, RunConfig
 from trainctl.config.secrets import is_plain_variable
 from trainctl.config.user_code import functions, has_own_config
 from trainctl.errors import ExitCode, TrainctlError
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 CONFIG_VARIABLE = "TRAINCTL_DEEPSPEED_CONFIG"
 PLAN_VARIABLE = "TRAINCTL_PLAN"
+FORK_VARIABLE = "TRAINCTL_FORK_RANKS"
+"""Set to 0, every rank imports for itself."""
 
 
 def command(
@@ -53,9 +56,26 @@ def of_ranks(start: Start, *, python: str = sys.executable) -> dict[str, Any]:
         "rank_command": tuple(own),
         "prepare": start.rank_command is None and config.trains_itself,
         "is_users": not config.trains_itself,
+        "is_forked": start.rank_command is None and _is_forked(start.plan),
         "folder": None if start.folder is None else str(start.folder),
         "hidden": hidden_variables(config),
     }
+
+
+def _is_forked(plan: RunPlan) -> bool:
+    """Whether ranks are forked: where their device is the processor that they import on.
+
+    A process that has used CUDA cannot be forked, and an import may use it. A benchmark before
+    training needs a command to become, and OpenMP looks where it may run when it is loaded.
+    """
+    launcher = plan.config.launcher
+    return (
+        plan.config.trains_itself
+        and plan.hardware.accelerator is Accelerator.cpu
+        and not launcher.benchmark
+        and launcher.cpu_binding is CpuBinding.none
+        and os.environ.get(FORK_VARIABLE) != "0"
+    )
 
 
 def hidden_variables(config: RunConfig) -> tuple[str, ...]:

@@ -14,6 +14,9 @@ from trainctl.runs.provenance import redact
 COMMAND_SCHEMA = 1
 """Version of `command.json`."""
 
+FORK_FLAG = "--fork"
+"""For a command of `AttemptCommand.is_forked`: import what ranks need, and become them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCommand:
@@ -43,6 +46,7 @@ class AttemptCommand:
         prepare: Whether the agent prepares the corpus before the ranks start.
         is_users: Whether the ranks run a program or function of the user's: then nothing is known
             of their heartbeats, and an exit code of theirs says no more than that they failed.
+        is_forked: Whether one process of a node imports for all of its ranks, which it then forks.
         folder: Where agents and ranks run; None is the launcher's current folder.
         port: Rendezvous port; None takes a free one.
         address: Name or number of the first node, where the rendezvous is; None on a single node,
@@ -55,6 +59,7 @@ class AttemptCommand:
     rank_command: tuple[str, ...]
     prepare: bool = True
     is_users: bool = False
+    is_forked: bool = False
     folder: str | None = None
     port: int | None = None
     address: str | None = None

@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,7 @@ STORE_VARIABLE = "TRAINCTL_STORE"
 """Set for the ranks of a single node: the file in which they meet, in place of a port."""
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.02
 _SETTLE_SECONDS = 0.03
 """Between the last two looks: in the middle of an exec a process shows no environment."""
@@ -150,13 +152,33 @@ def die_with_parent(expected_pid: int | None = None, *, death_signal: int = sign
         if value is None:
             return
         expected_pid = int(value)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    _prctl(_PR_SET_PDEATHSIG, death_signal)
     if os.getppid() != expected_pid:
         print(f"trainctl: process {expected_pid}, which started this one, is gone", file=sys.stderr)
         sys.stderr.flush()
         os._exit(128 + signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent ends, in place of the machine's first process.
+
+    Children do not inherit it.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+@contextmanager
+def blocked_for_ranks() -> Iterator[None]:
+    """Start a process in this that will not get a scheduler's SIGTERM before it can ignore it.
+
+    It inherits the mask, and `trainctl.runs.rank_entry` takes it away.
+    """
+    blocked = {signal.SIGTERM} if SIGTERM_SAVES_VARIABLE in os.environ else set()
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
 
 
 def is_alive(pid: int) -> bool:
@@ -166,6 +188,12 @@ def is_alive(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def _send(pids: Collection[int], number: signal.Signals) -> None:

@@ -1,7 +1,7 @@
-"""What the elastic agent starts for each rank: tie it to the agent, open its log, become it.
+"""What an agent starts for each rank: tie it to the agent, open its log, become it.
 
-The agent cannot put both streams of a rank into one file, and a rank must not outlive the agent
-from its first instant, whatever its command is. Both survive `exec`.
+A rank must not outlive the agent from its first instant, and both of its streams are in one file,
+whatever its command is. Both survive `exec`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 from trainctl.config.secrets import resolve_words
 from trainctl.runs.command import read_command
-from trainctl.runs.layout import RunPaths
+from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE, RunTag, die_with_parent
 
 PROCESSORS_VARIABLE = "TRAINCTL_PROCESSORS"
@@ -24,10 +24,31 @@ BENCHMARK_VARIABLE = "TRAINCTL_BENCHMARK"
 
 def main() -> None:
     """Become the rank; a command that cannot be started ends with 127, as in a shell."""
+    obey_agent()
+    attempt = begin()
+    started = read_command(attempt)
+    command = started.rank_command
+    if started.is_users:
+        command = tuple(resolve_words(command, os.environ))
+    if BENCHMARK_VARIABLE in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
+        command = (sys.executable, "-m", "trainctl.agent.benchmark", *command)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127)
+
+
+def obey_agent() -> None:
+    """Leave a scheduler's SIGTERM to the agent, where it means that the job will end soon."""
     if SIGTERM_SAVES_VARIABLE in os.environ:
         # Then unblocked: the agent blocked it, so that none arrives before this.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def begin() -> AttemptPaths:
+    """Tie this process to the agent, open the rank's log, take its processors; the attempt."""
     die_with_parent()
     tag = RunTag.from_environment(os.environ)
     assert tag.attempt is not None
@@ -38,20 +59,10 @@ def main() -> None:
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     os.close(log)
-    started = read_command(attempt)
-    command = started.rank_command
-    if started.is_users:
-        command = tuple(resolve_words(command, os.environ))
     if PROCESSORS_VARIABLE in os.environ:
         shares = json.loads(os.environ[PROCESSORS_VARIABLE])
         os.sched_setaffinity(0, shares[int(os.environ["LOCAL_RANK"])])
-    if BENCHMARK_VARIABLE in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
-        command = (sys.executable, "-m", "trainctl.agent.benchmark", *command)
-    try:
-        os.execvp(command[0], command)
-    except OSError as error:
-        print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
-        os._exit(127)
+    return attempt
 
 
 if __name__ == "__main__":

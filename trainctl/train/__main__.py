@@ -1,4 +1,7 @@
-"""A rank: `python -m trainctl.train RUN_DIR --attempt N`, started by the agent."""
+"""A rank: `python -m trainctl.train RUN_DIR --attempt N`, started by the agent.
+
+With `--fork` it is what the ranks of a node are forked from, and goes on as each of them.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,17 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from trainctl.runs.command import FORK_FLAG
 from trainctl.runs.heartbeats import Heartbeat
 from trainctl.runs.imports import uncollected
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import die_with_parent
+from trainctl.runs.rank_entry import obey_agent
+
+if TYPE_CHECKING:
+    from trainctl.plan.types import RunPlan
 
 
 def main() -> int:
@@ -24,19 +33,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="trainctl.train")
     parser.add_argument("run", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument(FORK_FLAG, action="store_true", dest="is_forked")
     arguments = parser.parse_args()
     run = RunPaths(arguments.run.resolve())
+    if arguments.is_forked:
+        obey_agent()
+        from trainctl.train.forks import become_ranks
+
+        become_ranks(_plan(run, arguments.attempt))
     # Before the first beat: an agent that finds this rank silent asks for its stacks by the signal.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     heartbeat = Heartbeat(run.attempt(arguments.attempt).heartbeat(int(os.environ["RANK"])))
     # Only now the slow imports: a rank whose agent has gone must not outlive this line.
     from trainctl.errors import TrainctlError
-    from trainctl.runs.directory import read_plan
 
     attempt = run.attempt(arguments.attempt)
-    plan = read_plan(attempt.plan)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ["DS_ACCELERATOR"] = "cpu" if plan.hardware.accelerator.value == "cpu" else "cuda"
+    plan = _plan(run, arguments.attempt)
     try:
         if plan.config.trainer is not None:
             from trainctl.train.user_code import run_trainer
@@ -53,6 +65,16 @@ def main() -> int:
             print(f"hint: {error.hint}", file=sys.stderr)
         return int(error.exit_code)
     return 0
+
+
+def _plan(run: RunPaths, attempt: int) -> RunPlan:
+    """What is trained; with what libraries read when they are imported in the environment."""
+    from trainctl.runs.directory import read_plan
+
+    plan = read_plan(run.attempt(attempt).plan)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ["DS_ACCELERATOR"] = "cpu" if plan.hardware.accelerator.value == "cpu" else "cuda"
+    return plan
 
 
 def _leave(trained: list[bool]) -> None:
