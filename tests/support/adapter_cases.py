@@ -168,9 +168,9 @@ def everything() -> list[Adapting]:
     ]
 
 
-def base_directory(folder: Path) -> Path:
-    """A transformers directory of the tiny model with weights; made unless it is there."""
-    config = config_of(Adapting(), 1).model
+def base_directory(folder: Path, **shape: int) -> Path:
+    """A transformers directory of the tiny model with weights, of another shape in these keys."""
+    config = replace(config_of(Adapting(), 1).model, **shape)
     model = AutoModelForCausalLM.from_config(transformers_config(config))
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
