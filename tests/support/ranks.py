@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
@@ -24,8 +23,6 @@ from trainctl.plan.batches import Batch
 from trainctl.runs.records import EventWriter
 from trainctl.train.session import Session, assemble
 from trainctl.train.trainer import Trainer
-
-deepspeed.ops.__compatible_ops__  # noqa: B018 (probed when first asked for, with a compiler)
 
 _GROUPS = {
     name: copy.copy(value)
