@@ -115,10 +115,11 @@ def test_each_thing_that_happens_is_told_once(tmp_path: Path) -> None:
             "seconds": 2.0, "usual_seconds": 1.0, "step": 8}  # fmt: skip
     spike = {"step": 8, "kind": "loss_spike", "value": 9.0, "limit": 4.0, "ranks": [],
              "samples": [0, 8], "policy": "rewind", "to_step": 4}  # fmt: skip
+    diverged = {"diverged": False, "step": 8, "limit": 5.0}
     failure = {"rank": 1, "node": 0, "message": "was killed by SIGKILL"}
     write(run, ("launch", {}), step(7), ("failure", failure), ("failure", {**failure, "rank": 0}))
     write(run, restart(1), ("launch", {}), step(8), ("intervention", spike), attempt=2)
-    write(run, ("straggler", slow), step(9), attempt=2)
+    write(run, ("straggler", slow), ("divergence", diverged), step(9), attempt=2)
     ended(run, State.finished)
     with webhook() as server:
         for _ in range(2):
@@ -138,9 +139,10 @@ def test_each_thing_that_happens_is_told_once(tmp_path: Path) -> None:
                 "all wait for it; most of it in data: 2 s a step instead of 1 s",
                 8,
             ),
+            ("spike", "run: the loss has come down: the ten steps up to 8 are below 5", 8),
             ("end", "run: finished at step 9: why", 9),
         ]
-        assert len({alert["id"] for alert in server.got}) == 5
+        assert len({alert["id"] for alert in server.got}) == 6
         assert {alert["tries"] for alert in server.got} == {1}
     for path in run.root.rglob("*"):
         assert not path.is_file() or CANARY not in path.read_text()

@@ -1,11 +1,13 @@
 """The verdict on a step, by numbers alone."""
 
 import math
+import random
 
 import pytest
 
 from trainctl.config.schema import OnBadLoss, StabilityConfig
-from trainctl.train.stability import Guard, Kind
+from trainctl.runs.interventions import divergence_account, still_diverged
+from trainctl.train.stability import Divergence, Guard, Kind
 
 
 def guard_of(policy=OnBadLoss.skip_batch, **settings):
@@ -149,3 +151,96 @@ def test_a_resume_goes_on_exactly_and_an_old_checkpoint_knows_nothing():
     fresh = guard_of()
     fresh.restore({})
     assert fresh.state() == guard_of().state()
+
+
+# ------------------------------------------------------------------------------------ divergence
+
+NOISE = random.Random(3)
+
+
+def falling(first, last, steps, noise=0.05):
+    """A loss that falls as training losses do: fast at first, with noise in proportion."""
+    for step in range(steps):
+        value = last + (first - last) * math.exp(-4 * step / steps)
+        yield value * (1 + NOISE.gauss(0, noise))
+
+
+def with_spike(losses, at, length, height):
+    """Losses with a spike that comes down by half its height each step after `length` steps."""
+    for step, loss in enumerate(losses):
+        after = step - at - length
+        extra = height * 0.5 ** max(0, after) if step >= at else 0.0
+        yield loss + extra
+
+
+def verdicts(losses, vocab_size=None):
+    watch = Divergence(vocab_size)
+    found = [watch.see(loss, step) for step, loss in enumerate(losses, 1)]
+    return [(each["diverged"], each["step"]) for each in found if each]
+
+
+ORDINARY = {
+    "pre-training": (falling(10.5, 2.3, 2000), 32_000),
+    "fresh weights somewhat above ignorance": (falling(14.0, 4.0, 400), 32_000),
+    "bytes": (falling(5.6, 1.2, 500), 257),
+    "an early spike far up": (with_spike(falling(10.4, 3.0, 600), 15, 3, 150.0), 32_000),
+    "a broad spike to ignorance": (with_spike(falling(10.4, 3.0, 600), 60, 30, 4.0), 32_000),
+    "a late spike": (with_spike(falling(10.4, 2.0, 900), 700, 5, 40.0), 32_000),
+    "fine-tuning from a low loss": (falling(0.9, 0.05, 600, noise=0.5), 128_256),
+    "a memorised epoch, then new text": ([*falling(1.0, 0.02, 300), *[2.6] * 50], 128_256),
+    "small batches of answers": (falling(1.6, 0.8, 1000, noise=0.4), 32_000),
+    "another stage of the data": ([*[1.1] * 300, *[2.9] * 300], 50_257),
+    "dpo": (falling(0.69, 0.02, 800, noise=0.8), None),
+    "dpo whose pairs become harder": ([*falling(0.69, 0.05, 300), *[0.9] * 100], None),
+    "ipo": (falling(25.0, 3.0, 400, noise=0.3), None),
+    "a loss that is negative": (falling(-1.0, -9.0, 300), None),
+}
+
+
+@pytest.mark.parametrize("losses, vocab_size", ORDINARY.values(), ids=ORDINARY)
+def test_an_ordinary_curve_is_no_divergence(losses, vocab_size):
+    assert verdicts(losses, vocab_size) == []
+
+
+DIVERGED = {
+    "at once": ([5.5, *(5.5 * 2.5**step for step in range(1, 14))], 257, 11),
+    "to knowing only frequencies": ([*falling(10.4, 2.5, 500, 0.02), *[7.2] * 40], 32_000, 510),
+    "fine-tuning": ([*falling(1.3, 1.1, 60), *[8.0] * 20], 128_256, 70),
+    "dpo": ([*[0.69] * 20, *(0.69 * 1.5**step for step in range(1, 30))], None, 32),
+}
+
+
+@pytest.mark.parametrize("losses, vocab_size, step", DIVERGED.values(), ids=DIVERGED)
+def test_a_divergence_is_told_once(losses, vocab_size, step):
+    assert verdicts(losses, vocab_size) == [(True, step)]
+
+
+def test_a_loss_that_comes_down_again_is_told_too():
+    losses = [*[3.0] * 20, *[9.0] * 30, *[3.5] * 30, *[9.0] * 10]
+    assert verdicts(losses, 32_000) == [(True, 30), (False, 60), (True, 90)]
+
+
+def test_a_resumed_run_knows_how_good_it_was():
+    before, after = Divergence(32_000), Divergence(32_000)
+    assert before.state() == {}
+    for step in range(1, 41):
+        before.see(2.0, step)
+    after.restore(before.state())
+    found = [after.see(7.0, step) for step in range(41, 51)]
+    assert [each is not None for each in found] == [False] * 9 + [True]
+    assert found[-1]["reference"] == "vocabulary"
+
+
+def test_what_a_divergence_is_told_as():
+    watch = Divergence(257)
+    found = [watch.see(600.0 + step, step) for step in range(1, 11)][-1]
+    event = {"event": "divergence", "attempt": 2, "learning_rate": 5.0, **found}
+    told = divergence_account(event)
+    assert told.startswith(
+        "the loss diverges: the ten steps up to 10 are all above 8.324, 1.5 times"
+    )
+    assert "learning rate (5 there)" in told and "trainctl explain divergence" in told
+    down = {**event, "diverged": False, "step": 40}
+    assert "has come down" in divergence_account(down)
+    assert still_diverged([event], 2) == event
+    assert still_diverged([event], 1) is None and still_diverged([event, down], 2) is None

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from parity_cases import enlarge
 from poison import NAN, Poisoned, train_poisoned
-from rank_processes import curve, tiny_config, tiny_plan, with_stop
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import new_section
@@ -274,3 +274,17 @@ def test_a_crash_between_interventions_leaves_the_same_run(tmp_path, policy):
     replayed = events(parts, "replay")
     assert [event["step"] for event in replayed] == [3]
     assert replayed[0]["loss"] == replayed[0]["expected"]
+
+
+def test_a_learning_rate_that_is_far_too_high_is_told_without_a_policy(tmp_path):
+    config = tiny_config(steps=24, evaluation_samples=0, sequence_length=32)
+    config.optimizer.lr = 5.0
+    config.schedule = new_section("schedule", "constant", warmup_steps=0)
+    config.checkpoint.at_end = False
+    run = RunPaths(tmp_path / "run")
+    train_cases(1, [Case(tiny_plan(config, 1), run)])
+    (told,) = events(run, "divergence")
+    assert told["diverged"] and told["reference"] == "vocabulary"
+    assert told["loss"] > told["limit"] and told["learning_rate"] == 5.0
+    assert not events(run, "intervention")
+    assert events(run, "end")[0]["reason"] == "complete"

@@ -14,6 +14,7 @@ from trainctl.cli.activity import Activity
 from trainctl.cli.console import print_json, printable, put
 from trainctl.cli.live_line import LiveLine, Refresher
 from trainctl.runs.interventions import account as intervention
+from trainctl.runs.interventions import divergence_account
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import number
 from trainctl.runs.stragglers import account
@@ -261,6 +262,8 @@ def event_lines(event: Event) -> list[str]:
             ]
             speed = event["all_reduce_gb_per_second"]
             return [f"benchmark: all-reduce of all ranks {speed:.3g} GB/s", *slow]
+        case "divergence":
+            return [f"{'warning: ' if event['diverged'] else ''}{divergence_account(event)}"]
         case "straggler":
             return [f"{'slow: ' if event['slow'] else ''}{account(event)}"]
         case "stopping":

@@ -30,6 +30,7 @@ from trainctl.runs.directory import (
     run_id,
 )
 from trainctl.runs.failures import sentence
+from trainctl.runs.interventions import divergence_account, still_diverged
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.listing import LOST, RunSummary, age_text, summaries, summarise
 from trainctl.runs.lock import holder
@@ -82,17 +83,21 @@ def status(run: Run = None, as_json: Json = False) -> None:
     """How a run stands: state, progress, what failed first, and what to do next."""
     paths = open_or_newest(run)
     summary = summarise(paths)
-    told = read_events(paths.events, "failure", "straggler")
+    told = read_events(paths.events, "failure", "straggler", "divergence")
     failure = _first_failure(told, summary.attempt)
     slow = still_slow(told, summary.attempt)
+    diverged = still_diverged(told, summary.attempt)
     checkpoint, _ = newest_checkpoint(paths)
     if as_json:
         saved = checkpoint.step if checkpoint else None
         found = {"failure": failure, "checkpoint": saved, "stragglers": slow}
+        found["divergence"] = diverged
         print_json({"schema": 1, **summary.to_json(), **found})
         return
     for line in _status_lines(summary):
         put(line)
+    if diverged is not None:
+        put(f"warning: {divergence_account(diverged)}", style="warning")
     for event in slow:
         put(f"slow: {account(event)}", style="warning")
     if failure:

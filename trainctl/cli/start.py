@@ -30,6 +30,7 @@ from trainctl.plan.types import RunPlan
 from trainctl.runs.command import command_record
 from trainctl.runs.directory import DEFAULT_ROOT, create_run, last_attempt, new_attempt
 from trainctl.runs.going_on import GoingOn
+from trainctl.runs.interventions import divergence_account, still_diverged
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.records import read_events
@@ -146,7 +147,7 @@ def run_attempt(
                     checkpoint_bytes=checkpoint_bytes,
                 )
             )
-    _show_stragglers(run)
+    _show_warnings(run)
     if outcome.state is State.failed:
         _show_failure(outcome)
     elif outcome.message:
@@ -160,9 +161,13 @@ def run_attempt(
         raise typer.Exit(outcome.exit_code)
 
 
-def _show_stragglers(run: RunPaths) -> None:
-    """Who held up the others to the end: said when it began, maybe days ago."""
-    for event in still_slow(read_events(run.events, "straggler"), last_attempt(run)):
+def _show_warnings(run: RunPaths) -> None:
+    """Repeat what held to the end: it was told when it began, maybe days ago."""
+    told, attempt = read_events(run.events, "straggler", "divergence"), last_attempt(run)
+    diverged = still_diverged(told, attempt)
+    if diverged is not None:
+        say(f"warning: {divergence_account(diverged)}", style="warning")
+    for event in still_slow(told, attempt):
         say(f"slow: {account(event)}", style="warning")
 
 

@@ -159,6 +159,23 @@ RECORDS = {
         },
         "`trainctl data show RUN --samples FIRST-LAST` prints what was in them.",
     ),
+    "divergence": Record(
+        "The loss stays far above what the run had reached, or has come down again; a warning.",
+        {
+            "diverged": "which of the two",
+            "step": "steps done",
+            "loss": "mean of the last ten steps",
+            "limit": "what all ten are above, or below",
+            "times": "what the limit is, times the reference",
+            "reference": "vocabulary: ln(vocabulary); best: the lowest mean of ten steps; start: "
+            "the mean of the first ten",
+            "learning_rate": "the rate of that step",
+        },
+        "Common causes, the most common first: optimizer.lr too high; too little warmup "
+        "(schedule.warmup_steps); no gradient clipping (optimizer.gradient_clipping); a tokenizer "
+        "that is not the model's; damaged data (`trainctl data show RUN --samples FIRST-LAST`); "
+        "another stage of the data. `stability=skip` or `stability=rewind` would act on spikes.",
+    ),
     "replay": Record(
         "A step that is made again has another loss than the first time.",
         {

@@ -23,6 +23,7 @@ from trainctl.runs.attempts import config_of
 from trainctl.runs.directory import read_plan, run_id
 from trainctl.runs.failures import sentence
 from trainctl.runs.interventions import account as intervention
+from trainctl.runs.interventions import divergence_account
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import Event, events_after
 from trainctl.runs.status import read_status
@@ -45,6 +46,7 @@ _TOLD: dict[str, tuple[AlertKind, Callable[[Event], str]]] = {
         ),
     ),
     "intervention": (AlertKind.spike, intervention),
+    "divergence": (AlertKind.spike, divergence_account),
     "straggler": (AlertKind.straggler, straggler),
 }
 """Kinds of records that are told, and how."""

@@ -36,7 +36,7 @@ BRANCHES, BRANCH_BUCKETS = 60, 128
 """The newest that are drawn, and points of each."""
 EVALUATION_BUCKETS = 2000
 
-CLOSE_TO = ("intervention", "failure", "restart", "plateau", "straggler")
+CLOSE_TO = ("intervention", "divergence", "failure", "restart", "plateau", "straggler")
 """Marks around which every step is kept."""
 
 NOT_SERIES = ("step", "time", "attempt", "tokens")

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainctl.runs.failures import sentence
+from trainctl.runs.interventions import divergence_account
 from trainctl.runs.records import Event, number
 from trainctl.runs.stragglers import account
 
@@ -119,6 +120,10 @@ def _straggler(event: Event) -> tuple[str, str]:
     return account(event), f"slow {event['part']}" if event["slow"] else ""
 
 
+def _divergence(event: Event) -> tuple[str, str]:
+    return divergence_account(event), "the loss diverges" if event["diverged"] else ""
+
+
 def _saved(event: Event) -> tuple[str, str]:
     took = f" in {event['seconds']:.3g} s" if event.get("seconds") is not None else ""
     stall = event.get("stall_seconds")
@@ -158,6 +163,7 @@ _TELL: Mapping[str, Any] = {
     "intervention": _intervention,
     "plateau": _plateau,
     "straggler": _straggler,
+    "divergence": _divergence,
     "checkpoint": _saved,
     "weights": _saved,
     "end": _end,

@@ -1,11 +1,17 @@
-"""What the trainer did about a bad loss or gradient, by the records of a run."""
+"""Bad losses and gradients by the records of a run: what the trainer did, and what it warned of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trainctl.runs.records import number
+from trainctl.runs.records import Event, number
+
+_REFERENCES = {
+    "vocabulary": "the loss of a model that knows nothing, ln(vocabulary)",
+    "best": "the lowest mean of ten steps",
+    "start": "the mean of the run's first ten steps",
+}
 
 
 def account(event: Mapping[str, Any]) -> str:
@@ -22,3 +28,24 @@ def account(event: Mapping[str, Any]) -> str:
         f"step {event['step']}: {quantity} {number(event['value']):.6g}{limit}{where} "
         f"(samples {first} to {end}): {event['policy']}{back}"
     )
+
+
+def divergence_account(event: Mapping[str, Any]) -> str:
+    """Describe a `divergence` record: what was seen, by which limit, and where to look first."""
+    step, limit = f"{event['step']:,}", f"{number(event['limit']):.4g}"
+    if not event["diverged"]:
+        return f"the loss has come down: the ten steps up to {step} are below {limit}"
+    reference = _REFERENCES[event["reference"]]
+    return (
+        f"the loss diverges: the ten steps up to {step} are all above {limit}, "
+        f"{number(event['times']):g} times {reference}, and {number(event['loss']):.4g} in the "
+        "mean. Nothing was done about it. Look at the learning rate "
+        f"({number(event['learning_rate']):.3g} there), its warmup, the gradient clipping, "
+        "and the data of these steps: `trainctl explain divergence`"
+    )
+
+
+def still_diverged(events: Iterable[Event], attempt: int) -> Event | None:
+    """Return the last `divergence` record of an attempt whose loss has not come down since."""
+    found = [each for each in events if (each["event"], each["attempt"]) == ("divergence", attempt)]
+    return found[-1] if found and found[-1]["diverged"] else None

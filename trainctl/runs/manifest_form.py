@@ -202,6 +202,7 @@ _OPTIONAL: dict[str, Check] = {
     "layout": _named(_count),
     "loss_scale": _either_none_or("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
     "stability": _stability,
+    "divergence": _either_none_or("best", "start"),
     "norms": _many(_number),
     "ema": _either_none_or("steps"),
     "learning_rate": _learning_rate,

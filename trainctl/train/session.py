@@ -20,6 +20,7 @@ from trainctl.engines.protocol import Engine, Job
 from trainctl.engines.shards import Pieces
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
+from trainctl.options.objective import objective_of
 from trainctl.options.precision import precision_of
 from trainctl.plan.identity import check_trained
 from trainctl.plan.mixture import SOLE
@@ -64,7 +65,7 @@ from trainctl.train.recompute import wrap_blocks
 from trainctl.train.replay import Replay
 from trainctl.train.restore import newest_intact
 from trainctl.train.routers import Routers
-from trainctl.train.stability import Guard
+from trainctl.train.stability import Divergence, Guard
 from trainctl.train.state import OptimizerState
 from trainctl.train.tensor_parallel import shard_model, sum_partial_gradients, vocabulary_of
 from trainctl.train.tensors import Buffer, persistent_buffers, those_of
@@ -88,6 +89,7 @@ class Session:
         gradients: Those of a step, before its update.
         average: That of the weights, if the run keeps one.
         guard: Judges each step before its update.
+        divergence: Notices a loss that stays far above what the run had reached.
         norms: Those of the last updates, and what the gradient is clipped at.
         learning_rate: The schedule's, and what evaluations and rewinds make of it.
         routers: Those of the model's experts.
@@ -112,6 +114,7 @@ class Session:
     gradients: Gradients
     average: WeightAverage | None
     guard: Guard
+    divergence: Divergence
     norms: NormHistory
     learning_rate: LearningRate
     routers: Routers
@@ -158,6 +161,7 @@ class Session:
             training.stop_patience, manifest.get("patience"), min_delta=training.stop_min_delta
         )
         self.guard.restore(manifest.get("stability", {}), rewound=rewound)
+        self.divergence.restore(manifest.get("divergence", {}))
         self.norms.restore(manifest.get("norms", []))
         if self.average is not None:
             self.average.restore(manifest.get("ema", {}))
@@ -222,6 +226,9 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         gradients=Gradients(engine, process, config),
         average=average,
         guard=Guard(config.stability, norm_may_overflow=engine.loss_scale is not None),
+        divergence=Divergence(
+            config.model.vocab_size if objective_of(config.objective).is_entropy else None
+        ),
         norms=NormHistory.of(config),
         learning_rate=LearningRate(plan),
         routers=routers,

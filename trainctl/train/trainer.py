@@ -162,6 +162,11 @@ class Trainer:
                 samples=[step.first_sample, progress.samples],
                 **self._drawn(step),
             )
+            if step.intervention is None:
+                verdict = session.divergence.see(step.loss, progress.step)
+                if verdict is not None:
+                    rate = plan.peak_lr * step.factor
+                    self._record("divergence", learning_rate=rate, **verdict)
             self._record_profile()
             self._metrics = {}
             last = progress.step == plan.stop_step
@@ -293,6 +298,7 @@ class Trainer:
                     },
                     "loss_scale": scale.state() if scale is not None else {},
                     "stability": session.guard.state(),
+                    "divergence": session.divergence.state(),
                     "norms": session.norms.state(),
                     "ema": session.average.saved() if session.average is not None else {},
                     "learning_rate": session.learning_rate.state(),

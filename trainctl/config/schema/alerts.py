@@ -16,7 +16,8 @@ class AlertKind(Enum):
     restart = "restart"
     """A failed attempt is replaced."""
     spike = "spike"
-    """The trainer intervened: a loss or a gradient norm that is not finite, or jumped."""
+    """The trainer intervened, as a loss or a gradient norm is not finite or jumped; or the loss
+    diverges, of which it only warns."""
     straggler = "straggler"
     """A rank is slower than the others."""
     no_progress = "no_progress"

@@ -27,6 +27,7 @@
     restart: { glyph: "↻", colour: "--accent", name: "restarts", line: true },
     start: { glyph: "▸", colour: "--accent", name: "starts", line: true },
     intervention: { glyph: "↶", colour: "--warn", name: "interventions", line: true },
+    divergence: { glyph: "↗", colour: "--bad", name: "divergence", line: true },
     straggler: { glyph: "◆", colour: "--note", name: "stragglers", line: true },
     plateau: { glyph: "⤓", colour: "--note", name: "plateaus", line: true },
     preempted: { glyph: "!", colour: "--warn", name: "preemptions", line: true },
