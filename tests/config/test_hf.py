@@ -123,6 +123,28 @@ def test_a_resume_does_not_read_the_directory_again(tmp_path: Path) -> None:
         ("{}", "lacks vocab_size, hidden_size, num_hidden_layers, num_attention_heads"),
         (json.dumps({**SHAPE, "hidden_size": "many"}), "hidden_size is unusable"),
         (json.dumps({**SHAPE, "num_attention_heads": 0}), "num_attention_heads is unusable"),
+        (
+            json.dumps({**SHAPE, "architectures": ["LlamaForSequenceClassification"]}),
+            "is of LlamaForSequenceClassification (architectures)",
+        ),
+        (
+            json.dumps({"architectures": ["XForConditionalGeneration"], "vision_config": {}}),
+            "is of a vision-language model (XForConditionalGeneration), by its vision_config",
+        ),
+        (
+            json.dumps({**SHAPE, "rope_parameters": {"rope_type": "linear", "factor": 0}}),
+            "rope_parameters.factor is unusable: 0 is no number above 0",
+        ),
+        (
+            json.dumps(
+                {**SHAPE, "rope_parameters": {"full_attention": {"short_factor": [1, "a"]}}}
+            ),
+            "rope_parameters.full_attention.short_factor is unusable: 'a'",
+        ),
+        (
+            json.dumps({**SHAPE, "rope_scaling": {"low_freq_factor": 4, "high_freq_factor": 4}}),
+            "rope_scaling has one value for low_freq_factor and high_freq_factor",
+        ),
     ],
 )
 def test_an_unusable_directory_is_told(tmp_path: Path, content: str | None, words: str) -> None:
@@ -133,6 +155,18 @@ def test_an_unusable_directory_is_told(tmp_path: Path, content: str | None, word
     (found,) = caught.value.findings
     assert words in found.message
     assert found.source == f"model.path={tmp_path}"
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [["LlamaForCausalLM"], ["LlamaModel"], ["GPT2LMHeadModel"], None, [], "LlamaForCausalLM"],
+)
+def test_a_directory_with_or_without_the_head_of_a_language_model_is_taken(
+    tmp_path: Path, classes: Any
+) -> None:
+    content = {"model_type": "llama", **SHAPE, "architectures": classes}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert model_of(tmp_path).family == "llama"
 
 
 def test_a_missing_directory_is_told() -> None:

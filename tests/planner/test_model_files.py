@@ -87,6 +87,41 @@ def test_each_difference_is_told(tmp_path: Path, change: Any, rule: str, words: 
     assert found.is_error == (rule == "TC148")
 
 
+def test_weights_with_the_head_of_another_task_are_refused(tmp_path: Path) -> None:
+    """Also those of a model whose output projection is the embedding, which lack nothing."""
+    tied = {name: shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
+    for shapes, is_tied in ((tied, True), (tied, False), (SHAPES, False)):
+        save(tmp_path / "model.safetensors", {**shapes, "score.weight": (2, 128)}, "BF16")
+        (found,) = check_model_files(config(tmp_path, tie_word_embeddings=is_tied))
+        assert found.rule == ("TC149" if shapes is SHAPES else "TC450")
+        assert "score.weight" in found.message and found.is_error == (shapes is not SHAPES)
+    said = {"architectures": ["LlamaForTokenClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    (found,) = check_model_files(config(tmp_path))
+    assert found.rule == "TC450" and found.key == "model.initial_weights"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"b": {"data_offsets": [2, 6]}}, "the bytes of b overlap those of a"),
+        ({"b": {"data_offsets": [6, 10]}}, "the bytes of b leave a gap before them"),
+        ({"__metadata__": {"format": 3}}, "has a broken __metadata__"),
+        ({"__metadata__": ["pt"]}, "has a broken __metadata__"),
+    ],
+)
+def test_a_damaged_header_is_told(tmp_path: Path, change: Any, words: str) -> None:
+    half = {"dtype": "BF16", "shape": [2]}
+    header = {name: {**half, "data_offsets": [4 * at, 4 * at + 4]} for at, name in enumerate("ab")}
+    for name, entry in change.items():
+        header[name] = {**header[name], **entry} if name in header else entry
+    text = json.dumps(header).encode()
+    content = struct.pack("<Q", len(text)) + text + bytes(8)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    (found,) = check_model_files(config(tmp_path))
+    assert found.rule == "TC145" and words in found.message
+
+
 def test_quantised_and_broken_files_are_told(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save(path, SHAPES)

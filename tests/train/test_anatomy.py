@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from anatomies import read_directory
@@ -13,6 +17,7 @@ from trainctl.errors import TrainctlError
 from trainctl.options.model import families
 from trainctl.plan import flops, shapes
 from trainctl.train.anatomy import anatomy, structure
+from trainctl.train.fake import way_out
 from trainctl.train.initial import Undrawn
 from trainctl.train.model import skeleton
 
@@ -179,3 +184,15 @@ def test_nothing_is_counted_that_has_not_been_read(tmp_path) -> None:
     model.anatomy = []
     with pytest.raises(TrainctlError, match="nothing is known of the tensors"):
         shapes.count_parameters(model)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_the_directorys_own_code_is_advised_only_where_its_config_names_it(
+    tmp_path: Path, is_named: bool
+) -> None:
+    (tmp_path / "convert.py").write_text("")  # of those who published it
+    model = ModelConfig(family="hf", path=str(tmp_path))
+    content = {"auto_map": {"AutoModelForCausalLM": "convert.Model"}} if is_named else {}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert ("trust_remote_code=true" in way_out(model)) == is_named
+    assert "trust_remote_code" not in way_out(replace(model, trust_remote_code=True))

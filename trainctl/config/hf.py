@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from trainctl.config.safetensors_files import has_pickled_weights, has_weights
 from trainctl.config.schema import ModelConfig, WeightsKind
 from trainctl.errors import Finding, TrainctlError
 
-NO_MODEL, NO_SHAPE, NO_WEIGHTS = "TC113", "TC114", "TC145"
+NO_MODEL, NO_SHAPE, NO_WEIGHTS, OTHER_TASK = "TC113", "TC114", "TC145", "TC450"
 
 NAMES = {
     "vocab_size": ("vocab_size",),
@@ -56,6 +58,33 @@ shape is what transformers reads from the file."""
 
 REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")
 
+LANGUAGE_MODELS = ("CausalLM", "MaskedLM", "PreTraining", "ConditionalGeneration")
+"""What follows `For` in the name of a class with a head over the vocabulary. Whether it predicts
+the next token is asked of transformers' own class (`trainctl.train.anatomy`)."""
+
+OTHER_INPUTS = {
+    "vision_config": "vision-language",
+    "visual": "vision-language",
+    "audio_config": "audio-language",
+    "speech_config": "audio-language",
+}
+"""Sections of config.json that describe an encoder of something else than text."""
+
+POSITIVE_ROPE_KEYS = (
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "partial_rotary_factor",
+    "short_factor",
+    "long_factor",
+)
+"""Numbers, or lists of them, that transformers divides by or takes a power of."""
+
 
 def fill_from_directory(model: ModelConfig) -> ModelConfig:
     """The model with the shape that `model.path`/config.json gives, and the weights beside it.
@@ -78,8 +107,12 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
             name=model.path.rpartition("/")[2] if model.name == "hf" else model.name,
         )
     path, raw = _read(model.path)
+    other = other_task(path, raw)
+    if other is not None:
+        raise TrainctlError.from_findings([other])
     kind = str(raw.get("model_type", ""))
-    raw = {**raw, **_mapping(raw.get("rope_parameters"))}
+    rope = {key: raw.get(key) for key in ("rope_parameters", "rope_scaling")}
+    raw = {**raw, **_mapping(rope["rope_parameters"])}
     family = _family(kind)
     form = (family or load("model", model.family)).directory
     is_whole = family is not None and _is_whole(family, raw)
@@ -87,7 +120,7 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
     called = {**NAMES, **{name: (name,) for name in own}}
     shape = {name: value for name, value in form.defaults.items() if name in called}
     shape |= _known(raw, called)
-    findings = _incomplete(path, shape)
+    findings = [*_incomplete(path, shape), *_unusable_rope(path, rope)]
     accepted: dict[str, Any] = {}
     for name, value in shape.items():
         try:
@@ -113,6 +146,59 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
         **accepted,
     )
     return filled
+
+
+def other_task(path: Path, raw: Mapping[str, Any]) -> Finding | None:
+    """Return what a config.json is of, if that is no language model over text alone.
+
+    Args:
+        path: The file, as the message names it.
+        raw: Its content.
+    """
+    listed = raw.get("architectures")
+    classes = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    named = f" ({', '.join(classes)})" if classes else ""
+    for key, what in OTHER_INPUTS.items():
+        if isinstance(raw.get(key), dict):
+            return _finding(
+                OTHER_TASK,
+                f"{path} is of a {what} model{named}, by its {key}: a language model over text "
+                "alone is trained here",
+                "a directory of the language model alone, whose config.json has no such section",
+            )
+    tasks = [match[1] for name in classes if (match := re.search(r"For([A-Z]\w*)$", name))]
+    if not classes or len(tasks) < len(classes) or set(tasks) & {*LANGUAGE_MODELS}:
+        return None
+    return _finding(
+        OTHER_TASK,
+        f"{path} is of {', '.join(classes)} (architectures): its head does not predict tokens, and "
+        "a causal language model is trained here",
+        AS_LANGUAGE_MODEL,
+    )
+
+
+AS_LANGUAGE_MODEL = (
+    "a directory of a ...ForCausalLM; to train this one's body as one, save it with transformers: "
+    "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)"
+)
+"""What to do about a directory of another task."""
+
+
+def _unusable_rope(path: Path, value: Any, key: str = "") -> Iterator[Finding]:
+    """Find numbers of rotary embeddings that make positions infinite or NaN, at any depth."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _unusable_rope(path, item, f"{key}.{name}".lstrip("."))
+        if "low_freq_factor" in value and value["low_freq_factor"] == value.get("high_freq_factor"):
+            message = f"{path}: {key} has one value for low_freq_factor and high_freq_factor"
+            yield _finding(NO_SHAPE, message, "high_freq_factor is the larger one, such as 4")
+    elif value is not None and key.rpartition(".")[2] in POSITIVE_ROPE_KEYS:
+        for number in value if isinstance(value, list) else [value]:
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if not is_number or not 0 < number < math.inf:
+                message = f"{path}: {key} is unusable: {number!r:.40} is no number above 0"
+                yield _finding(NO_SHAPE, message, "the value that the model was published with")
+                break
 
 
 def _asked_of_routers(raw: Mapping[str, Any]) -> float | None:

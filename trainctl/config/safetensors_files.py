@@ -127,11 +127,19 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         raise _unreadable(path, f"has no safetensors header ({error!s:.80})") from None
     if not isinstance(content, dict):
         raise _unreadable(path, "has no safetensors header")
-    found, end = {}, 0
+    metadata = content.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _unreadable(path, "has a broken __metadata__: it maps names to texts")
+    found, ranges = {}, []
     for name, entry in content.items():
-        if name != "__metadata__":
-            found[name], last = _entry(path, name, entry)
-            end = max(end, last)
+        found[name], start, end = _entry(path, name, entry)
+        ranges.append((start, end, name))
+    end, before = 0, ""
+    for start, next_end, name in sorted(ranges):
+        if start != end:
+            how = f"overlap those of {before}" if start < end else "leave a gap before them"
+            raise _unreadable(path, f"has a broken header: the bytes of {name} {how}")
+        end, before = next_end, name
     if 8 + length + end != size:
         raise _unreadable(
             path, f"has {size:,} bytes, and its header speaks of {8 + length + end:,}: cut short?"
@@ -139,8 +147,8 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int]:
-    """A tensor, and where its bytes end."""
+def _entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int, int]:
+    """A tensor, and where its bytes begin and end."""
     try:
         tensor = StoredTensor(path.name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
         start, end = map(int, entry["data_offsets"])
@@ -151,7 +159,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int]:
         raise _unreadable(path, f"has a broken entry for {name}")
     if is_known and end - start != tensor.size_bytes:
         raise _unreadable(path, f"has {end - start:,} bytes for {name}, which needs others")
-    return tensor, end
+    return tensor, start, end
 
 
 def _unreadable(path: Path, why: str) -> TrainctlError:

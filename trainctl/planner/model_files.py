@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from trainctl.config.anatomy import anatomy_of
 from trainctl.config.codec import to_plain
+from trainctl.config.hf import AS_LANGUAGE_MODEL, OTHER_TASK, other_task
 from trainctl.config.hub import fetch_weights
 from trainctl.config.safetensors_files import (
     READABLE,
@@ -30,6 +33,11 @@ NOT_ITS_WEIGHTS, NO_WEIGHTS, LEFT_OVER, ROTATED = "TC148", "TC145", "TC149", "TC
 HARMLESS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "lm_head.weight")
 """Ends of names of what some files hold beside the parameters: tables, masks, a tied head."""
 
+OTHER_HEADS = re.compile(
+    r"(?:score|classifier|qa_outputs|v_head|value_head|reward_head|regression_head)\."
+)
+"""Names that transformers and TRL give to heads of classifiers and reward models."""
+
 DECODERS = ("model.", "transformer.")
 
 
@@ -46,6 +54,9 @@ def check_model_files(config: RunConfig) -> list[Finding]:
         return []
     if is_run_or_checkpoint(folder):
         return list(_rotated(config, folder))
+    other = _other_task(folder)
+    if other is not None:
+        return [other]
     try:
         fetch_weights(str(folder))
         if not has_weights(folder) and has_pickled_weights(folder):
@@ -61,6 +72,17 @@ def check_model_files(config: RunConfig) -> list[Finding]:
 def is_run_or_checkpoint(folder: Path) -> bool:
     """Whether weights are taken from one of our own checkpoints, which have a manifest."""
     return (folder / "manifest.json").is_file() or (folder / "checkpoints").is_dir()
+
+
+def _other_task(folder: Path) -> Finding | None:
+    """Return what the config.json beside the weights is of, if that is no language model."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # weights need none
+        return None
+    found = other_task(path, raw) if isinstance(raw, dict) else None
+    return None if found is None else replace(found, key="model.initial_weights")
 
 
 def _rotated(config: RunConfig, folder: Path) -> Iterator[Finding]:
@@ -85,6 +107,15 @@ def _compare(
     if problems and model.is_directory:
         # Published files may have other names than the model in memory: transformers knows them.
         problems, unused = _by_transformers(model, folder)
+    heads = [name for name in unused if OTHER_HEADS.match(name)]
+    if heads and not any(name.endswith("lm_head.weight") for name in stored):
+        yield _finding(
+            OTHER_TASK,
+            f"the weights of {folder} have the head of another task ({some(heads)}) and none over "
+            f"the vocabulary, which {model.name} is trained with",
+            AS_LANGUAGE_MODEL,
+        )
+        return
     if problems:
         yield _finding(
             NOT_ITS_WEIGHTS,

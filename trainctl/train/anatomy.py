@@ -39,7 +39,7 @@ from trainctl.engines.patches import At
 from trainctl.errors import TrainctlError
 from trainctl.train.cuts import shares_of
 from trainctl.train.experts import expert_modules, routers_of
-from trainctl.train.fake import in_words, way_out
+from trainctl.train.fake import has_own_code, in_words, way_out
 from trainctl.train.initial import NotInParts, initial_laws
 from trainctl.train.model import blocks, transformers_config
 
@@ -151,8 +151,7 @@ def _refuse(model: ModelConfig, config: PretrainedConfig) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not model.trust_remote_code:
         raise TrainctlError(
             f"{what} has no causal language model in transformers",
-            hint="an architecture with a class ...ForCausalLM; code of the directory's own runs "
-            "with model.trust_remote_code=true",
+            hint=way_out(model) if has_own_code(model) else "an architecture with one",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import traceback
 from collections.abc import Iterator
@@ -61,8 +62,16 @@ def way_out(model: ModelConfig) -> str:
     """What to do about a model whose code fails."""
     if not model.is_directory:
         return "leave --exact out: the budget then follows from the model's shape"
-    return (
-        "transformers could not train from this directory either"
-        if model.trust_remote_code or not list(Path(str(model.path)).glob("*.py"))
-        else "the directory has Python code of its own: model.trust_remote_code=true runs it"
-    )
+    if model.trust_remote_code or not has_own_code(model):
+        return "transformers could not train from this directory either"
+    return "config.json names code of its own (auto_map): model.trust_remote_code=true runs it"
+
+
+def has_own_code(model: ModelConfig) -> bool:
+    """Return True if the directory's config.json names code of its own for the model."""
+    try:
+        content = json.loads((Path(str(model.path)) / "config.json").read_text(encoding="utf-8"))
+        named = set(content["auto_map"])
+    except (OSError, ValueError, TypeError, LookupError):
+        return False
+    return not named.isdisjoint(("AutoConfig", "AutoModel", "AutoModelForCausalLM"))

@@ -1,4 +1,4 @@
-"""Of what is read: overrides, YAML, directories, own code: TC100 to TC119, TC138 to TC159."""
+"""Rules about what is read: overrides, YAML, directories: TC100 to TC119, TC138 to TC159, TC450."""
 
 from __future__ import annotations
 
@@ -315,5 +315,17 @@ ENTRIES: dict[str, RuleText] = {
         title="No layout of a model fits the hardware, as far as `trainctl plan` searches.",
         situation="`trainctl plan model=llama-70b hardware=1xt4-16g`",
         message="no layout of llama-70b fits the devices of 1xt4-16g",
+    ),
+    "TC450": RuleText(
+        "`architectures` in config.json, its sections, or the head among the weights say that the "
+        "directory is of a classifier, a reward model or a vision-language model. Its body would "
+        "train as a language model, with a head that was never trained.",
+        "A directory of the language model, or its body saved as one.",
+        title="A directory of another task than predicting the next token.",
+        example="recipe=tiny model=hf model.path=m",
+        files={
+            "m/config.json": '{"architectures": ["LlamaForSequenceClassification"], '
+            + LLAMA.removeprefix("{")
+        },
     ),
 }
