@@ -16,6 +16,11 @@ IMAGE = "launcher.kubernetes_image=i"
 @pytest.mark.parametrize(
     ("rule", "overrides"),
     [
+        ("TC077", TWO_NODES),
+        ("TC077", ["launcher=ssh", *TWO_NODES]),
+        ("TC077", ["launcher=ssh", *TWO_NODES, "launcher.hosts=[a]"]),
+        ("TC077", ["launcher=ssh", "launcher.hosts=[a]", "launcher.hostfile=h"]),
+        ("TC077", ["launcher=ssh", *TWO_NODES, "launcher.hosts=[a,b]", "launcher.min_nodes=3"]),
         ("TC160", ["launcher=slurm", "launcher.slurm_partition='a b'"]),
         ("TC160", ["launcher=slurm", "launcher.slurm_options=['--x; y']"]),
         ("TC160", [*PODS, "launcher.kubernetes_image='a b'"]),
@@ -45,3 +50,24 @@ def test_a_dry_run_finds_that_no_pod_would_see_the_run(
     words = ["launch", "--dry-run", "--run-dir", str(tmp_path / "run"), "recipe=tiny"]
     assert command([*words, "launcher=kubernetes", IMAGE, claims]) == 2
     assert "error[TC165]" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("launcher", ["local", "ssh"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["estimate-memory"],
+        ["plan"],
+        ["config", "deepspeed"],
+        ["config", "why", "train_batch_size"],
+        ["schedule", "show"],
+        ["data", "plan"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_that_only_plans_needs_no_way_to_the_nodes(
+    words: list[str], launcher: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ["recipe=7b-zero3", "hardware=2x8xh100-80g", f"launcher={launcher}"]
+    assert command([*words, *chosen]) == 0
+    assert "TC077" not in capfd.readouterr().err

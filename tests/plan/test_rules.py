@@ -1507,22 +1507,6 @@ ERRORS = [
     ("TC073", {"tokenizer__kind": "hf"}, gpus(), "tokenizer.path", "directory"),
     ("TC074", {"data__kind": "files"}, gpus(), "data.paths", "data.paths="),
     ("TC075", {"checkpoint__best_of": "accuracy"}, gpus(), "no metric", "best_of=loss"),
-    ("TC077", {}, gpus(8, nodes=2), "starts one node", "launcher=slurm"),
-    ("TC077", {"launcher__kind": "ssh"}, gpus(8, nodes=2), "host name", "launcher.hosts="),
-    (
-        "TC077",
-        {"launcher__kind": "ssh", "launcher__hosts": ["a"]},
-        gpus(8, nodes=2),
-        "names 1 hosts",
-        "name 2 hosts",
-    ),
-    (
-        "TC077",
-        {"launcher__kind": "ssh", "launcher__hosts": ["a"], "launcher__hostfile": "h"},
-        gpus(8),
-        "both set",
-        "leave one",
-    ),
     (
         "TC394",
         {"deepspeed": {"tensorboard": {"enabled": True}}},
@@ -1538,13 +1522,6 @@ ERRORS = [
         "name csv in logging.to",
     ),
     ("TC078", {"logging__deepspeed_level": "loud"}, gpus(), "loud", "warning"),
-    (
-        "TC077",
-        {"launcher__kind": "ssh", "launcher__hosts": ["a", "b"], "launcher__min_nodes": 3},
-        gpus(8, nodes=2),
-        "launcher.min_nodes=3",
-        "launcher.min_nodes=2 or less",
-    ),
     (
         "TC089",
         {"launcher__kind": "ssh", "launcher__hosts": ["-oProxyCommand=id"]},

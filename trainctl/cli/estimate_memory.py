@@ -20,6 +20,7 @@ from trainctl.cli.memory_comparison import (
     trace_lines,
     trace_report,
 )
+from trainctl.cli.plan_view import plan_title
 from trainctl.cli.planning import show_slack, show_suggestions
 from trainctl.errors import ExitCode, TrainctlError
 
@@ -122,6 +123,8 @@ def _estimate(one: Compared, as_json: bool) -> int:
     if as_json:
         print_json(budget.to_json() | ({"traced": traced} if traced else {}))
     else:
+        assert planned.assessment.plan is not None  # of which the budget is
+        put(plan_title(planned.assessment.plan))
         show_budget(budget.to_json(), host_capacity_bytes=planned.hardware.host_memory_bytes)
         for line in trace_lines(traced):
             put(line)

@@ -12,13 +12,14 @@ import typer
 from trainctl.cli.arguments import ConfigDir, Json, Overrides
 from trainctl.cli.console import print_json, put, say
 from trainctl.cli.findings import findings_to_json, show_findings
+from trainctl.cli.plan_view import layout_words
 from trainctl.cli.planning import name_sources
 from trainctl.cli.recipe_text import recipe_text
 from trainctl.config.catalog import BASE, recipe_names, search_folders, split_hardware
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import Composed, compose
 from trainctl.config.overrides import ALIASES
-from trainctl.config.schema import GROUPS, OffloadDevice
+from trainctl.config.schema import GROUPS
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.memory.constants import GIB
@@ -124,35 +125,8 @@ def _lines(result: Search, hardware: Hardware, price: float | None, show: _Shown
         f"{batch.sequence_length:,} tokens: {len(result.found)} of {result.timed:,} variants"
     ]
     for number, found in enumerate(result.found, 1):
-        lines += ["", f"{number}. {_title(found)}", *_details(found, first, price, show)]
+        lines += ["", f"{number}. {layout_words(found.plan)}", *_details(found, first, price, show)]
     return lines
-
-
-def _title(found: FoundPlan) -> str:
-    """The layout in a few words."""
-    config, mesh = found.plan.config, found.plan.mesh
-    axes = [f"data {mesh.data}"]
-    axes += [
-        f"{axis} {getattr(mesh, axis)}"
-        for axis in ("tensor", "pipeline", "sequence")
-        if getattr(mesh, axis) > 1
-    ]
-    away = [
-        f"{what} on {getattr(config.offload, what).value}"
-        for what in ("optimizer", "parameters")
-        if getattr(config.offload, what) is not OffloadDevice.none
-    ]
-    batch = found.plan.batch
-    return ", ".join(
-        [
-            f"ZeRO {config.zero_stage.stage}",
-            " x ".join(axes),
-            *away,
-            f"micro batch {batch.micro_batch_size} x {batch.gradient_accumulation_steps}",
-            f"recompute {config.activation_checkpointing.mode}",
-            f"cross entropy {config.kernels.cross_entropy.value}",
-        ]
-    )
 
 
 def _details(found: FoundPlan, first: FoundPlan, price: float | None, show: _Shown) -> list[str]:

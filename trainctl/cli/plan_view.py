@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from trainctl.cli.console import put, short_count
-from trainctl.config.schema import RunConfig, TokenizerFromPath, WeightsKind
+from trainctl.config.schema import OffloadDevice, RunConfig, TokenizerFromPath, WeightsKind
 from trainctl.config.user_code import functions
 from trainctl.errors import TrainctlError
 from trainctl.options.tokenizer import tokenizer_facts
@@ -21,6 +21,8 @@ GROUPS_SHOWN = 8
 
 
 GROUPS_IN_BRIEF = 2
+
+AXES = ("data", "tensor", "pipeline", "sequence")
 
 
 def show_plan(plan: RunPlan, *, brief: bool = False) -> None:
@@ -37,8 +39,6 @@ def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
     """
     config, batch, mesh = plan.config, plan.batch, plan.mesh
     parameters = count_parameters(config.model).total
-    axes = {name: getattr(mesh, name) for name in ("data", "tensor", "pipeline", "sequence")}
-    sizes = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1 or name == "data")
     steps = f"{plan.total_steps:,} optimizer steps, {plan.warmup_steps:,} of them warmup"
     if plan.stop_step != plan.total_steps:
         steps += f"; this launch ends at step {plan.stop_step:,}"
@@ -46,7 +46,7 @@ def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
     rows = [
         ("model", f"{config.model.name}, {short_count(parameters)} parameters ({parameters:,})"),
         ("hardware", plan.hardware.name),
-        ("mesh", f"{mesh.world_size} processes: {sizes}; ZeRO stage {config.zero_stage.stage}"),
+        ("mesh", f"{mesh.world_size} processes: {', '.join(_axes(plan))}; ZeRO stage {config.zero_stage.stage}"),
         (
             "batch",
             f"{batch.global_batch_size} sequences = micro {batch.micro_batch_size}"
@@ -76,6 +76,43 @@ def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
         lines.append("  derived")
         lines += [f"    {item.key} = {item.value}: {item.reason}" for item in derived]
     return lines
+
+
+def plan_title(plan: RunPlan) -> str:
+    """Return model, hardware and layout of a plan in one line."""
+    model = plan.config.model
+    return (
+        f"{model.name} ({short_count(count_parameters(model).total)} parameters) on "
+        f"{plan.hardware.name}, sequences of {plan.batch.sequence_length:,} tokens: "
+        f"{layout_words(plan)}"
+    )
+
+
+def layout_words(plan: RunPlan) -> str:
+    """Describe ZeRO stage, mesh, offload, batch and recomputation in a few words."""
+    config, batch = plan.config, plan.batch
+    away = [
+        f"{what} on {getattr(config.offload, what).value}"
+        for what in ("optimizer", "parameters")
+        if getattr(config.offload, what) is not OffloadDevice.none
+    ]
+    return ", ".join(
+        [
+            f"ZeRO {config.zero_stage.stage}",
+            " x ".join(_axes(plan)),
+            *([f"expert {plan.mesh.expert}"] if plan.mesh.expert > 1 else []),
+            *away,
+            f"micro batch {batch.micro_batch_size} x {batch.gradient_accumulation_steps}",
+            f"recompute {config.activation_checkpointing.mode}",
+            f"cross entropy {config.kernels.cross_entropy.value}",
+        ]
+    )
+
+
+def _axes(plan: RunPlan) -> list[str]:
+    """Return the mesh's axes that divide something, with their sizes."""
+    sizes = {axis: getattr(plan.mesh, axis) for axis in AXES}
+    return [f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "data"]
 
 
 def _trained(config: RunConfig) -> Iterator[str]:

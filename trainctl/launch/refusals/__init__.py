@@ -17,16 +17,36 @@ from trainctl.hardware import Hardware
 from trainctl.launch.words import UNSET
 from trainctl.options.launcher import spec_of
 
+UNREACHED_NODES = "TC077"
+
 
 def refusals(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """What keeps the configuration's launcher from starting it, wherever it is started from."""
     spec = spec_of(config.launcher)
-    found: list[Finding] = []
+    found = list(_unreached_nodes(config, hardware))
     if spec.check_config:
         found += function_of("launcher", spec.name, "check_config")(config, hardware)
     if spec.resolves_here:
         found += _unset_variables(config)
     return found
+
+
+def _unreached_nodes(config: RunConfig, hardware: Hardware) -> Iterator[Finding]:
+    """Check that the launcher starts as many nodes as the plan has.
+
+    Commands that only plan do not ask: how a cluster is reached changes nothing of a plan.
+    """
+    spec, nodes = spec_of(config.launcher), hardware.nodes
+    if not spec.several_nodes and nodes > 1:
+        yield Finding(
+            rule=UNREACHED_NODES,
+            key="launcher.kind",
+            message=f"launcher.kind={spec.name} starts one node, and the plan is for {nodes}",
+            hint="launcher=slurm or launcher=ssh, or hardware of one node",
+        )
+    if spec.reach is not None:
+        for problem in spec.reach(config.launcher, nodes):
+            yield Finding(rule=UNREACHED_NODES, **problem._asdict())
 
 
 def _unset_variables(config: RunConfig) -> Iterator[Finding]:

@@ -102,7 +102,6 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC074", run.data_has_its_files),
     ("TC075", run.best_is_measured),
     ("TC076", run.something_is_saved),
-    ("TC077", run.launcher_reaches_the_nodes),
     ("TC078", run.log_level_is_known),
     ("TC079", run.factored_states_stay_factored),
     ("TC080", run.profiler_has_a_window),

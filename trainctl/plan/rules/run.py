@@ -195,20 +195,6 @@ def something_is_saved(draft: Draft) -> Iterator[Finding]:
         )
 
 
-def launcher_reaches_the_nodes(draft: Draft) -> Iterator[Finding]:
-    """Every planned node has something that starts it."""
-    section, nodes = draft.config.launcher, draft.hardware.nodes
-    spec = launchers.spec_of(section)
-    if not spec.several_nodes and nodes > 1:
-        yield error(
-            "launcher.kind",
-            f"launcher.kind={spec.name} starts one node, and the plan is for {nodes}",
-            "launcher=slurm or launcher=ssh, or hardware of one node",
-        )
-    if spec.reach is not None:
-        yield from (error(*problem) for problem in spec.reach(section, nodes))
-
-
 def names_of_the_launcher_are_names(draft: Draft) -> Iterator[Finding]:
     """What a launcher gives to another program as a name is nothing that it reads otherwise."""
     section = draft.config.launcher
