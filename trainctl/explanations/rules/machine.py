@@ -229,6 +229,13 @@ ENTRIES: dict[str, RuleText] = {
         "recipe=tiny launcher.environment.HF_TOKEN=hf_0123456789abcdef0123456789",
         title="A value that may be a secret, and that the run would write.",
     ),
+    "TC077": RuleText(
+        "A local launch starts processes on this machine alone. For more nodes something has to "
+        "start an agent on each: ssh, a scheduler, mpirun or Kubernetes.",
+        "launcher=slurm, ssh, mpi or kubernetes; or hardware of one node.",
+        "recipe=tiny hardware=2x8xh100-80g",
+        title="More nodes than the launcher starts; commands that only plan do not ask.",
+    ),
     "TC168": RuleText(
         "The configuration refers to a variable of the shell, which the start would not find.",
         "export it.",

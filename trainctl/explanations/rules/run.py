@@ -31,12 +31,6 @@ ENTRIES: dict[str, RuleText] = {
         "data.paths with files, folders or patterns.",
         "recipe=tiny data=files",
     ),
-    "TC077": RuleText(
-        "A local launch starts processes on this machine alone. For more nodes something has to "
-        "start an agent on each: ssh, a scheduler, mpirun or Kubernetes.",
-        "launcher=slurm, ssh, mpi or kubernetes; or hardware of one node.",
-        "recipe=tiny hardware=2x8xh100-80g",
-    ),
     "TC078": RuleText(
         "DeepSpeed looks the level up by name and fails at the start for one that it does not "
         "know.",
