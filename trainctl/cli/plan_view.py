@@ -38,7 +38,7 @@ def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
     DeepSpeed's JSON are left to `trainctl config deepspeed` and `config why`.
     """
     config, batch, mesh = plan.config, plan.batch, plan.mesh
-    parameters = count_parameters(config.model).total
+    parameters, axes = count_parameters(config.model).total, ", ".join(_axes(plan))
     steps = f"{plan.total_steps:,} optimizer steps, {plan.warmup_steps:,} of them warmup"
     if plan.stop_step != plan.total_steps:
         steps += f"; this launch ends at step {plan.stop_step:,}"
@@ -46,7 +46,7 @@ def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
     rows = [
         ("model", f"{config.model.name}, {short_count(parameters)} parameters ({parameters:,})"),
         ("hardware", plan.hardware.name),
-        ("mesh", f"{mesh.world_size} processes: {', '.join(_axes(plan))}; ZeRO stage {config.zero_stage.stage}"),
+        ("mesh", f"{mesh.world_size} processes: {axes}; ZeRO stage {config.zero_stage.stage}"),
         (
             "batch",
             f"{batch.global_batch_size} sequences = micro {batch.micro_batch_size}"
