@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -95,6 +96,10 @@ class TrainctlError(Exception):
         self.hint = hint
         self.exit_code = exit_code
         self.findings = tuple(findings)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without `__init__`, whose arguments differ between subclasses."""
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
     @classmethod
     def from_findings(cls, findings: Sequence[Finding]) -> TrainctlError:

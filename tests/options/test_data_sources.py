@@ -4,6 +4,9 @@ import csv
 import gzip
 import io
 import json
+import os
+import signal
+import struct
 import tarfile
 from pathlib import Path
 
@@ -21,7 +24,9 @@ from trainctl.config.text.columns import NoColumn
 from trainctl.config.text.documents import Reader
 from trainctl.config.text.files import find, split_files
 from trainctl.config.text.stream import Damaged
-from trainctl.errors import TrainctlError
+from trainctl.config.text.table_process import read_in_process
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.data import arrow, parquet
 
 TEXTS = ["first", "", 'two\nlines, and a "quote"', "Ωmega \U0001f600", "x" * 200_000, "last"] * 3
 
@@ -151,6 +156,90 @@ def test_a_table_that_is_cut_off_anywhere_is_no_shorter_one(tmp_path, kind):
         assert finding.rule == "TC138" and finding.key == "data.paths"
     file.write_bytes(raw)
     assert len(texts(kind, file)) == 12
+
+
+def with_offset(file, row, offset):
+    """Change the offset at which a text of a column begins."""
+    raw = bytearray(file.read_bytes())
+    begins = [sum(len(text.encode()) for text in TEXTS[:n]) for n in range(len(TEXTS) + 1)]
+    at = raw.index(struct.pack(f"<{len(begins)}i", *begins)) + 4 * row
+    raw[at : at + 4] = struct.pack("<i", offset)
+    file.write_bytes(raw)
+
+
+@pytest.mark.parametrize("write", [write_file, write_stream])
+@pytest.mark.parametrize("offset", [0x7FFFFF00, -0x7FFFFF00], ids=["beyond", "negative"])
+@pytest.mark.parametrize("row", [1, len(TEXTS)])
+def test_an_offset_outside_its_buffer_is_damage_and_no_signal(tmp_path, write, row, offset):
+    file = tmp_path / "a.arrow"
+    write(file, pa.table({"text": TEXTS}), len(TEXTS))
+    assert texts("arrow", file) == TEXTS
+    with_offset(file, row, offset)
+    with pytest.raises(Damaged, match=r"no Arrow, or cut off or damaged: .*offset"):
+        read("arrow", file)
+    with pytest.raises(Damaged, match=r"no Arrow, or cut off or damaged: .*offset"):
+        [*arrow.records(file)]
+
+
+def test_a_short_buffer_and_an_index_outside_the_dictionary_are_damage(tmp_path):
+    file = tmp_path / "a.arrow"
+    write_stream(file, pa.table({"text": TEXTS}), len(TEXTS))
+    raw = file.read_bytes()
+    length = struct.pack("<q", sum(len(text.encode()) for text in TEXTS))
+    file.write_bytes(raw.replace(length, struct.pack("<q", 3), 1))
+    with pytest.raises(Damaged, match="no Arrow, or cut off or damaged"):
+        read("arrow", file)
+    index = pa.array([0, 1 << 20] * 8, pa.int32())
+    array = pa.DictionaryArray.from_arrays(index, pa.array(TEXTS), safe=False)
+    write_stream(file, pa.table({"text": array}))
+    with pytest.raises(Damaged, match="no Arrow, or cut off or damaged"):
+        read("arrow", file)
+
+
+def test_a_file_that_shrinks_while_it_is_mapped_ends_in_words(tmp_path):
+    file = tmp_path / "a.arrow"
+    write_file(file, pa.table({"text": ["a text of some length " * 99] * 4096}), 256)
+    found = iter(Reader(new_section("data", "arrow")).read(file))
+    assert next(found).line == 1
+    os.truncate(file, 1 << 14)
+    with pytest.raises(Damaged, match=r"a\.arrow is damaged: the process that read it died by SIG"):
+        assert [*found]
+    write_file(file, table())
+    assert texts("arrow", file) == TEXTS
+
+
+def test_what_else_ends_the_reading_process_is_told(tmp_path):
+    with pytest.raises(TrainctlError, match="read 9 was killed by signal 9") as caught:
+        [*read_in_process(signal.raise_signal, 9)]
+    assert caught.value.exit_code == ExitCode.environment and not isinstance(caught.value, Damaged)
+
+
+def test_readings_may_be_left_and_mixed(tmp_path):
+    files = [tmp_path / f"{n}.parquet" for n in range(3)]
+    for number, file in enumerate(files):
+        rows = [f"{number} {row}" for row in range(2000)]
+        pq.write_table(pa.table({"text": rows}), file, row_group_size=100)
+    for _ in range(3):
+        assert next(iter(parquet.records(files[0])))[1] == {"text": "0 0"}
+    mixed = zip(*(texts_of(file) for file in files), strict=True)
+    assert [*mixed][-1] == ("0 1999", "1 1999", "2 1999")
+
+
+def texts_of(file):
+    return (each.text for each in Reader(new_section("data", "parquet")).read(file))
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_column_without_a_name_in_utf_8_and_dates_beyond_python_are_errors(tmp_path, kind):
+    file = tmp_path / f"a.{kind}"
+    records = {"parquet": parquet, "arrow": arrow}[kind].records
+    WRITERS[kind](file, pa.table({"text": ["a"], "when": pa.array([1 << 62], pa.timestamp("us"))}))
+    assert texts(kind, file) == ["a"]
+    with pytest.raises(TrainctlError, match="has values that cannot be read"):
+        [*records(file)]
+    file.write_bytes(file.read_bytes().replace(b"text", b"te\xfft"))
+    with pytest.raises(TrainctlError):
+        read(kind, file)
 
 
 def saved_dataset(folder, *shards):
@@ -309,8 +398,9 @@ def test_tars_one_after_the_other_are_refused(tmp_path):
 def test_without_its_package_the_extra_is_named(tmp_path, monkeypatch, kind):
     file = tmp_path / f"a.{kind}"
     WRITERS[kind](file, table())
-    for name in [name for name in __import__("sys").modules if name.startswith("pyarrow")]:
-        monkeypatch.setitem(__import__("sys").modules, name, None)
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "pyarrow.py").write_text("raise ImportError('not here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hidden"))
     (finding,) = missing_files(config_of(kind, file))
     assert "reading Parquet and Arrow needs a package that is missing" in finding.message
     assert finding.hint == "pip install 'trainctl[data]'" and finding.exit_code == 4

@@ -11,6 +11,9 @@ from trainctl.config.text.columns import NoColumn
 from trainctl.config.text.remote import File
 from trainctl.config.text.stream import Damaged
 
+ROWS = 256
+"""Rows that are read at once."""
+
 
 def pyarrow(module: str = "") -> Any:
     """It, or a module of it.
@@ -56,16 +59,46 @@ def _is_text(kind: Any) -> bool:
     )
 
 
-def cells(column: Any) -> list[bytes | None]:
-    """The bytes of each text; nobody has looked whether they are UTF-8."""
+def text_cells(column: Any) -> Iterator[list[bytes | None]]:
+    """Yield lists of at most `ROWS` texts of a column, each as bytes, which may be no UTF-8.
+
+    Raises:
+        pyarrow.ArrowInvalid: Offsets or indices lie outside the buffers of the column.
+    """
     package = pyarrow()
     if package.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    is_view = package.types.is_string_view(column.type)
-    if is_view:
-        column = column.cast(package.large_string())
-    found: list[bytes | None] = column.cast(package.large_binary()).to_pylist()
-    return found
+        values = _as_bytes(column.dictionary)
+        values.validate(full=True)
+        column = package.DictionaryArray.from_arrays(column.indices, values).dictionary_decode()
+    column = _as_bytes(column)
+    column.validate(full=True)
+    column = column.cast(package.large_binary())
+    for start in range(0, len(column), ROWS):
+        yield column.slice(start, ROWS).to_pylist()
+
+
+def _as_bytes(column: Any) -> Any:
+    """View texts as bytes: to validate texts is to refuse what is no UTF-8, policy or not."""
+    package = pyarrow()
+    for is_text, kind in (
+        (package.types.is_string, package.binary()),
+        (package.types.is_large_string, package.large_binary()),
+        (package.types.is_string_view, package.binary_view()),
+    ):
+        if is_text(column.type):
+            return column.view(kind)
+    return column
+
+
+def row_records(batch: Any) -> Iterator[list[dict[str, Any]]]:
+    """Yield lists of at most `ROWS` rows of a record batch, with all of their columns.
+
+    Raises:
+        pyarrow.ArrowInvalid: Its buffers contradict each other, or a text is no UTF-8.
+    """
+    batch.validate(full=True)
+    for start in range(0, batch.num_rows, ROWS):
+        yield batch.slice(start, ROWS).to_pylist()
 
 
 @contextmanager
@@ -82,8 +115,16 @@ def readable(file: File, what: str) -> Iterator[None]:
     except (package.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        why = str(error).partition("\n")[0].rstrip(".")
         raise Damaged(
-            f"{file} is no {what}, or cut off or damaged: {why}",
+            f"{file} is no {what}, or cut off or damaged: {_first_line(error)}",
             hint="fetch or write it again",
         ) from None
+    except (ValueError, OverflowError) as error:  # Python has no such date, name or duration
+        raise Damaged(
+            f"{file} has values that cannot be read: {_first_line(error)}",
+            hint="write it again without them",
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import DataFromRecords
-from trainctl.config.text.arrow import cells, pyarrow, readable, require_texts
+from trainctl.config.text.arrow import pyarrow, readable, require_texts, row_records, text_cells
 from trainctl.config.text.check import TEXT_KEY, FileProblem
 from trainctl.config.text.columns import NoColumn, key_of, text_of
 from trainctl.config.text.documents import Document, Reader
 from trainctl.config.text.remote import File
 from trainctl.config.text.stream import Damaged
+from trainctl.config.text.table_process import read_in_process
 from trainctl.errors import TrainctlError
 from trainctl.options.data import DataSource
 
@@ -26,30 +29,45 @@ _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 
 def read(reader: Reader, file: File) -> Iterator[Document]:
     """The texts of a file's rows, in order."""
-    key = key_of(reader)
     row = 0
-    with _opened(file, key) as batches:
-        for batch in batches:
-            for cell in cells(batch.column(key)):
-                row += 1
-                text = text_of(reader, cell, f"{file}, row {row:,}")
-                if text is not None:
-                    yield Document(text, file, row)
+    for texts in read_in_process(_texts, file, key_of(reader)):
+        for cell in texts:
+            row += 1
+            text = text_of(reader, cell, f"{file}, row {row:,}")
+            if text is not None:
+                yield Document(text, file, row)
 
 
 def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
     """All columns of a file's rows, each row with its number, from 1."""
-    with _opened(file) as batches:
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+    yield from enumerate(chain.from_iterable(read_in_process(_records, file)), 1)
 
 
 def problem(file: File, section: DataFromRecords) -> FileProblem | None:
     """What a file's schema says of it, and its end."""
     try:
-        with _opened(file, section.text_key):
-            return None
+        deque(read_in_process(_look, file, section.text_key))
     except NoColumn as error:
         return FileProblem(TEXT_KEY, error.hint, error.message, error.hint, "data.text_key")
+    return None
+
+
+def _texts(file: File, key: str) -> Iterator[list[bytes | None]]:
+    with _opened(file, key) as batches:
+        for batch in batches:
+            yield from text_cells(batch.column(key))
+
+
+def _records(file: File) -> Iterator[list[dict[str, Any]]]:
+    with _opened(file) as batches:
+        for batch in batches:
+            yield from row_records(batch)
+
+
+def _look(file: File, key: str) -> Iterator[None]:
+    """Open a file and yield nothing."""
+    with _opened(file, key):
+        yield from ()
 
 
 def choose(files: list[File]) -> list[File]:

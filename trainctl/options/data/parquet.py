@@ -2,56 +2,54 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import DataFromRecords
-from trainctl.config.text.arrow import cells, pyarrow, readable, require_texts
+from trainctl.config.text.arrow import (
+    ROWS,
+    pyarrow,
+    readable,
+    require_texts,
+    row_records,
+    text_cells,
+)
 from trainctl.config.text.check import TEXT_KEY, FileProblem
 from trainctl.config.text.columns import NoColumn, key_of, text_of
 from trainctl.config.text.documents import Document, Reader
 from trainctl.config.text.remote import File
+from trainctl.config.text.table_process import read_in_process
 from trainctl.options.data import DataSource
 
 _BUFFER = 1 << 20
 """Bytes of a column that are read at once: a row group may be larger than memory."""
-_ROWS = 256
 
 
 def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
     """The texts of a file's rows, or of a range of its row groups, in order."""
-    key = key_of(reader)
-    with _opened(file) as table:
-        require_texts(table.schema_arrow, file, key)
-        groups = range(*(span or (0, table.num_row_groups)))
-        row = sum(table.metadata.row_group(group).num_rows for group in range(groups.start))
-        for batch in table.iter_batches(_ROWS, row_groups=[*groups], columns=[key]):
-            for cell in cells(batch.column(key)):
-                row += 1
-                text = text_of(reader, cell, f"{file}, row {row:,}")
-                if text is not None:
-                    yield Document(text, file, row)
+    for row, cell in chain.from_iterable(read_in_process(_texts, file, key_of(reader), span)):
+        text = text_of(reader, cell, f"{file}, row {row:,}")
+        if text is not None:
+            yield Document(text, file, row)
 
 
 def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
     """All columns of a file's rows, each row with its number, from 1."""
-    with _opened(file) as table:
-        rows = (row for batch in table.iter_batches(_ROWS) for row in batch.to_pylist())
-        yield from enumerate(rows, 1)
+    yield from enumerate(chain.from_iterable(read_in_process(_records, file)), 1)
 
 
 def ranges(file: File, size: int) -> list[tuple[int, int]]:
     """Row groups, so many together that they have about that many bytes unpacked."""
-    with _opened(file) as table:
-        count = table.num_row_groups
-        sizes = [table.metadata.row_group(group).total_byte_size for group in range(count)]
     found = []
     start = total = 0
+    (sizes,) = read_in_process(_group_sizes, file)
     for group, each in enumerate(sizes, 1):
         total += each
-        if total >= size or group == count:
+        if total >= size or group == len(sizes):
             found.append((start, group))
             start, total = group, 0
     return found
@@ -60,11 +58,42 @@ def ranges(file: File, size: int) -> list[tuple[int, int]]:
 def problem(file: File, section: DataFromRecords) -> FileProblem | None:
     """What a file's end says of it."""
     try:
-        with _opened(file) as table:
-            require_texts(table.schema_arrow, file, section.text_key)
-        return None
+        deque(read_in_process(_look, file, section.text_key))
     except NoColumn as error:
         return FileProblem(TEXT_KEY, error.hint, error.message, error.hint, "data.text_key")
+    return None
+
+
+def _texts(
+    file: File, key: str, span: tuple[int, int] | None
+) -> Iterator[list[tuple[int, bytes | None]]]:
+    with _opened(file) as table:
+        require_texts(table.schema_arrow, file, key)
+        groups = range(*(span or (0, table.num_row_groups)))
+        row = 1 + sum(table.metadata.row_group(group).num_rows for group in range(groups.start))
+        for batch in table.iter_batches(ROWS, row_groups=[*groups], columns=[key]):
+            for texts in text_cells(batch.column(key)):
+                yield [*enumerate(texts, row)]
+                row += len(texts)
+
+
+def _records(file: File) -> Iterator[list[dict[str, Any]]]:
+    with _opened(file) as table:
+        for batch in table.iter_batches(ROWS):
+            yield from row_records(batch)
+
+
+def _group_sizes(file: File) -> Iterator[list[int]]:
+    with _opened(file) as table:
+        count = table.num_row_groups
+        yield [table.metadata.row_group(group).total_byte_size for group in range(count)]
+
+
+def _look(file: File, key: str) -> Iterator[None]:
+    """Read the schema of a file and yield nothing."""
+    with _opened(file) as table:
+        require_texts(table.schema_arrow, file, key)
+        yield from ()
 
 
 @contextmanager
