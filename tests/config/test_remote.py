@@ -284,3 +284,65 @@ def test_a_login_in_the_configuration_of_fsspec_is_kept(monkeypatch):
     file_system, _ = remote.file_system_of("http://example.invalid/a.jsonl")
     assert file_system.client_kwargs["auth"] == "mine"
     assert file_system.client_kwargs["timeout"].sock_read == remote.SILENCE
+
+
+NO_DETAILS = ("jupyter", "reference", "github", "dbfs", "dir", "generic", "filecache", "data")
+
+
+@pytest.mark.parametrize("url", [f"{each}://a/x.txt" for each in (*NO_DETAILS, "zip", "tar")])
+def test_a_url_that_lacks_what_its_file_system_needs_is_an_error_of_the_user(url, waits):
+    (finding,) = missing_files(config_of("files", url))
+    assert finding.rule == "TC115" and finding.exit_code == ExitCode.bad_input
+    assert finding.message.startswith(f"cannot read {url}: ") and waits == []
+
+
+def test_a_server_that_refuses_connections_is_named_without_its_secrets(waits, capsys):
+    for url in ("ftp://me:pw@127.0.0.1:1/a.txt", "http://127.0.0.1:1/a.txt?sig=pw&part=1"):
+        waits.clear()
+        (finding,) = missing_files(config_of("files", url))
+        assert finding.exit_code == ExitCode.environment and len(waits) == remote.ATTEMPTS - 1
+        assert "after 6 attempts" in finding.message and "127.0.0.1:1/a.txt" in finding.message
+        said = finding.message + capsys.readouterr().err
+        assert "pw" not in said and "redacted" in said
+
+
+class Broken(fsspec.AbstractFileSystem):
+    """A file system that raises what a test sets, when it is made and for every call."""
+
+    protocol = "broken"
+    cachable = False
+    at_start = error = None
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        if Broken.at_start:
+            raise Broken.at_start
+
+    def info(self, path, **options):
+        raise Broken.error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "tries"),
+    [
+        (OSError("Unable to load libjvm"), ExitCode.environment, 1),
+        (OSError(5, "it is ill"), ExitCode.environment, remote.ATTEMPTS),
+        (ConnectionResetError("gone"), ExitCode.environment, remote.ATTEMPTS),
+        (PermissionError(13, "not yours"), ExitCode.environment, 1),
+        (RuntimeError("odd"), ExitCode.environment, remote.ATTEMPTS),
+        (TypeError("no user"), ExitCode.bad_input, 1),
+        (ImportError("no client"), ExitCode.environment, 1),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, Exception) else None,
+)
+def test_whatever_a_file_system_raises_is_an_error_of_its_kind(
+    monkeypatch, waits, error, code, tries
+):
+    fsspec.register_implementation("broken", Broken, clobber=True)
+    for attribute in ("at_start", "error"):
+        waits.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Broken, attribute, error)
+            with pytest.raises(TrainctlError, match=r"broken://host/a\.txt") as caught:
+                listed("broken://host/a.txt")
+        assert caught.value.exit_code == code and len(waits) == tries - 1

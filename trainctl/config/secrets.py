@@ -92,6 +92,10 @@ _NO_TOKEN_AFTER = re.compile(
 )
 URL_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
 """A user with a password, as a URL may have them."""
+_PAIR = re.compile(r"([A-Za-z_][\w.-]*)=([^\s,&;#'\"()\[\]{}<>]*)")
+"""A name with its value, in a query of a URL, in an option or in a list of variables."""
+_SIGNATURES = re.compile(r"(^|[_-])(SIG|SIGNATURE|KEY)$", re.IGNORECASE)
+"""Further names of secrets in the query of a URL: `sig` (Azure), `X-Amz-Signature`, `key`."""
 _REFERENCE = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*\}")
 
 
@@ -179,6 +183,26 @@ def resolve_variables(
     return {name: resolve_text(value, environment) for name, value in variables.items()}
 
 
+def redact_text(text: str) -> str:
+    """Take passwords and signatures out of the URLs of a text, and values out of its assignments.
+
+    >>> redact_text("cannot read https://me:pw@host/a.txt?part=1&sig=ab%2F")
+    'cannot read https://redacted@host/a.txt?part=1&sig=redacted'
+    >>> redact_text("--export=HOME,HF_TOKEN=ab==")
+    '--export=HOME,HF_TOKEN=redacted'
+    """
+
+    def hide(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        before = found.string[: found.start()][-1:]
+        is_signature = before in ("?", "&") and _SIGNATURES.search(name)
+        if value and not value.startswith("$") and (is_signature or is_secret_name(name)):
+            return f"{name}={REDACTED}"
+        return f"{name}={_PAIR.sub(hide, value)}"
+
+    return _PAIR.sub(hide, URL_PASSWORD.sub(REDACTED, text))
+
+
 def redact_setting(text: str) -> str:
     """An override, or a word of a command line, as it may be shown.
 
@@ -190,7 +214,7 @@ def redact_setting(text: str) -> str:
     name, mark, value = _split(text)
     is_single = not value.lstrip().startswith(("{", "["))
     if not mark or (is_single and is_kept(value)):
-        return URL_PASSWORD.sub(REDACTED, text)
+        return redact_text(text)
     key = name.strip().lstrip("+~")
     if _may_be_secret_list(key) and not is_kept_list(value) and value.strip() not in ("", "[]"):
         return f"{name}{mark}{REDACTED}"
@@ -199,7 +223,7 @@ def redact_setting(text: str) -> str:
     is_list = key == "script_arguments" and any(secret_words(re.split(r"[\[\],]\s*", value)))
     if is_list or is_secret_name(key.rpartition(".")[2]) or _has_secret_name(value):
         return f"{name}{mark}{REDACTED}"
-    return URL_PASSWORD.sub(REDACTED, text)
+    return redact_text(text)
 
 
 def redact_words(words: Sequence[str]) -> list[str]:

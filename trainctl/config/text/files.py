@@ -16,6 +16,7 @@ from typing import Any
 
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths
+from trainctl.config.secrets import redact_text
 from trainctl.config.text.remote import File, RemoteFile, is_url, listed
 from trainctl.config.text.stream import unpacked_name
 from trainctl.errors import TrainctlError
@@ -187,9 +188,9 @@ def _all(patterns: list[str], key: str, spec: Any) -> list[File]:
 def nothing_in(pattern: str, found: FoundFiles, endings: Sequence[str]) -> str:
     """What is wrong with a path or glob that gives no file."""
     if not found.is_folder:
-        return f"no file matches {pattern!r}"
+        return f"no file matches {redact_text(pattern)!r}"
     what = f"it has {endings_of(found)}" if found.left_out else "it is empty"
-    return f"no file in {pattern} ends in {', '.join(endings)}: {what}"
+    return f"no file in {redact_text(pattern)} ends in {', '.join(endings)}: {what}"
 
 
 def hint_for(found: FoundFiles) -> str:

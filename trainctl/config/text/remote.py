@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from trainctl.config.optional import optional
+from trainctl.config.secrets import redact_text
 from trainctl.errors import ExitCode, TrainctlError
 
 ATTEMPTS = 6
@@ -32,6 +33,17 @@ _READ_BYTES = 1 << 20
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}
 _FINAL = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 """What no second attempt makes good."""
+_OF_THE_URL = (
+    AttributeError,
+    FileNotFoundError,
+    IsADirectoryError,
+    KeyError,
+    NotADirectoryError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
+"""What file systems raise, beside a class of their own, where a URL lacks what they need."""
 _VERSIONS = ("ETag", "etag", "checksum", "md5Hash", "blob_id", "sha256", "uid")
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "modificationTime")
 
@@ -118,7 +130,7 @@ def listed(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
         TrainctlError: The protocol is unknown or its package missing (exit code 4), or nothing
             answers.
     """
-    file_system, path = file_system_of(url)
+    file_system, path = file_system_of(url, tell)
     protocol = url.partition("://")[0]
     signs = {"http": "*", "https": "*", "file": ""}.get(protocol, "*?[")
     is_glob = any(sign in url for sign in signs)
@@ -128,16 +140,18 @@ def listed(url: str, tell: Tell = say) -> tuple[list[RemoteFile], bool]:
             return file_system.glob(path, detail=True), False
         try:
             entry = file_system.info(path)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if isinstance(error.__cause__, OSError):  # nobody answered
+                raise error.__cause__ from None
             return {}, False
-        if entry["type"] == "directory" or url.endswith("/"):
+        if entry.get("type") == "directory" or url.endswith("/"):
             return file_system.find(path, detail=True), True
         return {path: entry}, False
 
     entries, is_folder = patiently(look, url, tell=tell)
     files = []
     for name, entry in entries.items():
-        if entry["type"] == "file":
+        if entry.get("type") == "file":
             if entry.get("size") is None:  # a page of links does not say
                 entry = patiently(partial(file_system.info, name), url, tell=tell)
             files.append(_remote(protocol, name, entry))
@@ -149,7 +163,7 @@ def _remote(protocol: str, name: str, entry: dict[str, Any]) -> RemoteFile:
     url = name if is_url(name) else f"{protocol}://{path}"
     if entry.get("size") is None:
         raise TrainctlError(
-            f"{url} cannot be read: its server does not say how long it is",
+            redact_text(f"{url} cannot be read: its server does not say how long it is"),
             hint="download it, and name the copy in data.paths",
         )
     return RemoteFile(url, int(entry["size"]), _version(entry))
@@ -210,13 +224,14 @@ class _Patient(io.RawIOBase):
             raise
 
     def _opened(self) -> Any:
-        file_system, path = file_system_of(self._file.url)
+        file_system, path = _file_system_of(self._file.url)
         file_system.invalidate_cache()
         entry = file_system.info(path)
         now = (entry.get("size"), _version(entry))
         if now != (self._file.size, self._file.version):
             raise TrainctlError(
-                f"{self._file} is not what it was when it was listed: {_differs(self._file, now)}",
+                f"{redact_text(self._file.url)} is not what it was when it was listed: "
+                f"{_differs(self._file, now)}",
                 hint="launch again, once nobody writes it",
                 exit_code=ExitCode.environment,
             )
@@ -237,16 +252,20 @@ def _differs(file: RemoteFile, now: tuple[int | None, str]) -> str:
 
 
 def patiently(attempt: Callable[[], Any], url: str, at: int | None = None, tell: Tell = say) -> Any:
-    """What an attempt gives; made again, after waits that grow, where it may have been chance.
+    """Return what an attempt gives, made again where another one may succeed.
+
+    File systems raise what they like, also while they are made. Every call of one is an attempt,
+    and this is where it becomes an error of ours.
 
     Args:
-        attempt: May raise anything.
-        url: What it is about.
-        at: Byte of it that it begins at.
+        attempt: A call of a file system.
+        url: What it is about; errors show it without its secrets.
+        at: Byte of the file that is read next; None for any other call.
         tell: Called before each wait.
 
     Raises:
-        TrainctlError: It is not there, or no attempt succeeded (exit code 4).
+        TrainctlError: The URL names nothing that can be read (exit code 2), or a package, a
+            permission or the server is missing (exit code 4).
     """
     place = "" if at is None else f" at byte {at:,}"
     wait, begun = FIRST_WAIT, time.monotonic()
@@ -255,26 +274,46 @@ def patiently(attempt: Callable[[], Any], url: str, at: int | None = None, tell:
             return attempt()
         except TrainctlError:
             raise
-        except _FINAL as error:
-            raise _unreadable(url, type(error).__name__, "") from None
         except ImportError as error:
             raise _missing(url, error) from None
-        except Exception as error:  # clients of services raise what they like
+        except Exception as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split()) or "no reason given"
             if isinstance(error, ValueError) and "range requests" in str(error):
                 why = "its server gives files as a whole only, and no parts of them"
                 raise _unreadable(url, why, place) from None
-            why = " ".join(f"{type(error).__name__}: {error}".split()) or "no reason given"
+            if at is None and _is_of_the_url(error):
+                raise _no_such(url, why) from None
+            is_missing_library = at is None and type(error) is OSError and error.errno is None
+            if isinstance(error, _FINAL) or is_missing_library:
+                raise _unreadable(url, why, "") from None
         if number < ATTEMPTS:
-            tell(f"{url}{place}: {why}; attempt {number + 1} of {ATTEMPTS} in {wait:g} s")
+            tell(
+                redact_text(
+                    f"{url}{place}: {why}; attempt {number + 1} of {ATTEMPTS} in {wait:g} s"
+                )
+            )
             sleep(wait)
             wait *= 2
     seconds = time.monotonic() - begun
     raise _unreadable(url, why, f"{place} after {ATTEMPTS} attempts in {seconds:,.0f} seconds")
 
 
+def _is_of_the_url(error: Exception) -> bool:
+    """Whether a file system says that it cannot do anything with a URL."""
+    of_archives = ("BadZipFile", "ReadError")  # of zipfile and tarfile
+    return type(error) in _OF_THE_URL or type(error).__name__ in of_archives
+
+
+def _no_such(url: str, why: str) -> TrainctlError:
+    return TrainctlError(
+        redact_text(f"cannot read {url}: {why}"),
+        hint="a path, or a URL that says all that fsspec needs, such as s3://BUCKET/FOLDER/*.jsonl",
+    )
+
+
 def _unreadable(url: str, why: str, after: str) -> TrainctlError:
     return TrainctlError(
-        f"cannot read {url}{after}: {why}",
+        redact_text(f"cannot read {url}{after}: {why}"),
         hint="see that it is there and may be read from here; credentials are those of its "
         "client's own variables and files",
         exit_code=ExitCode.environment,
@@ -284,14 +323,23 @@ def _unreadable(url: str, why: str, after: str) -> TrainctlError:
 def _missing(url: str, error: ImportError) -> TrainctlError:
     protocol = url.partition("://")[0]
     return TrainctlError(
-        f"{url} needs a package that is missing ({error})",
+        redact_text(f"{url} needs a package that is missing ({error})"),
         hint=f"pip install 'trainctl[{_EXTRAS.get(protocol, 'data')}]'",
         exit_code=ExitCode.environment,
     )
 
 
-def file_system_of(url: str) -> tuple[Any, str]:
-    """Who reads the URL, and how it calls it."""
+def file_system_of(url: str, tell: Tell = say) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path by which it calls it.
+
+    Raises:
+        TrainctlError: As `patiently`.
+    """
+    found: tuple[Any, str] = patiently(partial(_file_system_of, url), url, tell=tell)
+    return found
+
+
+def _file_system_of(url: str) -> tuple[Any, str]:
     fsspec = optional("fsspec", f"reading {url}")
     options: dict[str, Any] = {}
     if url.startswith("http"):
@@ -306,16 +354,9 @@ def file_system_of(url: str) -> tuple[Any, str]:
     for protocol in ("http", "https", "s3", "s3a"):
         own = fsspec.config.conf.get(protocol, {})
         options = {name: {**own.get(name, {}), **ours} for name, ours in options.items()}
-    try:
-        file_system, path = fsspec.core.url_to_fs(url, **options)
-        if is_s3:
-            file_system.retries = 1  # ours are enough: of both, a silent one would take an hour
-    except ImportError as error:
-        raise _missing(url, error) from None
-    except ValueError as error:
-        raise TrainctlError(
-            f"cannot read {url}: {error}", hint="a path, or a URL that fsspec knows"
-        ) from None
+    file_system, path = fsspec.core.url_to_fs(url, **options)
+    if is_s3:
+        file_system.retries = 1  # ours are enough: of both, a silent one would take an hour
     return file_system, path
 
 
