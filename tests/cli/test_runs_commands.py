@@ -25,6 +25,7 @@ from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
 from trainctl.runs.directory import create_run, new_attempt, read_plan
 from trainctl.runs.job import SchedulerJob, write_job
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.logs import LogFollower
 from trainctl.runs.records import EventWriter
 from trainctl.runs.requests import Request, is_requested
 from trainctl.runs.status import State, Status, read_status, write_status
@@ -266,6 +267,28 @@ def test_logs_follow_until_the_run_ends(
     lines = capsys.readouterr().out.splitlines()
     assert "rank 2 on node-b: late words" in lines
     assert "rank 9: a new log" in lines
+
+
+def test_logs_cut_lines_without_an_end_and_say_so(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = paths.attempt(1).rank_log(0)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("")
+    follower = LogFollower(paths.attempt(1), [0])
+    log.write_bytes(b"a" * 2_500_000 + b"\nshort\n" + b"b" * 1_500_000)
+    lines = [line for _ in range(6) for _, line in follower.poll()]
+    assert lines == ["a" * 1_000_000 + " [cut: the line has 2,500,000 characters]", "short"]
+    with log.open("ab") as stream:
+        stream.write(b"\n")
+    ((_, line),) = follower.poll()
+    assert line == "b" * 1_000_000 + " [cut: the line has 1,500,000 characters]"
+    with EventWriter(paths.events, 1) as writer:
+        writer.write("corpus", message="c" * 3_000_000)
+    assert run(["runs", "logs", str(paths.root)]) == 0
+    out = capsys.readouterr().out
+    assert "cccc [cut: the line has 3,000,000 characters]" in out and len(out) < 1_100_000
+    assert f"{'b' * 500} [cut]" in out
 
 
 @pytest.mark.parametrize(("flags", "request_name"), [([], "stop"), (["--now"], "end")])

@@ -2,14 +2,19 @@
 
 import gzip
 import json
+import os
+import re
+import time
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from trainctl.config.files import missing_files
 from trainctl.config.registry import new_section
 from trainctl.config.schema import OnBadText, RunConfig
-from trainctl.config.text.documents import Reader, sides
+from trainctl.config.text import documents, silence
+from trainctl.config.text.documents import Document, Reader, sides
 from trainctl.config.text.files import find, split_files
 from trainctl.errors import Severity, TrainctlError
 
@@ -229,3 +234,48 @@ def test_a_side_without_a_sample_is_found(tmp_path):
     (tmp_path / "b.txt").write_text(TEXT * 10)
     (finding,) = missing_files(run_of(tmp_path / "*.txt"))
     assert "1 of 2 files held out are 50% of the text" in finding.message
+
+
+def test_what_is_no_regular_file_is_refused_before_it_is_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "a.txt").write_text("some text " * 99)
+    kinds = {
+        "/proc/kmsg": "a file of the kernel",
+        "/dev/zero": "a device",
+        str(tmp_path / "pipe.txt"): "a pipe",
+    }
+    for path, kind in kinds.items():
+        config = RunConfig()
+        config.data = new_section("data", "files", paths=[path])
+        (finding,) = missing_files(config)
+        assert (finding.rule, finding.key) == ("TC115", "data.paths")
+        assert finding.message == f"{path} is {kind}, no regular file"
+        with pytest.raises(TrainctlError, match="no regular file"):
+            split_files(config.data)
+    # Beside texts they are left out.
+    assert [file.name for file in find(str(tmp_path), (".txt",)).files] == ["a.txt"]
+    assert find("/proc/kms*", (".txt",)).files == []
+
+
+def test_a_file_that_gives_nothing_is_named_while_it_is_waited_for(monkeypatch, capfd):
+    monkeypatch.setattr(silence, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(silence, "_watch", silence._Watch())
+    said = []
+
+    def slow(reader, file):
+        yield Document("at once", file, 1)
+        while not said:
+            time.sleep(0.02)
+            said.extend(re.findall("still reading .*", capfd.readouterr().err))
+        yield Document("late", file, 2)
+
+    monkeypatch.setattr(documents, "function_of", lambda *_: slow)
+    reader = Reader(new_section("data", "files"))
+    found = []
+    for document in reader.read(Path("/mnt/a.jsonl")):
+        found.append(document.text)
+        if document.line == 1:
+            time.sleep(0.2)  # the time of who uses the documents is not the file's
+            assert capfd.readouterr().err == ""
+    assert found == ["at once", "late"]
+    assert re.fullmatch(r"still reading /mnt/a\.jsonl: nothing has come for \d+ s", said[0])

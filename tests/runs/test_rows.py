@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,17 @@ def test_a_reader_may_begin_anywhere(tmp_path: Path) -> None:
     assert found == written
     behind = EventFollower(path, 2, from_start=True)
     assert behind.poll() == written[20:] and behind.poll() == []
+
+
+def test_a_line_of_megabytes_is_passed_in_time_that_grows_with_its_length(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    written = write(path, range(1, 21))
+    with path.open("ab") as stream:
+        stream.write(b"x" * 40_000_000 + b"\n")
+    written += write(path, range(11, 31), attempt=2)
+    began = time.process_time()
+    assert list(events_from_end(path)) == written[::-1]
+    assert time.process_time() - began < 2  # block by block put together anew: twelve
 
 
 def test_what_is_torn_or_moved_costs_only_itself(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from trainctl.runs.interventions import divergence_account, still_diverged
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.listing import LOST, RunSummary, age_text, summaries, summarise
 from trainctl.runs.lock import holder
-from trainctl.runs.logs import LogFollower, logs_of, tails
+from trainctl.runs.logs import LogFollower, cut_line, logs_of, tails
 from trainctl.runs.processes import RunTag, sweep
 from trainctl.runs.records import Event, EventFollower, events_from_end, read_events
 from trainctl.runs.removal import remove_run
@@ -154,7 +154,7 @@ def logs(
         ended = not _goes_on(paths, chosen)
         for event in records.poll() if not rank else []:
             for line in record_lines(event, stop_step=stop_step):
-                put(f"records: {line}")
+                put(f"records: {cut_line(line)}")
         for log, line in follower.poll():
             put(f"{log.label}: {printable(line)}")
         if ended:
@@ -175,7 +175,7 @@ def _show_records(run: RunPaths, attempt: AttemptPaths, most: int) -> None:
     if shown:
         put(f"==> records: {run.events}")
     for line in reversed(shown[:most]):
-        put(line)
+        put(cut_line(line))
 
 
 def _stop_step(attempt: AttemptPaths) -> int | None:

@@ -9,11 +9,39 @@ import errno
 import json
 import os
 import stat
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 MOST_BYTES = 64 << 20
 """Of a file that this house has written: a plan for ten thousand nodes takes a few MiB."""
+
+
+def kind_of_special(path: Path) -> str:
+    """Return what a path is that is neither a folder nor a file of a disk; empty for these.
+
+    Files of the kernel look like files: to read `/proc/kmsg` waits for its next message.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return ""
+    if stat.S_ISREG(status.st_mode):
+        return "a file of the kernel" if status.st_dev in _kernel_devices() else ""
+    kinds = (
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISCHR, "a device"),
+        (stat.S_ISBLK, "a device"),
+    )
+    return next((name for test, name in kinds if test(status.st_mode)), "")
+
+
+@cache
+def _kernel_devices() -> set[int]:
+    """Return the device numbers of the file systems that the kernel makes up."""
+    folders = ("/proc", "/sys", "/sys/kernel/debug", "/sys/kernel/tracing")
+    return {os.stat(folder).st_dev for folder in folders if os.path.isdir(folder)}  # noqa: PTH112, PTH116
 
 
 def open_file(path: Path) -> BinaryIO:

@@ -41,14 +41,17 @@ def signal_name(number: int) -> str:
 
 
 def log_tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
-    """The last lines of a log, each cut at 500 characters; none if there is no log."""
+    """The last lines of a log, each cut at 500 characters, which it says; none without a log."""
     try:
         with open_file(path) as stream:
             stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             text = stream.read().decode(errors="replace")
     except OSError:
         return []
-    return [line[:_LINE_LENGTH] for line in text.rstrip().splitlines()[-lines:]]
+    return [
+        line if len(line) <= _LINE_LENGTH else f"{line[:_LINE_LENGTH]} [cut]"
+        for line in text.rstrip().splitlines()[-lines:]
+    ]
 
 
 def error_line(path: Path) -> str:

@@ -12,6 +12,8 @@ from trainctl.runs.failures import log_tail
 from trainctl.runs.layout import AttemptPaths
 
 _CHUNK_BYTES = 1 << 20
+LONGEST_LINE = 1_000_000
+"""Characters of a line that are shown: a program may write for days without an end of line."""
 _PROGRAMS = ("launcher", "srun", "mpirun")
 """Logs that belong to no single node."""
 
@@ -74,7 +76,7 @@ class LogFollower:
         self._attempt = attempt
         self._ranks = ranks
         self._offsets = {log.path: _size(log.path) for log in logs_of(attempt, ranks)}
-        self._partial: dict[Path, bytes] = {}
+        self._partial: dict[Path, tuple[bytes, int]] = {}  # of the last line, and how much is cut
 
     def poll(self) -> Iterator[tuple[Log, str]]:
         """Lines since the last call, or since the follower was made."""
@@ -86,10 +88,28 @@ class LogFollower:
             except OSError:
                 continue
             self._offsets[log.path] = self._offsets.get(log.path, 0) + len(data)
-            *lines, rest = (self._partial.get(log.path, b"") + data).split(b"\n")
-            self._partial[log.path] = rest
+            kept, dropped = self._partial.get(log.path, (b"", 0))
+            *lines, rest = data.split(b"\n")
             for line in lines:
-                yield log, line.decode(errors="replace")
+                text = (kept + line).decode(errors="replace")
+                yield log, cut_line(text, len(text) + dropped)
+                kept, dropped = b"", 0
+            kept += rest
+            dropped += max(0, len(kept) - LONGEST_LINE)
+            self._partial[log.path] = kept[:LONGEST_LINE], dropped
+
+
+def cut_line(line: str, length: int | None = None) -> str:
+    """Cut a line of more than `LONGEST_LINE` characters and say so.
+
+    Args:
+        line: The line.
+        length: Its whole length where `line` is its beginning.
+    """
+    length = len(line) if length is None else length
+    if length <= LONGEST_LINE:
+        return line
+    return f"{line[:LONGEST_LINE]} [cut: the line has {length:,} characters]"
 
 
 def _places(attempt: AttemptPaths) -> tuple[dict[int, str], int]:

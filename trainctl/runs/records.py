@@ -400,15 +400,20 @@ def events_from_end(path: Path, *kinds: str, most_bytes: int | None = None) -> I
 def _lines_from_end(path: Path, most_bytes: int | None) -> Iterator[bytes]:
     """The lines of a file, the last one first."""
     with open_file(path) as stream:
-        end, rest = stream.seek(0, os.SEEK_END), b""
+        end, parts = stream.seek(0, os.SEEK_END), list[bytes]()
         least = 0 if most_bytes is None else max(0, end - most_bytes)
         while end > least:
             start = max(least, end - _BLOCK_BYTES)
             stream.seek(start)
-            rest, *lines = (stream.read(end - start) + rest).split(b"\n")
-            yield from reversed(lines)
+            first, *lines = stream.read(end - start).split(b"\n")
+            if lines:
+                parts.append(lines.pop())
+                yield b"".join(reversed(parts))
+                yield from reversed(lines)
+                parts = []
+            parts.append(first)  # joined once, at its line's beginning: a line may be long
             end = start
-        yield rest
+        yield b"".join(reversed(parts))
 
 
 def short(measured: float) -> float:

@@ -28,6 +28,7 @@ from trainctl.config.text.files import (
     split_files,
 )
 from trainctl.config.text.remote import File
+from trainctl.config.text.silence import told_if_silent
 from trainctl.config.text.stream import Damaged, is_packed
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 
@@ -212,7 +213,8 @@ def _of_files(key: str, files: list[File], data: DataConfig, look: Look) -> Iter
 
 def _problem(file: File, data: DataConfig, look: Look) -> FileProblem | None:
     try:
-        return look(file, data)
+        with told_if_silent(file):
+            return look(file, data)
     except OSError as error:
         why = error.strerror or "not read"
         return FileProblem(MISSING, why, f"cannot read {file}: {why}", "")

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainctl.config.quality import filters_of, held_out_sections
+from trainctl.config.reading import kind_of_special
 from trainctl.config.registry import load
 from trainctl.config.schema import RunConfig
 from trainctl.config.text.files import find, hint_for, nothing_in, split_files
@@ -43,9 +44,12 @@ def check_choice(config: RunConfig) -> Iterator[Finding]:
         for kind, keys in filters.items():
             for setting in load("filter", kind).settings:
                 path = getattr(keys, setting) if setting == "file" else ""
-                if path and not Path(path).expanduser().is_file():
+                file = Path(path).expanduser()
+                special = kind_of_special(file)
+                if path and (special or not file.is_file()):
+                    what = f"is {special}, no regular file" if special else "does not exist"
                     where = f"{key}.{kind}.{setting}"
-                    yield Finding(rule=MISSING, key=where, message=f"{path} does not exist")
+                    yield Finding(rule=MISSING, key=where, message=f"{path} {what}")
         made_for_web = [kind for kind in filters if kind in OF_THE_WEB]
         if made_for_web:
             yield from _of_code(f"{key}.{made_for_web[0]}", section, made_for_web)

@@ -26,6 +26,7 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, OnBadText
 from trainctl.config.text.files import TextFiles
 from trainctl.config.text.remote import File
+from trainctl.config.text.silence import told_if_silent
 from trainctl.errors import TrainctlError
 
 EXAMPLES = 10
@@ -106,8 +107,11 @@ class Reader:
             TrainctlError: As `documents`.
         """
         read = function_of("data", self.config.kind)
-        with _readable(file):
-            yield from read(self, file) if span is None else read(self, file, span)
+        with _readable(file), told_if_silent(file) as wait:
+            for document in read(self, file) if span is None else read(self, file, span):
+                wait(False)
+                yield document
+                wait(True)
 
     def clean(self, text: str, where: str) -> str | None:
         """A text as it can be encoded; None to leave it out.

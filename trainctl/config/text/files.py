@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
+from trainctl.config.reading import kind_of_special
 from trainctl.config.registry import load
 from trainctl.config.schema import DataConfig, DataFromPaths
 from trainctl.config.secrets import redact_text
@@ -91,7 +92,7 @@ def find(pattern: str, endings: Sequence[str], choose: Choose | None = None) -> 
         choose: Says of a folder's files which they are, before endings do.
 
     Raises:
-        TrainctlError: A URL that cannot be listed.
+        TrainctlError: A URL that cannot be listed, or a path that is no regular file.
     """
     files: list[File]
     if is_url(pattern) and not pattern.startswith("file://"):
@@ -101,11 +102,16 @@ def find(pattern: str, endings: Sequence[str], choose: Choose | None = None) -> 
     else:
         path = Path(pattern.removeprefix("file://")).expanduser()
         is_folder, root = path.is_dir(), path
+        special = kind_of_special(path)
+        if special:
+            raise TrainctlError(
+                f"{path} is {special}, no regular file", hint="copy what is in it into a file"
+            )
         if is_folder:
             files = [*_in_folder(path)]
         else:
             matches = [path] if path.is_file() else _glob(path)
-            files = [*{match.resolve() for match in matches if match.is_file()}]
+            files = [*{match.resolve() for match in matches if _is_regular(match)}]
     if not is_folder:
         return FoundFiles(sorted(files, key=order), Counter())
     visible = [file for file in files if not _is_hidden(file, root)]
@@ -128,7 +134,11 @@ def _glob(path: Path) -> list[Path]:
 def _in_folder(folder: Path) -> Iterator[Path]:
     for where, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (file for name in names if (file := Path(where, name)).is_file())
+        yield from (file for name in names if _is_regular(file := Path(where, name)))
+
+
+def _is_regular(path: Path) -> bool:
+    return path.is_file() and not kind_of_special(path)
 
 
 def _is_hidden(file: File, folder: PurePath) -> bool:
