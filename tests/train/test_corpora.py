@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rank_processes import tiny_config, tiny_plan
 
 from trainctl.cli.data_prepare import prepare as prepare_command
 from trainctl.cli.extend import compare_with_checkpoint
+from trainctl.cli.main import run
 from trainctl.cli.source_counts import check_amounts
 from trainctl.config.codec import from_plain, to_plain
-from trainctl.config.schema import DataType, Packing, RunConfig
+from trainctl.config.registry import new_section
+from trainctl.config.schema import DataType, OnBadText, Packing, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_json
 from trainctl.runs.checkpoints import CheckpointInfo
@@ -224,3 +228,33 @@ def test_prepare_says_what_each_source_has(texts, tmp_path, monkeypatch, capsys)
     assert answer["documents_tokenized"] == 150 and set(answer["sources"]) == {"code", "prose"}
     prepare_command([], task="1/1", as_json=True)
     assert json.loads(capsys.readouterr().out)["left"] == 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"held_out_fraction": 0.0}, {"max_bytes": 100}], ids=str)
+def test_a_text_without_a_token_is_an_error_that_counts_its_documents(texts, fields):
+    (texts / "code.jsonl").write_text('{"text": ""}\n' * 5)
+    config = tiny_config(sequence_length=4)
+    words = {"paths": [str(texts / "code.jsonl")], **fields}
+    for _ in range(2):  # from the cache as well
+        config.data = new_section("data", "files", **words)
+        with pytest.raises(TrainctlError, match="5 of 5 documents to train on are empty") as caught:
+            build_corpora(config, ByteTokenizer())
+        assert caught.value.exit_code == ExitCode.bad_input
+    with pytest.raises(TrainctlError, match=r"data\.sources\.code: 5 of 5 documents"):
+        build_corpora(mixed(texts, "code", "prose", code=fields), ByteTokenizer())
+    (texts / "code.jsonl").write_text('{"text": ""}\n' * 5 + '{"text": "a"}\n{"text": "b"}\n')
+    assert build_corpora(config, ByteTokenizer())
+
+
+def test_a_table_without_rows_has_0_documents(texts, capsys):
+    file = texts / "none.parquet"
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), file)
+    words = ["recipe=tiny", "data=parquet", f"data.paths=[{file}]"]
+    assert run(["data", "prepare", *words]) == ExitCode.bad_input
+    assert "the files of data.paths have 0 documents" in capsys.readouterr().err
+    (texts / "bad.jsonl").write_text('{"body": ""}\n' * 5)
+    config = tiny_config(sequence_length=4)
+    paths = [str(texts / "bad.jsonl")]
+    config.data = new_section("data", "files", paths=paths, on_bad_text=OnBadText.skip)
+    with pytest.raises(TrainctlError, match=r"have 0 documents: data\.on_bad_text=skip left out 5"):
+        build_corpora(config, ByteTokenizer())

@@ -37,6 +37,8 @@ Corpora = dict[str, Corpus]
 _EXAMPLES = 10
 """Of bad text that a record has, of all sources together."""
 
+_NO_TEXT = "see what is in the files, and that the text is where data looks for it (data.text_key)"
+
 
 class _Together:
     """Progress over several sources: documents of those before are counted too."""
@@ -85,7 +87,9 @@ def build_corpora(
     """
     if config.data.factory is not None:
         assert users_folder is not None
-        return {SOLE: build_users_corpus(config.data, tokenizer, users_folder, progress, tell)}
+        made = build_users_corpus(config.data, tokenizer, users_folder, progress, tell)
+        _require_text(made, "data.factory gives")
+        return {SOLE: made}
     found, show = {}, _Together(progress)
     for name, section in sources_of(config.data).items():
         try:
@@ -99,9 +103,30 @@ def build_corpora(
                 whole=config.data,
                 name=name,
             )
+            _require_text(found[name], "the files of data.paths have")
         except TrainctlError as error:
             raise of_source(config.data, name, error) from error
     return found
+
+
+def _require_text(corpus: Corpus, who: str) -> None:
+    """Refuse a corpus without a token of text.
+
+    Raises:
+        TrainctlError: It counts the documents.
+    """
+    train, held_out = corpus.train, corpus.held_out
+    documents = train.documents + held_out.documents
+    if documents == 0:
+        skipped = corpus.bad_text.get("skipped", 0)
+        why = f": data.on_bad_text=skip left out {skipped:,}" if skipped else ""
+        raise TrainctlError(f"{who} 0 documents{why}", hint=_NO_TEXT)
+    ends = train.documents if corpus.end_of_document is not None else 0
+    if train.documents and train.tokens == ends and not train.in_place:
+        raise TrainctlError(
+            f"{train.documents:,} of {train.documents:,} documents to train on are empty",
+            hint=_NO_TEXT,
+        )
 
 
 def cached_corpora(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Corpus | None]:
