@@ -26,6 +26,8 @@ import deepspeed
 import torch
 from deepspeed.compile.config import CompileConfig
 from deepspeed.inference.config import WeightQuantConfig
+from deepspeed.module_inject import auto_ep_config
+from deepspeed.module_inject.autotp_config import AutoTPPresets
 from deepspeed.runtime import config as loader
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
@@ -162,7 +164,6 @@ NOTES: dict[str, Note] = {
     "tensor_parallel.dtype": {"internal": True},
 }
 for _name in [
-    "preset_model",
     "moe_layer_pattern",
     "expert_pattern",
     "router_pattern",
@@ -193,6 +194,15 @@ NOTES |= {
     "expert_parallel.row_weighting_impl": _choice("auto", "eager", "fused", default="auto"),
     "expert_parallel.gate_up_impl": _choice("separate", "fused", default="separate"),
     "expert_parallel.comm_backend": _choice("comm", "deepep", default="comm"),
+    "expert_parallel.preset_model": {
+        "type": "string",
+        "null": True,
+        "choices": sorted(auto_ep_config.PRESET_MODELS),
+    },
+    "tensor_parallel.preset_model": {
+        "choices": sorted(name for name in vars(AutoTPPresets) if AutoTPPresets.get_preset(name)),
+        "any_case": True,
+    },
     "pipeline.stages": {"type": "any"},
     "pipeline.activation_checkpoint_interval": {"type": "integer", "minimum": 0},
 }

@@ -27,9 +27,9 @@ Written by `make docs` from the rules themselves; do not edit it by hand.
 
 Every finding names its rule, and each rule has a place with its cause, an example and the cure,
 which `trainctl explain TC024` prints too. `TC0xx` and `TC3xx` look at trainctl's configuration, its
-data and the plan made of it, `TC1xx` at how it is written and at this machine, `TC2xx` at
-DeepSpeed's own JSON: a file given to `trainctl validate --deepspeed`, and the JSON of every plan,
-with what `deepspeed.*` passes through.
+data and the plan made of it, `TC1xx` at how it is written and at this machine, `TC2xx` and TC431 to
+TC434 at DeepSpeed's own JSON: a file given to `trainctl validate --deepspeed`, and the JSON of
+every plan, with what `deepspeed.*` passes through.
 """
 
 COLUMNS = {

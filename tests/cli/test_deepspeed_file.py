@@ -109,15 +109,34 @@ def test_options_that_go_with_a_file_only(capsys):
 
 
 def test_import(written, capsys):
-    file = written({**RIGHT, "steps_per_print": 10, "dataloader_drop_last": True})
+    file = written({**RIGHT, "steps_per_print": 10, "dump_state": True})
     assert run(["config", "import", file, "--world-size", "2"]) == 0
     output = capsys.readouterr()
     assert "zero_stage=2" in output.out.splitlines()
-    assert "deepspeed.dataloader_drop_last=true" in output.out.splitlines()
+    assert "deepspeed.dump_state=true" in output.out.splitlines()
     assert "left out: steps_per_print=10: trainctl reports itself" in output.err
     assert run(["config", "import", file, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [each["key"] for each in report["left_out"]] == ["steps_per_print"]
+
+
+def test_the_batch_numbers_of_a_file_say_for_how_many_ranks_it_is(written, capsys):
+    batch = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
+    file = written({**RIGHT, **batch, "gradient_accumulation_steps": 2})
+    assert run(["config", "import", file]) == 0
+    assert "training.global_batch_size=64" in capsys.readouterr().out.splitlines()
+    assert run(["config", "import", file, "--world-size", "4"]) == 2
+    assert "TC221" in capsys.readouterr().err
+
+
+def test_a_key_of_another_program_is_a_warning_and_is_not_imported(written, capsys):
+    file = written({**RIGHT, "my_own_tool": {"verbose": True}})
+    assert run(["validate", "--deepspeed", file]) == 0
+    assert "warning[TC433]: my_own_tool" in capsys.readouterr().err
+    assert run(["config", "import", file]) == 0
+    output = capsys.readouterr()
+    assert "my_own_tool" not in output.out
+    assert 'left out: my_own_tool={"verbose": true}: DeepSpeed has no such key' in output.err
 
 
 def test_an_imported_recipe_composes(written, tmp_path, capsys):

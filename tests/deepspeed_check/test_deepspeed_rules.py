@@ -79,7 +79,7 @@ def test_identifiers_are_unique_and_every_rule_says_what_it_holds():
     identifiers = [rule.identifier for rule in RULES]
     assert len(set(identifiers)) == len(identifiers)
     assert all(rule.title and rule.fix and rule.file for rule in RULES)
-    assert all(identifier.startswith("TC2") for identifier in identifiers)
+    assert all(identifier.startswith(("TC2", "TC43")) for identifier in identifiers)
 
 
 def test_errors_come_first():
@@ -126,6 +126,25 @@ def test_errors_come_first():
 )
 def test_what_the_tiny_model_on_two_processes_cannot_show(rule, config, surroundings):
     assert rule in rules_of(config, surroundings)
+
+
+@pytest.mark.parametrize(
+    ("scale", "stage", "is_wrong"),
+    [(0, 0, True), (128, 0, True), (1, 0, False), (0, 1, False)],
+)
+def test_without_zero_only_a_loss_scale_of_1_trains_right_in_fp16(scale, stage, is_wrong):
+    config = {**PLAIN, "fp16": {"enabled": True, "loss_scale": scale}}
+    config |= {"zero_optimization": {"stage": stage}}
+    assert rules_of(config, Surroundings()) == ({"TC432"} if is_wrong else set())
+
+
+def test_random_ltd_goes_without_the_batch_that_deepspeed_fills_in():
+    needs = {"total_layer_num": 24, "random_ltd_layer_num": 22, "random_ltd_schedule": {}}
+    routing = {"enabled": True, "random_ltd": {"enabled": True, **needs}}
+    config = {**PLAIN, "data_efficiency": {"enabled": True, "data_routing": routing}}
+    assert rules_of(config, Surroundings()) == set()
+    del routing["random_ltd"]["random_ltd_schedule"]
+    assert rules_of(config, Surroundings()) == {"TC298"}
 
 
 def test_values_that_others_fill_in_are_not_judged():

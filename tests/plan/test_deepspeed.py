@@ -65,7 +65,7 @@ CASES = {
     ),
     "deepcompile": ({"zero_stage__stage": 3, "kernels__compile": "deepcompile"}, gpus(8)),
     "pass-through": (
-        {"deepspeed": {"aio": {"queue_depth": 32}, "zero_optimization": {"stage": 1}}},
+        {"deepspeed": {"comms_logger": {"enabled": True}, "zero_optimization": {"stage": 1}}},
         gpus(8),
     ),
 }
@@ -191,7 +191,7 @@ def test_every_key_has_a_reason():
     assert "data 8" in reasons["train_batch_size"].reason
     assert reasons["optimizer.params.lr"].reason.startswith("optimizer.lr")
     assert reasons["zero_optimization.reduce_bucket_size"].reason == "zero_stage.reduce_bucket_size"
-    assert reasons["aio.queue_depth"].reason == "deepspeed.aio.queue_depth"
+    assert reasons["comms_logger.enabled"].reason == "deepspeed.comms_logger.enabled"
 
     def leaves(value, prefix=""):
         for name, item in value.items():

@@ -19,7 +19,8 @@ def test_what_is_passed_through_must_be_legal_with_what_is_derived():
 
 def test_a_warning_about_what_is_passed_through_is_shown():
     section = {"zero_optimization": {"elastic_checkpoint": True}}
-    resolution = resolve(config_with(zero_stage__stage=3, deepspeed=section), gpus(8))
+    config = config_with(zero_stage__stage=3, script="train.py", deepspeed=section)
+    resolution = resolve(config, gpus(8))
     assert resolution.plan is not None
     (finding,) = resolution.findings
     assert finding.rule == "TC285" and finding.severity is Severity.warning
@@ -65,12 +66,13 @@ def test_a_rule_over_the_json_speaks_once_of_a_key_that_is_two_in_the_json():
 
 
 def test_what_is_passed_through_is_named_where_it_was_typed():
-    section = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
-    (finding,) = resolve(config_with(zero_stage__stage=2, deepspeed=section), gpus(2)).findings
-    key = "deepspeed.zero_optimization.offload_param.device"
-    assert (finding.rule, finding.key) == ("TC286", key)
-    assert finding.message.startswith(f"{key}=cpu needs ZeRO stage 3")
-    assert finding.hint == f"zero_stage=3, or {key}=none"
+    section = {"zero_optimization": {"zero_quantized_nontrainable_weights": True}}
+    config = config_with(zero_stage__stage=3, script="train.py", deepspeed=section)
+    found = [each for each in resolve(config, cpus(2)).findings if each.is_error]
+    key = "deepspeed.zero_optimization.zero_quantized_nontrainable_weights"
+    assert [(each.rule, each.key) for each in found] == [("TC281", key)]
+    assert found[0].message.startswith(f"{key} uses GPU kernels")
+    assert found[0].hint == f"{key}=false"
 
 
 def test_what_is_passed_through_as_it_is_derived_is_still_named_as_typed():

@@ -52,7 +52,7 @@ def test_a_plan_is_frozen():
 
 
 def test_a_plan_survives_its_json():
-    config = config_with(parallelism__sequence=2, deepspeed={"aio": {"queue_depth": 4}})
+    config = config_with(parallelism__sequence=2, deepspeed={"dump_state": True})
     plan = resolve(config, gpus(8)).plan
     assert from_plain(RunPlan, json.loads(json.dumps(to_plain(plan)))) == plan
 

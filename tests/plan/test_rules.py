@@ -1508,17 +1508,18 @@ ERRORS = [
     ("TC074", {"data__kind": "files"}, gpus(), "data.paths", "data.paths="),
     ("TC075", {"checkpoint__best_of": "accuracy"}, gpus(), "no metric", "best_of=loss"),
     (
-        "TC394",
+        "TC092",
         {"deepspeed": {"tensorboard": {"enabled": True}}},
         gpus(),
-        "nothing but the learning rate",
-        "name tensorboard in logging.to",
+        "deepspeed.tensorboard is trainctl's to set",
+        "nothing but the learning rate, and begin again at 0 after a resume: name tensorboard in "
+        "logging.to",
     ),
     (
-        "TC394",
+        "TC092",
         {"deepspeed": {"csv_monitor": {"enabled": True}}},
         gpus(),
-        "deepspeed.csv_monitor would get",
+        "deepspeed.csv_monitor is trainctl's to set",
         "name csv in logging.to",
     ),
     ("TC078", {"logging__deepspeed_level": "loud"}, gpus(), "loud", "warning"),
@@ -1752,6 +1753,13 @@ ERRORS = [
     ),
     ("TC092", {"deepspeed": {"scheduler": {}}}, gpus(), "trainctl's to set", "schedule group"),
     ("TC092", {"deepspeed": {"zero_optimization": True}}, gpus(), "contradicts", "leave"),
+    (
+        "TC430",
+        {"deepspeed": {"aio": {"queue_depth": 4}}},
+        gpus(),
+        "deepspeed.aio.queue_depth=4 does nothing here: it needs offload to NVMe",
+        "leave it out",
+    ),
 ]
 
 WARNINGS = [

@@ -67,6 +67,7 @@ def test_choices_settings_and_what_is_passed_through():
         },
         "zero_optimization": {"stage": 3, "round_robin_gradients": False, "sub_group_size": 1000},
         "dataloader_drop_last": True,
+        "dump_state": True,
         "steps_per_print": 10,
     }
     imported = assert_equivalent(config)
@@ -81,8 +82,8 @@ def test_choices_settings_and_what_is_passed_through():
     assert imported.settings["schedule.warmup_steps"] == 20
     assert imported.settings["training.steps"] == 500
     assert imported.settings["zero_stage.sub_group_size"] == 1000
-    assert imported.passed == {"dataloader_drop_last": True}
-    assert [each.key for each in imported.left_out] == ["steps_per_print"]
+    assert imported.passed == {"dump_state": True}
+    assert [each.key for each in imported.left_out] == ["dataloader_drop_last", "steps_per_print"]
 
 
 def test_what_a_torch_name_means():
@@ -105,6 +106,45 @@ def test_what_cannot_be_expressed_is_said():
     assert [each.key for each in import_json(config, world_size=RANKS).left_out] == [
         "optimizer.type"
     ]
+
+
+def test_sizes_that_deepspeed_takes_for_one():
+    """axolotl publishes `sub_group_size: 0`."""
+    zero = {"stage": 3, "sub_group_size": 0, "zero_hpz_partition_size": 0}
+    imported = assert_equivalent({**BASE, "zero_optimization": zero})
+    assert imported.settings["zero_stage.sub_group_size"] == 1
+    assert imported.left_out == ()
+
+
+@pytest.mark.parametrize("is_offloaded", [True, False])
+def test_another_kernel_than_the_one_asked_for_is_said(is_offloaded):
+    device = {"offload_optimizer": {"device": "cpu"}} if is_offloaded else {}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": is_offloaded}}
+    config = {**BASE, "optimizer": optimizer, "zero_optimization": {"stage": 2, **device}}
+    assert [(each.key, each.value) for each in assert_equivalent(config).left_out] == [
+        ("optimizer.params.torch_adam", is_offloaded)
+    ]
+    optimizer["params"]["torch_adam"] = not is_offloaded
+    assert assert_equivalent(config).left_out == ()
+
+
+def test_a_loss_scale_beside_bf16_is_left_out():
+    config = {**BASE, "fp16": {"enabled": False, "initial_scale_power": 20}}
+    imported = assert_equivalent(config)
+    assert imported.passed == {}
+    assert [each.key for each in imported.left_out] == ["fp16.initial_scale_power"]
+
+
+def test_what_the_trainer_does_otherwise_is_left_out_and_not_passed_through():
+    zero = {"stage": 2, "round_robin_gradients": True, "elastic_checkpoint": True}
+    config = {**BASE, "zero_optimization": zero, "tensorboard": {"enabled": True}}
+    imported = assert_equivalent(config)
+    assert imported.passed == {}
+    assert {each.key.rpartition(".")[2] for each in imported.left_out} == {
+        "round_robin_gradients",
+        "elastic_checkpoint",
+        "enabled",
+    }
 
 
 def test_the_batch_of_a_tensor_parallel_json_is_the_true_one():

@@ -319,6 +319,15 @@ BREAKS: list[tuple[str, Json]] = [
     ("TC298", {"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True}}}}),
     ("TC298", {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}}),
     (
+        "TC431",
+        {f"{Z}stage": 3, f"{Z}reduce_scatter": False, "gradient_predivide_factor": RANKS},
+    ),
+    ("TC432", {f"{Z}stage": 0, "fp16": {"enabled": True}, "bf16": GONE}),
+    ("TC433", {"my_own_tool": {"verbose": True}}),
+    ("TC434", {"tensor_parallel.preset_model": "lama"}),
+    ("TC213", {"expert_parallel": {"enabled": True, "preset_model": "mixtrall"}}),
+    ("TC250", {"optimizer.type": "OneBitAdam"}),
+    (
         "TC299",
         {
             "compile.deepcompile": True,

@@ -14,17 +14,21 @@ from trainctl.cli.console import print_json, put, say
 from trainctl.cli.deepspeed_file import check_file
 from trainctl.cli.findings import show_findings
 from trainctl.cli.recipe_text import recipe_text
+from trainctl.config.json_file import read_json
 from trainctl.errors import TrainctlError
 from trainctl.plan.deepspeed_rules import Surroundings
-from trainctl.planner.import_json import Imported
+from trainctl.planner.import_json import Imported, ranks_of_batch
 from trainctl.planner.import_json import import_json as imported_from
 
 
 def import_json(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed JSON.")],
     world_size: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Ranks that its batch is for.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Ranks that its batch is for; by default those it says, or 1."
+        ),
+    ] = None,
     as_recipe: Annotated[bool, typer.Option("--recipe", help="Print a recipe instead.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -35,10 +39,11 @@ def import_json(
 
     Example: trainctl config import ds_config.json --world-size 8 --recipe > recipes/mine.yaml
     """
-    checked = check_file(file, Surroundings(world_size=world_size, fills_auto=True))
+    ranks = world_size or ranks_of_batch(read_json(file).value) or 1
+    checked = check_file(file, Surroundings(world_size=ranks, fills_auto=True))
     if checked.has_error:
         raise TrainctlError.from_findings(checked.findings)
-    imported = imported_from(checked.document.value, world_size=world_size)
+    imported = imported_from(checked.document.value, world_size=ranks)
     show_findings(checked.findings)
     for left in imported.left_out:
         say(f"left out: {left.key}={dumps(left.value)}: {left.reason}", style="warning")

@@ -31,6 +31,7 @@ class Modes:
         parameters: Device of the parameters: none, cpu or nvme.
         zenflow: Whether ZenFlow updates.
         by_steps: Whether ZenFlow counts its intervals in steps; epochs otherwise.
+        pipeline: Pipeline stages; 1 is none.
     """
 
     stage: int
@@ -39,6 +40,7 @@ class Modes:
     parameters: str
     zenflow: bool
     by_steps: bool = True
+    pipeline: int = 1
 
     @classmethod
     def of(cls, config: RunConfig) -> Modes:
@@ -50,6 +52,7 @@ class Modes:
             states=offload.optimizer.value,
             parameters=offload.parameters.value,
             zenflow=offload.zenflow,
+            pipeline=config.parallelism.pipeline,
         )
 
 
@@ -67,6 +70,7 @@ WHEN: dict[str, Callable[[Modes], bool]] = {
     "nvme": lambda modes: "nvme" in (modes.states, modes.parameters),
     "bf16": lambda modes: modes.weights == "bf16",
     "fp16": lambda modes: modes.weights == "fp16",
+    "no stages": lambda modes: modes.pipeline == 1,
 }
 """Where the JSON may have a key; elsewhere DeepSpeed does not read it."""
 
@@ -82,6 +86,8 @@ WORDS = {
     "zenflow by steps": _ZENFLOW,
     "parameters away": "offload of the parameters",
     "parameters on nvme": "offload.parameters=nvme",
+    "nvme": "offload to NVMe",
+    "no stages": "parallelism.pipeline=1",
 }
 """The same to whoever reads it."""
 
@@ -124,6 +130,11 @@ def _flag(when: str, key: str, source: str, value: Any, reason: str = "") -> Row
     return Row(when, key, source, reason, write, lambda is_on: value if is_on else None)
 
 
+def at_least_one(size: Any) -> Any:
+    """Return a size that DeepSpeed reads as 1 if it is 0."""
+    return max(size, 1)
+
+
 def _fixed(when: str, key: str, value: Any, reason: str, source: str = "") -> Row:
     """A key that has one value wherever it is written; there is nothing to read back."""
     return Row(when, key, source, reason, lambda _: value, None)
@@ -152,8 +163,13 @@ ZERO_KEYS = (
     ),
     Row("stage 3", f"{ZERO}.stage3_max_live_parameters", "zero_stage.max_live_parameters"),
     Row("stage 3", f"{ZERO}.stage3_max_reuse_distance", "zero_stage.max_reuse_distance"),
-    Row("stage 3", f"{ZERO}.sub_group_size", "zero_stage.sub_group_size"),
-    Row("stage 3", f"{ZERO}.zero_hpz_partition_size", "zero_stage.hpz_partition_size"),
+    Row("stage 3", f"{ZERO}.sub_group_size", "zero_stage.sub_group_size", read=at_least_one),
+    Row(
+        "stage 3",
+        f"{ZERO}.zero_hpz_partition_size",
+        "zero_stage.hpz_partition_size",
+        read=at_least_one,
+    ),
     Row("stage 3", f"{ZERO}.zero_quantized_weights", "zero_stage.quantized_weights"),
     Row("stage 3", f"{ZERO}.zero_quantized_gradients", "zero_stage.quantized_gradients"),
 )
@@ -211,6 +227,9 @@ FP16_KEYS = (
     _flag("fp16", "fp16.fp16_master_weights_and_grads", _MASTERS, "fp16", f"{_MASTERS}=fp16"),
 )
 TABLE = (*ZERO_KEYS, *OFFLOAD_KEYS, *BF16_KEYS, *FP16_KEYS)
+
+FROM_ONE = frozenset(row.key for row in TABLE if row.read is at_least_one)
+"""Keys of the JSON of which DeepSpeed takes 0 for 1."""
 
 SOURCES = {row.key: row.source for row in TABLE if row.read is not None}
 """The config key by the key of the JSON that says the same."""

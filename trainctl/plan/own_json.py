@@ -13,16 +13,9 @@ from trainctl.hardware import Hardware
 from trainctl.plan.deepspeed import render
 from trainctl.plan.deepspeed_rules import Case, Surroundings, findings
 from trainctl.plan.deepspeed_rules.names import Names, plain
-from trainctl.plan.deepspeed_table import SOURCES, value_of
+from trainctl.plan.deepspeed_table import value_of
+from trainctl.plan.passed_keys import CONFIG_KEYS
 from trainctl.plan.types import Mesh
-
-KEYS = SOURCES | {
-    "zero_optimization.stage": "zero_stage.stage",
-    "optimizer.type": "optimizer.kind",
-    "data_types.grad_accum_dtype": "precision.gradient_accumulation",
-    "torch_autocast.enabled": "precision.autocast",
-}
-"""The config key by the key of the JSON that follows from it."""
 
 OPTIONS = {"zero_stage.stage": "zero_stage", "optimizer.kind": "optimizer"}
 """Groups whose options are named by the value of a key."""
@@ -40,10 +33,10 @@ class PlanNames(Names):
         return any(overlap(key, other) for other in self._passed)
 
     def key(self, key: str) -> str:
-        return f"deepspeed.{key}" if self.passes(key) else KEYS.get(key, key)
+        return f"deepspeed.{key}" if self.passes(key) else CONFIG_KEYS.get(key, key)
 
     def setting(self, key: str, value: Any) -> str:
-        typed = None if self.passes(key) else value_of(self._config, KEYS.get(key, ""))
+        typed = None if self.passes(key) else value_of(self._config, CONFIG_KEYS.get(key, ""))
         return super().setting(self.key(key), value if typed is None else typed)
 
     def fix(self, key: str, value: Any) -> str:

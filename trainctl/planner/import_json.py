@@ -16,15 +16,15 @@ from trainctl.config.compose import compose
 from trainctl.config.schema import RunConfig, walk
 from trainctl.plan.deepspeed import flatten
 from trainctl.plan.deepspeed_rules import Case, Surroundings
+from trainctl.plan.deepspeed_rules.values import is_number, is_whole
+from trainctl.plan.deepspeed_table import FROM_ONE, at_least_one
+from trainctl.plan.passed_keys import PASSED, entry_of, idle_reason, owner_of
 from trainctl.plan.resolve import resolve
-from trainctl.plan.rules.escape import OWNED_KEYS
 from trainctl.planner.import_values import RECOMPUTE, Wanted, wanted_values
 
 OURS = {
     "steps_per_print": "trainctl reports itself",
     "wall_clock_breakdown": "trainctl reports itself",
-    "optimizer.params.torch_adam": "trainctl chooses the kernel",
-    "optimizer.params.adam_w_mode": "optimizer.kind says it",
     "torch_autocast.lower_precision_safe_modules": "trainctl keeps ZeRO's gathering exact",
     "tensor_parallel.autotp_size": "parallelism.tensor says it",
     "sequence_parallel_size": "parallelism.sequence says it",
@@ -85,13 +85,24 @@ def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = 
     written = [f"{key}={_written(value)}" for key, value in settings.items()]
     config = compose([*here, *choices, "training.steps=1000", *written]).config
     rendered = _rendered(config)
-    passed, left_out = _rest(case, wanted, rendered)
+    passed, left_out = _rest(case, wanted, config, rendered)
     return Imported(
         wanted.choices,
         settings,
         passed,
         (*(LeftOutKey(*each) for each in wanted.left_out), *left_out),
     )
+
+
+def ranks_of_batch(json: Mapping[str, Any]) -> int | None:
+    """Return the ranks that a JSON's three batch numbers are for; None if they do not say."""
+    case = Case(json, Surroundings(fills_auto=True))
+    total, micro, steps = (case.get(name) for name in BATCH)
+    sequence = case.get("sequence_parallel_size") or 1
+    if not all(is_whole(size) and size > 0 for size in (total, micro, steps, sequence)):
+        return None
+    data, rest = divmod(int(total), int(micro * steps))
+    return None if rest else data * int(sequence)
 
 
 def differences(
@@ -138,7 +149,7 @@ def _rendered(config: RunConfig) -> dict[str, Any]:
 
 
 def _rest(
-    case: Case, wanted: Wanted, rendered: Mapping[str, Any]
+    case: Case, wanted: Wanted, config: RunConfig, rendered: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[LeftOutKey]]:
     """What is left of the JSON: passed through, or left out with the reason."""
     ours = Case(rendered)
@@ -147,33 +158,39 @@ def _rest(
     left_out: list[LeftOutKey] = []
     for path, value in _leaves(case):
         key = ".".join(path)
-        known = case.schema.keys.get(key)
+        known = case.schema.find(path)
         name = (known.same_as or known.name) if known else key
         if key in wanted.taken or path[0] in wanted.taken or (known and known.replaced):
             continue
-        if name in OURS:
+        if known is None:
+            left_out.append(LeftOutKey(key, value, "DeepSpeed has no such key"))
+        elif name in OURS:
             left_out.append(LeftOutKey(key, value, OURS[name]))
-        elif path[0] in OWNED_KEYS:
-            left_out.append(LeftOutKey(key, value, OWNED_KEYS[path[0]]))
-        elif name in case.schema.keys and _same(case, ours, name):
+        elif _same(case, ours, name):
             continue
-        elif any(f"{name}.".startswith(f"{k}.") or f"{k}.".startswith(f"{name}.") for k in derived):
+        elif entry_of(name) not in PASSED and any(
+            f"{name}.".startswith(f"{k}.") or f"{k}.".startswith(f"{name}.") for k in derived
+        ):
             shown = ours.values.get(name)
             left_out.append(LeftOutKey(key, value, f"trainctl derives it, as {_written(shown)}"))
+        elif reason := owner_of(name, config) or idle_reason(name, config):
+            left_out.append(LeftOutKey(key, value, reason))
         else:
             passed[name] = value
     return passed, left_out
 
 
 def _leaves(case: Case) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value of the JSON that is no section, or a section that may hold anything."""
+    """Every value of the JSON that is no section, or a section that may hold anything.
+
+    Also what no version of DeepSpeed reads, as a whole.
+    """
     for path, value, key in case.entries():
         is_section = key is not None and key.is_section and isinstance(value, Mapping)
         if is_section and key is not None and key.unknown != "free" and value:
             continue
-        if key is None or case.is_filled(path, value):
-            continue
-        yield path, value
+        if not case.is_filled(path, value):
+            yield path, value
 
 
 def _same(before: Case, after: Case, name: str) -> bool:
@@ -197,6 +214,8 @@ def _in_force(case: Case, name: str) -> Any:
         return FORMATS.get(short, short)
     if name == "log_level" and value is None:
         return "warning"
+    if name in FROM_ONE and is_number(value):
+        return at_least_one(value)
     return value.lower() if case.schema.keys[name].any_case and isinstance(value, str) else value
 
 

@@ -27,7 +27,13 @@ from trainctl.plan.deepspeed_table import (
 DEVICES = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 
 NOT_PARAMETERS = ("torch_adam", "adam_w_mode")
-"""Which class updates, and how: the kind says it."""
+"""Which class updates, and how: the kind and the offload say it."""
+
+KERNELS = {
+    True: "offloaded states are updated by DeepSpeed's own kernel",
+    False: "states on the device are updated by torch's AdamW: nothing to compile",
+}
+"""Why `torch_adam` is not taken over, by whether the optimizer is offloaded."""
 
 TORCH_WEIGHT_DECAY = 0.01
 """Default of torch.optim.AdamW, which `torch_adam` chooses; FusedAdam's is 0."""
@@ -153,6 +159,10 @@ def _optimizer(case: Case, wanted: Wanted) -> None:
     if params.get("torch_adam"):
         values["weight_decay"] = TORCH_WEIGHT_DECAY
     values |= {key: value for key, value in params.items() if value is not None}
+    torch_adam = params.get("torch_adam")
+    if torch_adam is not None and bool(torch_adam) is case.is_offloaded:
+        key = "optimizer.params.torch_adam"
+        wanted.left_out.append((key, torch_adam, KERNELS[case.is_offloaded]))
     _parameters(spec.deepspeed, _without_autos(case, "optimizer", values), wanted)
 
 

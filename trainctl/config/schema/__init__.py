@@ -166,9 +166,7 @@ class RunConfig:
     trainer: str | None = option(
         None, "Your own function that trains in place of trainctl's trainer, as module:function."
     )
-    deepspeed: dict[str, Any] = option(
-        {}, "Keys of DeepSpeed's own JSON, merged last; must not contradict a derived one."
-    )
+    deepspeed: dict[str, Any] = option({}, "Keys of DeepSpeed's own JSON that no key here says.")
 
     @property
     def trains_itself(self) -> bool:

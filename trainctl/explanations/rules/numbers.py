@@ -98,11 +98,4 @@ ENTRIES: dict[str, RuleText] = {
         "A lower min_loss_scale, or a higher initial_scale_power.",
         "recipe=tiny precision=fp16 precision.initial_scale_power=4 precision.min_loss_scale=32",
     ),
-    "TC394": RuleText(
-        "trainctl's trainer takes its steps where DeepSpeed's monitors do not look: of them they "
-        "get the learning rate alone, and x begins again after a resume.",
-        "logging.to=[tensorboard], which sends everything, each step once; leave the monitor to "
-        "programs of your own.",
-        "recipe=tiny '+deepspeed.csv_monitor={enabled: true}'",
-    ),
 }

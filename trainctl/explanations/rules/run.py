@@ -1,4 +1,4 @@
-"""Of the model, launchers, kernels, objectives and what passes through: TC070 to TC405."""
+"""Of the model, launchers, kernels, objectives and what passes through: TC070 to TC430."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ ENTRIES: dict[str, RuleText] = {
     ),
     "TC092": RuleText(
         "The plan, the budget and the trainer go by the configuration. A passed-through key that "
-        "says something else would train what was neither checked nor budgeted.",
+        "says something else would train what was neither checked nor budgeted. The same holds of "
+        "keys that the trainer counts on: with `gradient_allreduce_op=sum` every gradient norm "
+        "would be as many times too large as there are ranks.",
         "Change the configuration's own key; `trainctl config why KEY` names it.",
         "recipe=tiny '+deepspeed.fp16={enabled: true}'",
     ),
@@ -252,5 +254,12 @@ ENTRIES: dict[str, RuleText] = {
         "at one element at a time. The rest is DeepSpeed's.",
         "engine=deepspeed, or without what the message names.",
         "recipe=tiny engine=fsdp2 zero_stage=1",
+    ),
+    "TC430": RuleText(
+        "Nothing reads the key of DeepSpeed's that is passed through: it is for another stage of "
+        "ZeRO or for offload to NVMe, for DeepSpeed's own checkpoints and data loader, or for "
+        "nothing any more. It was written for a reason, which is not met.",
+        "Leave it out, or switch on what the message names.",
+        "recipe=tiny '+deepspeed.aio={queue_depth: 32}'",
     ),
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainctl.plan.deepspeed_rules.case import Case
 from trainctl.plan.deepspeed_rules.rule import Meets, Problem, rule
-from trainctl.plan.deepspeed_rules.values import is_number
+from trainctl.plan.deepspeed_rules.values import is_number, outside
 from trainctl.plan.nearest import choices, nearest_divisors
 
 ZERO = "zero_optimization"
@@ -16,12 +16,8 @@ STAGE = f"{ZERO}.stage"
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 RECOMPUTE = "activation_checkpointing"
 RANDOM_LTD = "data_efficiency.data_routing.random_ltd"
-RANDOM_LTD_NEEDS = (
-    "total_layer_num",
-    "random_ltd_layer_num",
-    "random_ltd_schedule",
-    "global_batch_size",
-)
+RANDOM_LTD_NEEDS = ("total_layer_num", "random_ltd_layer_num", "random_ltd_schedule")
+"""Without its `global_batch_size`, which DeepSpeed fills in."""
 
 
 @rule("TC215", file="runtime/pipe/engine.py", fix="Use ZeRO stage 0 or 1 with pipeline stages.")
@@ -95,6 +91,20 @@ def heads_are_shared_evenly(case: Case) -> Iterator[Problem]:
         if isinstance(size, int) and size > 1 and heads % size:
             near = choices(nearest_divisors(heads, size), key)
             yield Problem(key, f"{key}={size} does not divide the model's {heads} heads", near)
+
+
+@rule(
+    "TC434",
+    file="runtime/tensor_parallel/config.py",
+    meets=Meets.silent,
+    fix="Name a preset that DeepSpeed has, or leave it out.",
+)
+def the_preset_exists(case: Case) -> Iterator[Problem]:
+    """tensor_parallel.preset_model is a preset of AutoTP's: any other name is none at all."""
+    key = "tensor_parallel.preset_model"
+    problem = outside(case.schema.keys[key], case.get(key))
+    if problem:
+        yield Problem(key, f"{key}: {problem[0]}", problem[1])
 
 
 @rule(

@@ -34,7 +34,21 @@ def checked_sections_hold_known_keys(case: Case) -> Iterator[Problem]:
 )
 def other_sections_hold_known_keys(case: Case) -> Iterator[Problem]:
     """A key at the top, or in a section that DeepSpeed does not check, is one that it reads."""
-    yield from _unknown_keys(case, "ignored")
+    for problem in _unknown_keys(case, "ignored"):
+        if not _is_foreign(problem):
+            yield problem
+
+
+@rule(
+    "TC433",
+    file="runtime/config.py",
+    meets=Meets.silent,
+    fix="Leave the key out, or keep it for the program that reads it.",
+    warns=True,
+)
+def keys_of_other_programs_are_known(case: Case) -> Iterator[Problem]:
+    """A key at the top that resembles none of DeepSpeed's is read by another program."""
+    yield from (each for each in _unknown_keys(case, "ignored") if _is_foreign(each))
 
 
 @rule("TC205", file="runtime/config.py", fix="Leave the key out, or use what replaces it.")
@@ -195,7 +209,15 @@ def suggestion(schema: Schema, path: Path) -> str:
         return f"did you mean {'.'.join((*section, close[0]))}?"
     if elsewhere:
         return f"did you mean {elsewhere[0]}?"
-    return "leave it out"
+    return _LEAVE_OUT
+
+
+_LEAVE_OUT = "leave it out"
+
+
+def _is_foreign(problem: Problem) -> bool:
+    """Whether an unknown key is at the top, and no key of DeepSpeed's is near."""
+    return "." not in problem.key and problem.hint == _LEAVE_OUT
 
 
 def _is_old(schema: Schema, path: Path) -> bool:
@@ -271,5 +293,6 @@ def _out_of_range(case: Case, *, checked: bool) -> Iterator[Problem]:
             yield Problem(name, f"{name}: {problem[0]}", problem[1])
 
 
-ELSEWHERE = ("fp16.loss_scale_window", "fp16.min_loss_scale")
-"""Ranges that hold only under another setting: they have a rule of their own."""
+ELSEWHERE = ("fp16.loss_scale_window", "fp16.min_loss_scale", "tensor_parallel.preset_model")
+"""Ranges that hold only under another setting, or that DeepSpeed does not check: they have rules of
+their own."""

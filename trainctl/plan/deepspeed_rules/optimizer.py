@@ -22,6 +22,13 @@ def the_optimizer_exists(case: Case) -> Iterator[Problem]:
     known = [*PRETTY.values(), *case.schema.torch_optimizers]
     if name is None or name in case.schema.optimizers or name in case.schema.torch_optimizers:
         return
+    if name.lower() in ONE_BIT:
+        yield Problem(
+            TYPE,
+            f"{name} is gone: DeepSpeed {case.schema.deepspeed} has no 1-bit optimizer",
+            f"{ONE_BIT[name.lower()]}, which sends whole gradients",
+        )
+        return
     close = nearest(name, known, count=1)
     yield Problem(
         "optimizer.type",
@@ -216,6 +223,8 @@ def clipping_is_chosen(case: Case) -> Iterator[Problem]:
 
 
 TYPE = "optimizer.type"
+ONE_BIT = {"onebitadam": "AdamW", "zerooneadam": "AdamW", "onebitlamb": "Lamb"}
+"""Optimizers of earlier versions that sent gradients of one bit, and what each does otherwise."""
 PRETTY = {
     "adamw": "AdamW",
     "adam": "Adam",

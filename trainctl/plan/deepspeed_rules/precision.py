@@ -9,6 +9,7 @@ from trainctl.plan.deepspeed_rules.case import Case
 from trainctl.plan.deepspeed_rules.rule import Meets, Problem, rule
 from trainctl.plan.deepspeed_rules.values import is_number, shown
 
+STAGE = "zero_optimization.stage"
 LARGEST_POWER = 127
 """The largest power of two in fp32."""
 
@@ -35,6 +36,27 @@ def the_device_computes_in_it(case: Case) -> Iterator[Problem]:
             "fp16.enabled",
             "fp16.enabled: DeepSpeed does not train in fp16 on the CPU",
             "bf16.enabled=true, or neither for fp32",
+        )
+
+
+@rule(
+    "TC432",
+    file="runtime/engine.py, runtime/fp16/fused_optimizer.py",
+    meets=Meets.silent,
+    fix="Use ZeRO stage 1, or bf16.",
+)
+def the_loss_is_scaled_where_the_gradient_is_unscaled(case: Case) -> Iterator[Problem]:
+    """Without ZeRO, `engine.backward` scales no fp16 loss, but the update divides by the scale.
+
+    It scales for a ZeROOptimizer only, which runtime/fp16/fused_optimizer.py is not.
+    """
+    has_scale = case.get("fp16.loss_scale") != 1 or case.around.own_trainer
+    if case.weights == "fp16" and case.stage == 0 and has_scale:
+        yield Problem(
+            STAGE,
+            f"{case.setting(STAGE)} with fp16 weights: DeepSpeed divides the gradients by a loss "
+            "scale that it never multiplied the loss with",
+            case.names.fix(STAGE, 1),
         )
 
 

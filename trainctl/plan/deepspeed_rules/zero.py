@@ -70,6 +70,28 @@ def reduce_scatter_scales_afterwards(case: Case) -> Iterator[Problem]:
         )
 
 
+@rule(
+    "TC431",
+    file="runtime/zero/stage3.py",
+    meets=Meets.silent,
+    fix="Choose another factor than the number of ranks, or 1.",
+)
+def stage_3_multiplies_back(case: Case) -> Iterator[Problem]:
+    """At stage 3 gradient_predivide_factor is not the number of ranks.
+
+    Gradients are divided by it, and by the number of ranks; with these equal they are not
+    multiplied back.
+    """
+    factor, ranks = case.get("gradient_predivide_factor"), case.counted_ranks
+    if case.stage == 3 and is_number(factor) and factor == ranks and factor != 1:
+        yield Problem(
+            "gradient_predivide_factor",
+            f"gradient_predivide_factor={factor:g}, the number of ranks: at ZeRO stage 3 the "
+            f"gradients are {factor:g} times too small",
+            "gradient_predivide_factor=1",
+        )
+
+
 @rule("TC276", file="runtime/zero/stage_1_and_2.py", fix="Make allgather_bucket_size even.")
 def the_gather_bucket_is_even(case: Case) -> Iterator[Problem]:
     """allgather_bucket_size is even at stages 1 and 2."""

@@ -83,7 +83,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC054", precision.master_weights_are_kept_in_a_known_type),
     ("TC055", on_json(json.optimizer.lamb_adapts_its_loss_scale)),
     ("TC056", on_json(json.optimizer.the_optimizer_has_a_kernel)),
-    ("TC057", precision.loss_is_scaled_where_deepspeed_does),
+    ("TC057", on_json(json.precision.the_loss_is_scaled_where_the_gradient_is_unscaled)),
     ("TC058", precision.fp8_has_matrices_that_fit),
     ("TC059", optimizer.optimizer_fits_the_layout),
     ("TC060", optimizer.groups_match_parameters),
@@ -156,10 +156,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC391", experts.balance_is_that_of_whole_sequences),
     ("TC392", objective.objective_goes_with_the_rest),
     ("TC393", objective.objective_has_its_samples),
-    ("TC394", escape.monitors_are_left_to_programs),
     ("TC400", experts.balance_can_be_kept),
     ("TC401", architecture.first_weights_can_be_drawn),
     ("TC405", engine.engine_has_what_is_asked),
+    ("TC430", escape.pass_through_has_an_effect),
 )
 """Identifiers are never reused; leave a gap where a rule is dropped."""
 

@@ -5,27 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from trainctl.config.derived import Derived
 from trainctl.errors import Finding
 from trainctl.plan.deepspeed import flatten
 from trainctl.plan.deepspeed_rules import Case, keys
 from trainctl.plan.own_json import overlap
+from trainctl.plan.passed_keys import PASSED, canonical, entry_of, idle_reason, owner_of
 from trainctl.plan.rules.draft import Draft, error
-
-OWNED_KEYS = {
-    "scheduler": "the trainer sets the learning rate at each step: use the schedule group",
-    "data_parallel_size": "it is derived from the devices: use parallelism.data",
-    "optimizer": "use the optimizer group",
-    "expert_parallel": "use parallelism.expert",
-}
-"""Keys that would work against trainctl even where it does not write them, and what to use."""
-
-MONITORS = {"comet": "", "csv_monitor": "csv", "tensorboard": "tensorboard", "wandb": "wandb"}
-"""DeepSpeed's own, and the logger that has what each is for."""
 
 KEY_RULES = (
     keys.removed_keys_are_gone,
     keys.checked_sections_hold_known_keys,
     keys.other_sections_hold_known_keys,
+    keys.keys_of_other_programs_are_known,
 )
 """What holds of the keys of every JSON, here with an identifier of its own."""
 
@@ -49,47 +41,34 @@ def pass_through_has_no_auto(draft: Draft) -> Iterator[Finding]:
             )
 
 
-def monitors_are_left_to_programs(draft: Draft) -> Iterator[Finding]:
-    """DeepSpeed's own monitors are for programs of the user's: of trainctl's steps they get the
-    learning rate alone, and count samples from zero again after a resume."""
-    if not draft.config.trains_itself:
-        return
-    for name, instead in MONITORS.items():
-        monitor = draft.config.deepspeed.get(name)
-        if isinstance(monitor, dict) and monitor.get("enabled"):
-            yield error(
-                f"deepspeed.{name}.enabled",
-                f"deepspeed.{name} would get nothing but the learning rate, and begin again at 0 "
-                "after a resume",
-                "leave it out, and name "
-                + (f"{instead} in logging.to" if instead else "a logger in logging.to, as wandb"),
-            )
-
-
 def pass_through_agrees(draft: Draft) -> Iterator[Finding]:
     """The section adds to what trainctl derives; it does not contradict it."""
-    section = draft.config.deepspeed
-    owned = {
-        name: instead
-        for name, instead in OWNED_KEYS.items()
-        if name != "scheduler" or draft.config.trains_itself  # a script may leave it to DeepSpeed
-    }
-    for name, instead in owned.items():
-        if name in section:
-            yield error(f"deepspeed.{name}", f"deepspeed.{name} is trainctl's to set", instead)
-    derived = {setting.key: setting for setting in draft.settings}
-    for key, value in flatten(section):
-        if key.split(".")[0] in owned:
-            continue
-        for other, setting in derived.items():
-            if overlap(key, other) and not (other == key and setting.value == value):
-                yield _contradiction(key, value, other, setting.value, setting.reason)
-                break
+    found: dict[str, Finding] = {}
+    for key, value in flatten(draft.config.deepspeed):
+        entry, owner, name = entry_of(key), owner_of(key, draft.config), canonical(key)
+        overlapping = (each for each in draft.settings if overlap(name, each.key))
+        derived = None if entry in PASSED else next(overlapping, None)
+        if derived is not None and (derived.key, derived.value) != (name, value):
+            found[key] = _contradiction(key, value, derived, owner)
+        elif derived is None and owner:
+            section = f"deepspeed.{entry}"
+            found[entry] = error(section, f"{section} is trainctl's to set", owner)
+    yield from found.values()
 
 
-def _contradiction(key: str, value: Any, other: str, derived: Any, reason: str) -> Finding:
+def pass_through_has_an_effect(draft: Draft) -> Iterator[Finding]:
+    """Something reads what is passed through."""
+    for key, value in flatten(draft.config.deepspeed):
+        reason = idle_reason(key, draft.config)
+        if reason:
+            message = f"deepspeed.{key}={value} does nothing here: {reason}"
+            yield error(f"deepspeed.{key}", message, "leave it out")
+
+
+def _contradiction(key: str, value: Any, derived: Derived, owner: str) -> Finding:
     return error(
         f"deepspeed.{key}",
-        f"deepspeed.{key}={value} contradicts {other}={derived}, which comes from: {reason}",
-        f"change what {other} comes from, and leave deepspeed.{key} out",
+        f"deepspeed.{key}={value} contradicts {derived.key}={derived.value}, which comes from: "
+        f"{derived.reason}",
+        f"{owner or f'change what {derived.key} comes from'}, and leave deepspeed.{key} out",
     )

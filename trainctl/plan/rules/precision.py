@@ -33,21 +33,6 @@ def compute_type_runs_here(draft: Draft) -> Iterator[Finding]:
         yield error(key, f"{key}={spec.name}: {spec.not_on_cpu_because}", " or ".join(others))
 
 
-def loss_is_scaled_where_deepspeed_does(draft: Draft) -> Iterator[Finding]:
-    """Without ZeRO, `engine.backward` scales no loss, but the update divides by the scale.
-
-    (runtime/engine.py scales for a ZeROOptimizer only; fp16/unfused_optimizer.py is none.)
-    """
-    zero = draft.config.zero_stage
-    if formats(draft.config.precision).weights is DataType.fp16 and zero.stage == 0:
-        yield error(
-            "zero_stage.stage",
-            "zero_stage.stage=0 with fp16 weights: DeepSpeed divides the gradients by a loss scale "
-            "that it never multiplied the loss with",
-            "zero_stage=1",
-        )
-
-
 def loss_scale_starts_above_its_least(draft: Draft) -> Iterator[Finding]:
     """An adaptive scale starts at its smallest value or above: an overflow never enlarges it."""
     precision = loss_scaling(draft.config)
