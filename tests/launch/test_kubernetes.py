@@ -108,7 +108,7 @@ def test_hostile_values_stay_values() -> None:
     found = manifest(make_plan(), RunPaths(Path(hostile)))
     pod = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     # Kubernetes itself expands $(NAME) in a command, unless the dollar is doubled.
-    assert pod["containers"][0]["command"][3] == hostile.replace("$(", "$$(")
+    assert pod["containers"][0]["command"][4] == hostile.replace("$(", "$$(")
     assert len(found["metadata"]["name"]) <= 40 and found["metadata"]["name"].islower()
     assert kubernetes.job_name(RUN) != kubernetes.job_name(RunPaths(Path("/other/First Run_1")))
     assert len(kubernetes.pod_host(kubernetes.job_name(RUN), 99).split(".")[0]) < 63

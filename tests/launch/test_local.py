@@ -32,9 +32,17 @@ def test_the_agent_and_the_ranks_that_it_starts(tmp_path: Path) -> None:
     (node,) = command.nodes
     run = str(tmp_path)
     assert node.argv == (
-        *(sys.executable, "-m", "trainctl.agent", run, "--attempt", "3", "--node", "0"),
+        *(sys.executable, "-P", "-m", "trainctl.agent", run, "--attempt", "3", "--node", "0"),
     )
-    assert command.rank_command == (sys.executable, "-m", "trainctl.train", run, "--attempt", "3")
+    assert command.rank_command == (
+        sys.executable,
+        "-P",
+        "-m",
+        "trainctl.train",
+        run,
+        "--attempt",
+        "3",
+    )
     assert (command.ranks_per_node, command.prepare, command.port) == (4, True, None)
     assert not list(tmp_path.iterdir()), "rendering writes nothing"
 

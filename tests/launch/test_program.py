@@ -53,7 +53,7 @@ def plan(**config: Any) -> RunPlan:
         ),
         (
             {"trainer": "m:f"},
-            (sys.executable, "-m", "trainctl.train", "/runs/a", "--attempt", "2"),
+            (sys.executable, "-P", "-m", "trainctl.train", "/runs/a", "--attempt", "2"),
         ),
     ],
 )

@@ -77,7 +77,7 @@ def test_the_script_says_what_the_job_needs() -> None:
     ):
         assert f"#SBATCH {option}" in lines, option
     assert "module load cuda/12.8 || exit 4" in lines
-    assert lines[-1].endswith("-m trainctl.launch /runs/r --attempt 1")
+    assert lines[-1].endswith("-P -m trainctl.launch /runs/r --attempt 1")
 
 
 def test_a_hostile_folder_is_one_word_to_the_shell(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_hostile_folder_is_one_word_to_the_shell(tmp_path: Path) -> None:
             check=True,
         )
         words = done.stdout.splitlines()
-        assert words[3] in (str(HOSTILE.root), f"{HOSTILE.root}/2") and done.stderr == ""
+        assert words[4] in (str(HOSTILE.root), f"{HOSTILE.root}/2") and done.stderr == ""
         outputs = [line for line in text.splitlines() if line.startswith("#SBATCH --output=")]
         assert len(outputs) == 1 and "%%j" in outputs[0] and '\\"' in outputs[0]
 

@@ -70,7 +70,7 @@ def test_an_agent_for_each_host_and_what_it_is_told(tmp_path: Path) -> None:
     assert (command.address, command.port, command.ranks_per_node) == ("10.0.0.1", 29500, 2)
     first, second = command.nodes
     assert second.host == "me@n2"
-    assert second.argv[:3] == (sys.executable, "-m", "trainctl.agent")
+    assert second.argv[:4] == (sys.executable, "-P", "-m", "trainctl.agent")
     assert second.argv[-2:] == ("--node", "1")
     assert first.environment["GLOO_SOCKET_IFNAME"] == "eth0"
     assert "NCCL_SOCKET_IFNAME" not in first.environment, "NCCL chooses better by itself"
@@ -116,7 +116,7 @@ def test_values_reach_a_node_by_its_stdin_as_they_are(tmp_path: Path) -> None:
     )
     line = envelope((sys.executable, "-c", show, HOSTILE), {"X": HOSTILE}, folder)
     done = subprocess.run(
-        [sys.executable, "-m", "trainctl.runs.node_entry"],
+        [sys.executable, "-P", "-m", "trainctl.runs.node_entry"],
         input=line + b"what follows",
         capture_output=True,
         cwd="/",
@@ -126,7 +126,7 @@ def test_values_reach_a_node_by_its_stdin_as_they_are(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == [folder.name]
     gone = envelope(("true",), {}, tmp_path / "gone")
     done = subprocess.run(
-        [sys.executable, "-m", "trainctl.runs.node_entry"], input=gone, capture_output=True
+        [sys.executable, "-P", "-m", "trainctl.runs.node_entry"], input=gone, capture_output=True
     )
     assert done.returncode == 4 and b"gone is not there: No such file" in done.stderr
 

@@ -134,7 +134,7 @@ def test_command_lines() -> None:
         (argv,) = rendered.commands
         assert " ".join(argv).startswith(expected)
         assert "$(id)" not in " ".join(argv)
-        assert argv[-5:] == ("-m", "trainctl.agent", "/r", "--attempt", "1")
+        assert argv[-6:] == ("-P", "-m", "trainctl.agent", "/r", "--attempt", "1")
         assert rendered.command.address == "node-a"
         assert rendered.command.nodes[1].environment["SECRET"] == "$(id)"
 

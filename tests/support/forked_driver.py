@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-AGENT = ("-m", "trainctl.agent")
+AGENT = ("-P", "-m", "trainctl.agent")
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
@@ -30,7 +30,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         super().__init__(args, **options)
 
     def _execute_child(self, args: Sequence[str], *others: Any) -> None:
-        if tuple(args[1:3]) != AGENT:
+        if tuple(args[1:4]) != AGENT:
             super()._execute_child(args, *others)  # type: ignore[misc]
             return
         assert set(self._options) == {
@@ -79,8 +79,8 @@ def _be_agent(
     os.environ.clear()
     os.environ.update(env)
     _show(args, env)
-    sys.argv[:] = args[2:]
-    runpy.run_module(args[2], run_name="__main__", alter_sys=True)
+    sys.argv[:] = args[3:]
+    runpy.run_module(args[3], run_name="__main__", alter_sys=True)
     os._exit(0)
 
 

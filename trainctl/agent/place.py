@@ -72,7 +72,7 @@ def carry_tag(run: RunPaths, attempt: int, node: int) -> RunTag:
     """
     tag = RunTag(run_id(run), run.root.resolve(), attempt, node)
     if not tag.environment().items() <= os.environ.items():
-        command = [sys.executable, "-m", "trainctl.agent", *sys.argv[1:]]
+        command = [sys.executable, "-P", "-m", "trainctl.agent", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **tag.environment()})
     return tag
 

@@ -145,7 +145,7 @@ def _start(variables: Mapping[str, str]) -> int:
     """Start a rank as a command; until it has its log, it writes to the agent's."""
     with blocked_for_ranks():
         started = subprocess.Popen(
-            [sys.executable, "-m", "trainctl.runs.rank_entry"],
+            [sys.executable, "-P", "-m", "trainctl.runs.rank_entry"],
             env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             start_new_session=True,

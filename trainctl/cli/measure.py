@@ -112,7 +112,7 @@ def _train(overrides: Sequence[str], config_dir: Path | None, *, force: bool) ->
         words = [*_short(overrides), "--run-dir", str(run), "--json"]
         words += ["--config-dir", str(config_dir)] if config_dir is not None else []
         words += ["--force"] if force else []
-        command = [sys.executable, "-m", "trainctl", "launch", *words]
+        command = [sys.executable, "-P", "-m", "trainctl", "launch", *words]
         with (
             _signals_raise(),
             subprocess.Popen(

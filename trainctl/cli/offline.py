@@ -36,7 +36,7 @@ def run_offline(task: str, arguments: Sequence[str | Path], meter: Meter) -> dic
     Raises:
         TrainctlError: What the task says, or the process was killed (exit code 4).
     """
-    command = [sys.executable, "-m", "trainctl.train.offline", task, *map(str, arguments)]
+    command = [sys.executable, "-P", "-m", "trainctl.train.offline", task, *map(str, arguments)]
     result: dict[str, Any] | None = None
     with (
         tempfile.TemporaryFile() as talk,

@@ -113,7 +113,7 @@ def _ask_process(question: Question, config: RunConfig, folder: Path) -> Any:
     asked = {"question": question.value, "config": to_plain(config), "folder": str(folder)}
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", "trainctl.train.trace_entry"],
+            [sys.executable, "-P", "-m", "trainctl.train.trace_entry"],
             input=json.dumps(asked),
             capture_output=True,
             text=True,

@@ -141,7 +141,7 @@ def _start(count: int) -> subprocess.Popen[bytes]:
         **os.environ,
         PARENT_VARIABLE: str(os.getpid()),
     }
-    command = [sys.executable, "-m", "trainctl.data"]
+    command = [sys.executable, "-P", "-m", "trainctl.data"]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
 

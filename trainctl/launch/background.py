@@ -28,7 +28,7 @@ def start_in_background(
     environment = {k: v for k, v in os.environ.items() if k != PARENT_VARIABLE}
     if is_tied:
         environment[PARENT_VARIABLE] = str(os.getpid())
-    command = [sys.executable, "-m", "trainctl.launch", str(run.root)]
+    command = [sys.executable, "-P", "-m", "trainctl.launch", str(run.root)]
     command += ["--attempt", str(attempt.number), "--lock", str(lock)]
     with attempt.launcher_log.open("ab") as log:
         process = subprocess.Popen(

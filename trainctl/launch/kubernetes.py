@@ -97,6 +97,7 @@ def pod_command(start: Start) -> AttemptCommand:
     python = launcher.kubernetes_python
     name = job_name(run)
     number = ("--attempt", str(attempt.number))
+    agent = (python, "-P", "-m", "trainctl.agent", str(run.root), *number)
     variables = rank_variables(plan, attempt, start.environment, threads=start.threads)
     if plan.config.trains_itself and launcher.stop_grace_seconds > 0:
         variables[SIGTERM_SAVES_VARIABLE] = "1"
@@ -105,7 +106,7 @@ def pod_command(start: Start) -> AttemptCommand:
             NodeCommand(
                 node=node,
                 host=pod_host(name, node),
-                argv=(python, "-m", "trainctl.agent", str(run.root), *number, "--node", str(node)),
+                argv=(*agent, "--node", str(node)),
                 environment=variables,
             )
             for node in range(nodes)
@@ -152,7 +153,7 @@ def _pod_argv(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> list[str]:
     number = str(attempt.number)
     # Kubernetes puts the value of a variable for $(NAME), and a dollar for two.
     folder = str(run.root).replace("$(", "$$(")
-    return [python, "-m", "trainctl.launch.pod", folder, "--attempt", number]
+    return [python, "-P", "-m", "trainctl.launch.pod", folder, "--attempt", number]
 
 
 def _variables(plan: RunPlan) -> list[dict[str, Any]]:

@@ -31,12 +31,12 @@ _LEFTOVER_GRACE_SECONDS = 1.0
 def render(start: Start) -> Rendered:
     """What `run_launch` starts for an attempt. Pure: reads and starts nothing."""
     plan, run, attempt = start.plan, start.run, start.attempt
-    agent = ("-m", "trainctl.agent", str(run.root), "--attempt", str(attempt.number), "--node", "0")
+    agent = (sys.executable, "-P", "-m", "trainctl.agent", str(run.root))
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     node = NodeCommand(
         node=0,
         host=socket.gethostname(),
-        argv=(sys.executable, *agent),
+        argv=(*agent, "--attempt", str(attempt.number), "--node", "0"),
         environment=rank_variables(
             plan,
             attempt,

@@ -55,7 +55,7 @@ def render(start: Start, *, hosts: Sequence[str] = ()) -> Rendered:
     plan, nodes = start.plan, start.plan.hardware.nodes
     variables = rank_variables(plan, start.attempt, start.environment, threads=start.threads)
     number = ("--attempt", str(start.attempt.number))
-    argv = (sys.executable, "-m", "trainctl.agent", str(start.run.root), *number)
+    argv = (sys.executable, "-P", "-m", "trainctl.agent", str(start.run.root), *number)
     names = (*hosts[:nodes], *[""] * (nodes - len(hosts))) if hosts else ("",) * nodes
     command = AttemptCommand(
         nodes=tuple(

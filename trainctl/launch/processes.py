@@ -73,7 +73,7 @@ def start_tied(
     """
     with log.open("ab") as stream:
         return subprocess.Popen(
-            [sys.executable, "-m", "trainctl.runs.tied_entry", str(int(death_signal)), *argv],
+            [sys.executable, "-P", "-m", "trainctl.runs.tied_entry", str(int(death_signal)), *argv],
             cwd=folder,
             env=_variables(tag, environment or {}),
             stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,

@@ -31,7 +31,7 @@ def command(
     """The command line of every rank, by the Python of its machine."""
     if config.script is None:
         attempt_of = (str(run.root), "--attempt", str(attempt.number))
-        return (python, "-m", "trainctl.train", *attempt_of)
+        return (python, "-P", "-m", "trainctl.train", *attempt_of)
     start = (python, config.script) if config.script.endswith(".py") else (config.script,)
     return (*start, *config.script_arguments, *_config_arguments(config, attempt))
 

@@ -71,7 +71,7 @@ def render(start: Start, *, address: str | None = None) -> Rendered:
     variables = rank_variables(plan, attempt, environment, threads=known.threads)
     if plan.config.trains_itself and plan.config.launcher.stop_grace_seconds > 0:
         variables[SIGTERM_SAVES_VARIABLE] = "1"
-    agent = (sys.executable, "-m", "trainctl.agent", str(run.root))
+    agent = (sys.executable, "-P", "-m", "trainctl.agent", str(run.root))
     argv = (*agent, "--attempt", str(attempt.number))
     command = AttemptCommand(
         nodes=tuple(

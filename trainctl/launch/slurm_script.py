@@ -26,7 +26,7 @@ _SIGNAL_MARGIN_SECONDS = 15
 
 def job_script(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> str:
     """The script of a run's job, for a person to read and for sbatch to take."""
-    launch = (sys.executable, "-m", "trainctl.launch", str(run.root))
+    launch = (sys.executable, "-P", "-m", "trainctl.launch", str(run.root))
     lines = [
         "#!/bin/bash",
         *_directives(plan, run.root.name, attempt.launcher_log),
@@ -51,7 +51,7 @@ def array_script(plan: RunPlan, folder: Path, *, tasks: Sequence[int], parallel:
     limit = f"%{parallel}" if parallel is not None else ""
     log = RunPaths(folder / ARRAY_TASK).attempt(1).launcher_log
     run = f'{shlex.quote(str(folder))}/"$SLURM_ARRAY_TASK_ID"'
-    launch = f"{shlex.quote(sys.executable)} -m trainctl.launch {run}"
+    launch = f"{shlex.quote(sys.executable)} -P -m trainctl.launch {run}"
     is_whole = list(tasks) == list(range(len(tasks)))
     indices = f"0-{len(tasks) - 1}" if is_whole else ",".join(map(str, tasks))
     lines = [

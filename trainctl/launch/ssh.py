@@ -63,7 +63,7 @@ def render(start: Start, *, site: Site | None = None) -> Rendered:
         NodeCommand(
             node=node,
             host=host.name,
-            argv=(python, "-m", "trainctl.agent", *paths, "--node", str(node)),
+            argv=(python, "-P", "-m", "trainctl.agent", *paths, "--node", str(node)),
             environment=_environment(start, site, node),
         )
         for node, host in enumerate(site.hosts)

@@ -77,9 +77,9 @@ def start(command: Sequence[str], alert: Mapping[str, Any]) -> None:
     Raises:
         OSError: It cannot be started, fails, or takes too long.
     """
-    argv = [sys.executable, "-m", "trainctl.runs.tied_entry", str(int(signal.SIGKILL)), *command]
+    tied = [sys.executable, "-P", "-m", "trainctl.runs.tied_entry", str(int(signal.SIGKILL))]
     process = subprocess.Popen(
-        argv,
+        [*tied, *command],
         stdin=subprocess.PIPE,
         stdout=sys.stderr,
         env={**os.environ, PARENT_VARIABLE: str(os.getpid())},

@@ -26,7 +26,8 @@ def command(run: RunPaths, name: str, *options: str, config: RunConfig) -> list[
         config: The configuration, which may name another Python.
     """
     python = sys.executable if name == ALERTS else python_of(name, config)
-    start = ["-m", "trainctl.loggers"] if python == sys.executable else ["-P", elsewhere.__file__]
+    ours = ["-P", "-m", "trainctl.loggers"]
+    start = ours if python == sys.executable else ["-P", elsewhere.__file__]
     return [python, *start, str(run.root), name, *options]
 
 

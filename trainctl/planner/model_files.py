@@ -184,7 +184,7 @@ def _by_transformers(model: ModelConfig, folder: Path) -> tuple[list[str], list[
     """The same, by what transformers makes of the names: in a process that imports it."""
     asked = {"model": to_plain(model), "folder": str(folder)}
     ended = subprocess.run(
-        [sys.executable, "-m", "trainctl.train.stored_entry"],
+        [sys.executable, "-P", "-m", "trainctl.train.stored_entry"],
         input=json.dumps(asked),
         capture_output=True,
         text=True,

@@ -122,7 +122,8 @@ def git_state(folder: Path) -> tuple[dict[str, Any] | None, str]:
     revision = _git(folder, "rev-parse", "HEAD")
     if revision is None:
         return None, ""
-    patch = _git(folder, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-color") or ""
+    plain = ("--binary", "--no-ext-diff", "--no-textconv", "--no-color")
+    patch = _git(folder, "diff", "HEAD", *plain) or ""
     untracked = (_git(folder, "ls-files", "--others", "--exclude-standard") or "").splitlines()
     is_whole = len(patch.encode()) <= _PATCH_BYTES
     state = {
@@ -142,7 +143,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
     try:
         result = subprocess.run(
-            ["git", *arguments],
+            ["git", "-c", "core.fsmonitor=false", *arguments],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,

@@ -40,7 +40,7 @@ from trainctl.train.corpus_file import FORMAT, Corpus, Split, read_corpus
 from trainctl.train.corpus_folder import chunks_of, locked, migrate, write_corpus
 from trainctl.train.corpus_in_place import chunks_in_place
 from trainctl.train.tokenizer import Tokenizer
-from trainctl.train.user_code import in_words, load
+from trainctl.train.user_code import in_words, load, make_importable
 
 __all__ = ["Corpus", "Split", "build_corpus", "build_users_corpus", "cache_folder"]
 
@@ -376,6 +376,7 @@ def _from_cache(
 def _users_texts(config: DataConfig, split: str, reader: Reader) -> Iterator[str]:
     assert config.factory is not None
     named = f"data.factory={config.factory}"
+    make_importable(Path.cwd())
     function = load("data.factory", config.factory)
     try:
         for number, text in enumerate(function(config, split)):

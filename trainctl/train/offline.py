@@ -134,12 +134,13 @@ def _do(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     from trainctl.runs.attempts import standing_attempt
     from trainctl.runs.directory import read_plan, read_record
     from trainctl.runs.layout import RunPaths
+    from trainctl.train.user_code import make_importable
 
     run = RunPaths(arguments.run.resolve())
     plan = read_plan(run.attempt(standing_attempt(run).number).plan)
     declared.require(plan.config, {At.model})
     if plan.config.model.factory is not None:
-        sys.path.insert(0, str(read_record(run)["folder"]))  # as on the ranks
+        make_importable(Path(str(read_record(run)["folder"])))  # as on the ranks
     match arguments.task:
         case "evaluate":
             return _evaluate(plan, run, arguments, progress)

@@ -8,7 +8,6 @@ operations save a view of them; weights and buffers are not counted.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +42,7 @@ from trainctl.train.anatomy import attentions, one_of_each_kind, structure
 from trainctl.train.fake import in_words, way_out
 from trainctl.train.model import TORCH_TYPES, blocks, transformers_config, users_model
 from trainctl.train.recompute import KEPT_OPERATIONS
+from trainctl.train.user_code import make_importable
 
 
 def trace(config: RunConfig, folder: Path) -> TracedModel:
@@ -61,7 +61,7 @@ def trace(config: RunConfig, folder: Path) -> TracedModel:
     """
     declared.require(config, {At.trace})
     if config.model.factory is not None:
-        sys.path.insert(0, str(folder))
+        make_importable(folder)
     dtype = TORCH_TYPES[formats(config.precision).weights]
     with FakeTensorMode(allow_non_fake_inputs=True):
         with in_words(config.model, "traced"):

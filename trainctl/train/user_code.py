@@ -44,6 +44,16 @@ class Rank:
     deepspeed_config: Path
 
 
+def make_importable(folder: Path) -> None:
+    """Put the folder of the user's functions first on the import path of this process.
+
+    Called just before one of them is imported: until then, no module in the folder is taken for
+    one of Python's or of a package.
+    """
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
 def load(key: str, reference: str) -> Callable[..., Any]:
     """Import a function.
 

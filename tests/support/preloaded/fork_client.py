@@ -19,10 +19,10 @@ def main(address: str, module: str, arguments: list[str]) -> None:
     folder = os.getcwd()  # noqa: PTH109 (nothing more is imported than must be)
     request = {
         "module": module,
-        "arguments": [sys.orig_argv[1], *arguments],
+        "arguments": [module, *arguments],
         "folder": folder,
         "environment": dict(os.environ),
-        "path": [folder, *sys.path],
+        "path": sys.path if sys.flags.safe_path else [folder, *sys.path],
         "processors": os.sched_getaffinity(0),
         "ignored": ignored,
     }

@@ -23,8 +23,11 @@ MODULES = (
 
 def _preloaded():
     """What is to be run, and its arguments; None where that is not ours."""
-    if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2] in MODULES:
-        return sys.orig_argv[2], sys.orig_argv[3:]
+    words = sys.orig_argv[1:]
+    if words[:1] == ["-P"]:
+        del words[0]
+    if words[:1] == ["-m"] and words[1] in MODULES:
+        return words[1], words[2:]
     if len(sys.orig_argv) > 1 and os.path.basename(sys.orig_argv[1]) == "trainctl":  # noqa: PTH119
         return "trainctl", sys.orig_argv[2:]
     return None

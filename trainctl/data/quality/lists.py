@@ -65,7 +65,7 @@ def _scored(call: str, score: Callable[[str], float], entry: Entry) -> float:
 def _imported(call: str) -> Callable[[str], float]:
     module, _, name = call.partition(":")
     here = str(Path.cwd())
-    if here not in sys.path:  # where ranks find it too, which `python -m` starts
+    if here not in sys.path:  # for this function alone: our processes do not look there
         sys.path.insert(0, here)
     try:
         found: Callable[[str], float] = getattr(importlib.import_module(module), name)

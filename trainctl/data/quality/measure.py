@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b, sha256
@@ -100,10 +101,12 @@ def measure_all(
             work(part)
             done(part)
         return
-    pool = ProcessPoolExecutor(
-        processes, get_context("spawn"), initializer=die_with_parent, initargs=(os.getpid(),)
-    )
-    with pool:
+    with (
+        _ignored_folder(),
+        ProcessPoolExecutor(
+            processes, get_context("spawn"), initializer=die_with_parent, initargs=(os.getpid(),)
+        ) as pool,
+    ):
         started = {pool.submit(work, part): part for part in parts}
         try:
             for future in as_completed(started):
@@ -118,6 +121,20 @@ def measure_all(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+@contextmanager
+def _ignored_folder() -> Iterator[None]:
+    """Have the pool's processes import nothing from the current folder: they begin with `-c`."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def measure(part: PartToMeasure, folder: Path, wanted: WantedColumns) -> None:

@@ -183,7 +183,7 @@ _LOOK_SECONDS = 30
 
 def _lacking_in(python: str, spec: Logger) -> list[str]:
     """The same of another Python, which trainctl's own code has to run in too."""
-    command = [python, "-c", _LOOK, "yaml", *spec.modules]
+    command = [python, "-P", "-c", _LOOK, "yaml", *spec.modules]
     try:
         look = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LOOK_SECONDS, text=True
