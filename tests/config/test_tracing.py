@@ -11,6 +11,7 @@ from anatomies import SMALL
 
 from trainctl.config import tracing
 from trainctl.config.schema import ModelConfig, RunConfig
+from trainctl.errors import TrainctlError
 
 
 @pytest.fixture
@@ -80,3 +81,36 @@ def test_two_that_ask_at_once_leave_one_answer(
     (file,) = (tmp_path / "cache/trainctl/traces").iterdir()
     assert json.loads(file.read_text())["found"] == SMALL
     assert as_another_command(config) == SMALL and not asked
+
+
+def python_that(does: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for the process that imports torch: a shell that does something."""
+    program = folder / "python"
+    program.write_text(f"#!/bin/sh\ncat > /dev/null\n{does}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(tracing.sys, "executable", str(program))
+    monkeypatch.setattr(tracing, "PROGRESS_SECONDS", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(tracing, "_known", {})
+
+
+def test_whoever_waits_for_a_model_s_code_sees_for_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python_that('sleep 1.2; echo \'{"found": ["a"]}\'', tmp_path, monkeypatch)
+    assert tracing.anatomy_in_child(config_of(tmp_path)) == ["a"]
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == "reading hf by its own code, once: torch and transformers are imported"
+    assert others == ["  reading hf: 1 s"]
+    tracing.anatomy_in_child(config_of(tmp_path))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_model_s_code_that_does_not_end_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python_that("exec sleep 60", tmp_path, monkeypatch)
+    monkeypatch.setattr(tracing, "SECONDS", 1)
+    with pytest.raises(TrainctlError) as caught:
+        tracing.anatomy_in_child(config_of(tmp_path))
+    assert "not done after 1 s" in caught.value.findings[0].message

@@ -1,5 +1,7 @@
 """A model looked at in a process of its own, so that a command that plans imports no torch.
 
+Published models that many plan with need no process: `trainctl.config.published` has the answers.
+
 Two questions are asked of its own code: what it is made of (`trainctl.train.anatomy`), and what
 autograd keeps of its blocks (`trainctl.train.trace`). The answers are kept in the user's cache
 folder under a digest of all that they depend on: the anatomy of the directory's `config.json` and
@@ -14,18 +16,23 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import to_plain
+from trainctl.config.published import published_anatomy, published_name, published_trace
 from trainctl.config.registry import load
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, TrainctlError
 
 SECONDS = 600
 """Far more than the trace of any model takes; code of a directory's own may do anything."""
+
+PROGRESS_SECONDS = 5
+"""Between two lines that say how long the process has been at it."""
 
 NOT_TRACED = "TC147"
 
@@ -77,18 +84,27 @@ def trace_in_child(config: RunConfig, folder: Path | None = None) -> dict[str, A
 
 def known_trace(config: RunConfig) -> dict[str, Any] | None:
     """What an earlier trace found, of this process or an earlier one; starts none."""
-    found: dict[str, Any] | None = _kept(_key(Question.trace, config, Path.cwd()))
+    found: dict[str, Any] | None = _known_answer(Question.trace, config, Path.cwd())[1]
     return found
 
 
 def _ask(question: Question, config: RunConfig, folder: Path) -> Any:
-    key = _key(question, config, folder)
-    found = _kept(key)
+    key, found = _known_answer(question, config, folder)
     if found is None:
         found = _ask_process(question, config, folder)
         _known[key] = found
         _keep(key, found)
     return found
+
+
+def _known_answer(question: Question, config: RunConfig, folder: Path) -> tuple[str, Any]:
+    """Return the digest of a question, and the answer that was kept or is shipped; None without."""
+    key = _key(question, config, folder)
+    found = _kept(key)
+    if found is None and (name := published_name(config, _version("transformers"))):
+        is_anatomy = question is Question.anatomy
+        found = published_anatomy(name) if is_anatomy else published_trace(name, config)
+    return key, found
 
 
 def _kept(key: str) -> Any:
@@ -108,28 +124,47 @@ def _kept(key: str) -> Any:
 
 def _ask_process(question: Question, config: RunConfig, folder: Path) -> Any:
     what = {Question.anatomy: "reading", Question.trace: "tracing"}[question]
-    if sys.stderr.isatty():
-        print(f"{what} {config.model.name} by its own code (some seconds, once)", file=sys.stderr)
+    _say(f"{what} {config.model.name} by its own code, once: torch and transformers are imported")
     asked = {"question": question.value, "config": to_plain(config), "folder": str(folder)}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "trainctl.train.trace_entry"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+    )
+    question_text: str | None = json.dumps(asked)
+    with process:
+        try:
+            for seconds in range(PROGRESS_SECONDS, SECONDS + 1, PROGRESS_SECONDS):
+                try:
+                    answered, said = process.communicate(question_text, timeout=PROGRESS_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    question_text = None  # it has been sent
+                    _say(f"  {what} {config.model.name}: {seconds} s")
+            else:
+                raise _failed(config, f"not done after {SECONDS} s")
+        except BaseException:
+            process.kill()
+            raise
     try:
-        ended = subprocess.run(
-            [sys.executable, "-P", "-m", "trainctl.train.trace_entry"],
-            input=json.dumps(asked),
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
-        )
-    except subprocess.TimeoutExpired:
-        raise _failed(config, f"not done after {SECONDS} s") from None
-    try:
-        answer = json.loads(ended.stdout.splitlines()[-1])
+        answer = json.loads(answered.splitlines()[-1])
     except (ValueError, IndexError):
-        last = (ended.stderr.strip().splitlines() or ["no word"])[-1]
-        raise _failed(config, f"its process ended with {ended.returncode}: {last[:300]}") from None
+        last = (said.strip().splitlines() or ["no word"])[-1]
+        raise _failed(
+            config, f"its process ended with {process.returncode}: {last[:300]}"
+        ) from None
     if "error" in answer:
         raise TrainctlError.from_findings([_finding(answer["error"])])
     return answer["found"]
+
+
+def _say(line: str) -> None:
+    """Print a line of progress on stderr, where somebody reads it."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def _failed(config: RunConfig, why: str) -> TrainctlError:

@@ -1,0 +1,58 @@
+"""Published models, each by its `config.json`, read and traced in the process that asks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from anatomies import read_directory
+from transformers import AutoConfig
+
+from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig, TrainingConfig
+from trainctl.memory.traced import TracedModel
+
+FOLDER = Path(__file__).parents[1] / "memory" / "published"
+CASES: dict[str, dict[str, Any]] = {
+    path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))
+}
+
+
+def directory(name: str, folder: Path, **changes: Any) -> Path:
+    """Write the `config.json` of a model into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**CASES[name], **changes}))
+    return folder
+
+
+@cache
+def composed(name: str) -> RunConfig:
+    """Return a run of the model in bf16, with the anatomy that its own code has now."""
+    with TemporaryDirectory() as folder:
+        model = ModelConfig(name=name, family="hf", path=str(directory(name, Path(folder))))
+        model = read_directory(model)
+        if AttentionKind.sdpa.value not in model.anatomy[0].split():
+            model = replace(model, attention=AttentionKind.eager)
+        return RunConfig(model=model)
+
+
+def traced(config: RunConfig, sequence_length: int) -> TracedModel:
+    """Return a fresh trace."""
+    from trainctl.train.trace import trace
+
+    with TemporaryDirectory() as folder:
+        path = directory(config.model.name, Path(folder))
+        model = replace(config.model, path=str(path))
+        training = TrainingConfig(sequence_length=sequence_length)
+        return trace(replace(config, model=model, training=training), path)
+
+
+def resaved(name: str) -> dict[str, Any]:
+    """Return the `config.json` that transformers itself would write of the model."""
+    with TemporaryDirectory() as folder:
+        config = AutoConfig.from_pretrained(directory(name, Path(folder)))
+    found: dict[str, Any] = json.loads(config.to_json_string())
+    return found
