@@ -42,6 +42,7 @@ NAMES = (TESTS, *(figure.name for figure in FIGURES))
 PACKAGES = ("trainctl", "torch", "deepspeed", "transformers", "accelerate")
 
 ALWAYS = (
+    "model.weights=random",
     "schedule=constant",
     "schedule.warmup_steps=0",
     "training.evaluation_samples=0",

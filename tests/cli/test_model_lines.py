@@ -58,11 +58,11 @@ def test_the_plan_says_where_weights_and_ends_of_documents_come_from(
     assert run(["launch", "--dry-run", *words(directory)]) == 0
     shown = capsys.readouterr().out
     assert f"weights   of {directory} at step 0" in shown
-    assert "3 ids, [EOS] (2) ends a document, by its name" in shown
+    assert "3 of 320 ids, [EOS] (2) ends a document, by its name" in shown
     assert run(["launch", "--dry-run", *words(directory), "model.weights=random"]) == 0
     assert "weights   random at step 0, by training.seed=" in capsys.readouterr().out
     assert run(["launch", "--dry-run", "recipe=tiny"]) == 0
-    assert "tokenizer byte: 257 ids, id 256 ends a document" in capsys.readouterr().out
+    assert "tokenizer byte: 257 of 264 ids, id 256 ends a document" in capsys.readouterr().out
 
 
 def test_files_that_a_rank_would_fail_on_are_told_before(

@@ -104,7 +104,7 @@ def test_a_recipe_of_several_machines_elsewhere(capsys: pytest.CaptureFixture[st
             ExitCode.does_not_fit,
             "the least that was tried needs",
         ),
-        ([*MODEL, *BATCH, "tokenizer=hf"], ExitCode.bad_input, "tokenizer.path"),
+        ([*MODEL, *BATCH, "checkpoint.best_of=x"], ExitCode.bad_input, "checkpoint.best_of"),
     ],
 )
 def test_what_cannot_be_planned(

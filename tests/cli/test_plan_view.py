@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from whole_recipes import WHOLE, planned_overrides
+from whole_recipes import WHOLE
 
 from trainctl.cli.budget_view import brief_lines
 from trainctl.cli.plan_view import plan_lines
@@ -18,7 +18,7 @@ AROUND = 4
 
 @pytest.mark.parametrize("recipe", WHOLE)
 def test_a_launch_begins_on_one_screen(recipe: str) -> None:
-    config = compose(planned_overrides(recipe)).config
+    config = compose([f"recipe={recipe}"]).config
     assessment = assess(config, resolve_hardware(config.hardware))
     assert assessment.plan is not None and assessment.budget is not None
     lines = [*plan_lines(assessment.plan, brief=True), *brief_lines(assessment.budget.to_json())]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from plan_cases import config_with, cpus, gpus
-from whole_recipes import WHOLE, planned_overrides
+from whole_recipes import WHOLE
 
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import compose
@@ -85,7 +85,7 @@ def optimizer_plan(kind):
 
 
 def recipe_plan(name):
-    config = compose(planned_overrides(name)).config
+    config = compose([f"recipe={name}"]).config
     resolution = resolve(config, resolve_hardware(config.hardware))
     assert resolution.plan is not None, resolution.findings
     return resolution.plan
@@ -101,7 +101,7 @@ def loaded():
     plans = {name: plan_of(name) for name in CASES}
     plans |= {kind: optimizer_plan(kind) for kind in names("optimizer")}
     for name in WHOLE:
-        config = compose(planned_overrides(name)).config
+        config = compose([f"recipe={name}"]).config
         plan = resolve(config, resolve_hardware(config.hardware)).plan
         if plan is not None:  # else the recipe's own test says why
             plans[f"recipe {name}"] = plan

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from rank_processes import Case, curve, train_cases
-from whole_recipes import OF_USERS_DATA, WHOLE
+from whole_recipes import WHOLE
 
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
@@ -54,7 +54,7 @@ NAMES = [name for name in WHOLE if name != "7b-zero3-nvme"]
 
 def data_of(name: str, folder: Path) -> list[str]:
     """What a recipe is trained on here: text that every machine has, or pairs that are made."""
-    if name not in OF_USERS_DATA:
+    if name != "dpo-8b-lora":
         return ["data=stdlib", "data.max_bytes=1000000"]
     pairs = folder / "pairs.jsonl"
     rows = (

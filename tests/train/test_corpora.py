@@ -13,7 +13,7 @@ from rank_processes import tiny_config, tiny_plan
 from trainctl.cli.data_prepare import prepare as prepare_command
 from trainctl.cli.extend import compare_with_checkpoint
 from trainctl.cli.main import run
-from trainctl.cli.source_counts import check_amounts
+from trainctl.cli.source_counts import plan_of_data
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataType, OnBadText, Packing, RunConfig
@@ -116,12 +116,12 @@ def test_a_source_that_is_short_ends_the_launch_before_its_ranks(texts, tmp_path
     config = mixed(texts, "code", "prose", steps=400, prose={"max_epochs": 2})
     plan, run = tiny_plan(config, 1), RunPaths(tmp_path / "run")
     run.root.mkdir()
-    assert check_amounts(plan) == []  # nobody has tokenized them, and a guess refuses nothing
+    assert plan_of_data(plan)[1] == []  # nobody has tokenized them, and a guess refuses nothing
     with pytest.raises(TrainctlError, match=r"prose falls short by [\d,]+ tokens") as told:
         prepare(plan, run)
     assert told.value.exit_code == ExitCode.bad_input and "max_epochs=" in told.value.hint
     assert not run.corpus.is_file()
-    (problem,) = check_amounts(plan)  # of the cache: the next launch is refused at once
+    _, (problem,) = plan_of_data(plan)  # of the cache: the next launch is refused at once
     assert problem.key == "data.sources.prose.max_epochs" and problem.is_error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from trainctl.cli.console import put, short_count
 from trainctl.config.schema import OffloadDevice, RunConfig, TokenizerFromPath, WeightsKind
@@ -12,26 +13,33 @@ from trainctl.errors import TrainctlError
 from trainctl.options.tokenizer import tokenizer_facts
 from trainctl.plan.deepspeed import flatten
 from trainctl.plan.groups import parameter_groups
+from trainctl.plan.mixture import sources_of
 from trainctl.plan.shapes import count_parameters
 from trainctl.plan.trainable import is_partial, trainable
 from trainctl.plan.types import RunPlan
+
+if TYPE_CHECKING:
+    from trainctl.config.schema import DataConfig
+    from trainctl.data.mixture import DataPlan
 
 GROUPS_SHOWN = 8
 """Parameter groups that are listed; with a learning rate for each block there are very many."""
 
 
 GROUPS_IN_BRIEF = 2
+SOURCES_SHOWN = 3
+"""Sources of a mixture that are named; `trainctl data plan` lists them all."""
 
 AXES = ("data", "tensor", "pipeline", "sequence")
 
 
-def show_plan(plan: RunPlan, *, brief: bool = False) -> None:
+def show_plan(plan: RunPlan, data: DataPlan | None, *, brief: bool = False) -> None:
     """Print the plan's summary on stdout."""
-    for line in plan_lines(plan, brief=brief):
+    for line in plan_lines(plan, data, brief=brief):
         put(line)
 
 
-def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
+def plan_lines(plan: RunPlan, data: DataPlan | None = None, *, brief: bool = False) -> list[str]:
     """Model, mesh, batch, steps and parameters, then the derived values with their reasons.
 
     In brief without the latter, so that plan and budget fit a screen of 24 lines. Settings of
@@ -63,6 +71,7 @@ def plan_lines(plan: RunPlan, *, brief: bool = False) -> list[str]:
     if plan.settings:
         rows.append(("engine", plan.engine))
     rows += [("trains", text) for text in _trained(config)]
+    rows += [("data", text) for text in _data(config, data)]
     rows += [("weights", text) for text in _weights(config)]
     rows += [("tokenizer", text) for text in _tokenizer(config)]
     most = GROUPS_IN_BRIEF if brief else GROUPS_SHOWN
@@ -127,6 +136,39 @@ def _trained(config: RunConfig) -> Iterator[str]:
     )
 
 
+def _data(config: RunConfig, data: DataPlan | None) -> Iterator[str]:
+    """What is trained on, its tokens, and the passes over it, as far as they are known."""
+    if not config.trains_itself:
+        return
+    if config.data.factory is not None:
+        yield f"texts of {config.data.factory}, counted when the run starts"
+        return
+    names = list(sources_of(config.data))
+    what = f"{len(names)} sources" if config.data.sources else _place(config.data)
+    if data is None:
+        yield f"{what}, counted when the run starts"
+        return
+    about = "about " if any(count.is_estimate for count in data.counts.values()) else ""
+    tokens = short_count(sum(count.tokens for count in data.counts.values()))
+    epochs = [_times(data.run[name].epochs) for name in names]
+    if config.data.sources:
+        epochs = [f"{name} {each}" for name, each in zip(names, epochs, strict=True)]
+        more = [f"{len(names) - SOURCES_SHOWN} more"] if len(names) > SOURCES_SHOWN else []
+        epochs = [", ".join([*epochs[:SOURCES_SHOWN], *more])]
+    yield f"{what}: {about}{tokens} tokens to train on, epochs: {epochs[0]}"
+
+
+def _place(section: DataConfig) -> str:
+    """Where a section's text is from: its kind, and the first path or URL that it names."""
+    paths = getattr(section, "paths", None) or [getattr(section, "url", None)]
+    more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+    return f"{section.kind} {paths[0]}{more}" if paths[0] else section.kind
+
+
+def _times(epochs: float) -> str:
+    return f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
+
+
 def _weights(config: RunConfig) -> Iterator[str]:
     """Where the weights of step 0 come from."""
     model = config.model
@@ -150,7 +192,7 @@ def _tokenizer(config: RunConfig) -> Iterator[str]:
     except TrainctlError:  # a check of the files says so
         return
     path = tokenizer.path if isinstance(tokenizer, TokenizerFromPath) else None
-    yield f"{path or tokenizer.kind}: {facts.in_words()}"
+    yield f"{path or tokenizer.kind}: {facts.in_words(config.model.vocab_size)}"
 
 
 def _groups(plan: RunPlan, most: int) -> Iterator[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainctl.cli.console import gib, say
 from trainctl.cli.epochs import count_epoch
-from trainctl.cli.source_counts import check_amounts
+from trainctl.cli.source_counts import plan_of_data
 from trainctl.cli.standing import passed_over_findings
 from trainctl.config.compose import SAVED, Composed, examine, recompose
 from trainctl.config.files import missing_files
@@ -22,10 +23,16 @@ from trainctl.plan.resolve import resolve
 from trainctl.planner.assess import Assessment, assess
 from trainctl.planner.model_files import check_model_files
 from trainctl.planner.suggest import Suggestion, what_fits, what_slack_buys
-from trainctl.planner.tokenizer_files import check_tokenizer_files
+from trainctl.planner.tokenizer_files import check_corpus_is_meant, check_tokenizer_files
 from trainctl.runs.attempts import config_of, find_attempt, standing_attempt
 from trainctl.runs.directory import open_run
 from trainctl.runs.layout import RunPaths
+
+if TYPE_CHECKING:
+    from trainctl.data.mixture import DataPlan
+
+UNCOUNTED = "TC067"
+"""The finding that an epoch has not been counted, which follows from files that are not there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +45,7 @@ class Planned:
         assessment: Plan, budget and findings; the plan is none when it cannot be made.
         findings: Those of the composition and of the assessment, each naming what set its key.
         traced: What a trace found of the model, if it was asked for.
+        data: What the run sees of each source, where files were looked for and can be counted.
     """
 
     composed: Composed
@@ -45,6 +53,7 @@ class Planned:
     assessment: Assessment
     findings: tuple[Finding, ...]
     traced: TracedModel | None = None
+    data: DataPlan | None = None
 
     @property
     def errors(self) -> list[Finding]:
@@ -98,27 +107,33 @@ def plan(
         exact: Trace the model for its budget, in a process of its own.
         calibrated: Take what was measured on this machine, for hardware that is here.
     """
-    composed = count_epoch(composed, tokenize=tokenize)
+    missing = missing_files(composed.config, folder) if with_files else []
+    is_there = not any(finding.is_error for finding in missing)
+    composed = count_epoch(composed, tokenize=tokenize and is_there)
     hardware = resolve_hardware(composed.config.hardware, calibrated=calibrated)
     assessment = assess(composed.config, hardware)
     traced = None
     if exact and assessment.plan is not None:
         traced = TracedModel.from_json(trace_in_child(composed.config, folder))
         assessment = assess(composed.config, hardware, traced)
-    found = [*assessment.findings]
+    found = [each for each in assessment.findings if is_there or each.rule != UNCOUNTED]
+    data = None
     if with_files:
-        found += missing_files(composed.config, folder)
+        found += missing
         found += check_model_files(composed.config)
         found += check_tokenizer_files(composed.config)
+        found += check_corpus_is_meant(composed.config)
         found += refusals(composed.config, hardware)
         if assessment.plan is not None and not any(finding.is_error for finding in found):
-            found += check_amounts(assessment.plan)
+            data, problems = plan_of_data(assessment.plan)
+            found += problems
     return Planned(
         composed=composed,
         hardware=hardware,
         assessment=assessment,
         findings=(*composed.findings, *name_sources(composed, found)),
         traced=traced,
+        data=data,
     )
 
 

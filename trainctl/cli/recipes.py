@@ -42,9 +42,12 @@ def _row(info: RecipeInfo, config_dir: Path | None) -> dict[str, Any]:
 
 
 def _fits(name: str, config_dir: Path | None) -> tuple[bool | None, str]:
-    """Whether `trainctl launch recipe=NAME` would start here, by the same checks."""
+    """Whether this machine has what the recipe plans for, and why not.
+
+    Data and weights are the user's to name, and are not asked for.
+    """
     try:
-        planned = plan(compose([f"recipe={name}"], config_dir), with_files=True)
+        planned = plan(compose([f"recipe={name}"], config_dir))
         return can_launch(planned, DEFAULT_ROOT)
     except TrainctlError as error:
         return False, error.findings[0].message if error.findings else error.message

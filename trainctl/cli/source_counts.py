@@ -14,7 +14,7 @@ from trainctl.plan.mixture import sources_of
 from trainctl.plan.types import RunPlan
 
 if TYPE_CHECKING:
-    from trainctl.data.mixture import Count
+    from trainctl.data.mixture import Count, DataPlan
     from trainctl.train.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 1 << 16
@@ -62,20 +62,30 @@ def count_sources(config: RunConfig) -> tuple[dict[str, Count], list[Finding]]:
     return counts, problems
 
 
-def check_amounts(plan: RunPlan) -> list[Finding]:
-    """What the sources of a run cannot give, where all of them are tokenized already.
+def plan_of_data(plan: RunPlan) -> tuple[DataPlan | None, list[Finding]]:
+    """Plan what a run sees of each source before it starts, and find what a source cannot give.
 
-    Of others the run finds out before its ranks start.
+    Where a length is guessed only repetition is found: the run itself finds the rest before its
+    ranks start.
+
+    Returns:
+        The plan and the findings; no plan for a script or for `data.factory`, or where a source
+        or the tokenizer cannot be read.
     """
-    data = plan.config.data
-    if not plan.config.trains_itself or not (data.sources or data.stages) or data.factory:
-        return []
-    from trainctl.data.mixture import plan_data
+    if not plan.config.trains_itself or plan.config.data.factory is not None:
+        return None, []
+    from trainctl.data.mixture import REPEATED, plan_data
 
-    counts, unread = count_sources(plan.config)
-    if unread or any(count.is_estimate for count in counts.values()):
-        return []
-    return list(plan_data(plan, counts).problems)
+    try:
+        counts, unread = count_sources(plan.config)
+    except TrainctlError:  # of the tokenizer: who encodes with it says so
+        return None, []
+    if unread:
+        return None, []
+    found = plan_data(plan, counts)
+    is_guessed = any(count.is_estimate for count in counts.values())
+    problems = [each for each in found.problems if each.rule == REPEATED or not is_guessed]
+    return (found if found.stages else None), problems
 
 
 def _guess(section: DataConfig, tokenizer: Tokenizer) -> int:

@@ -84,7 +84,7 @@ def accept(planned: Planned, *, force: bool, as_json: bool, verbose: bool) -> Ru
         raise TrainctlError.from_findings(planned.findings)
     is_brief = not verbose and not planned.errors
     if not as_json:
-        show_plan(made, brief=is_brief)
+        show_plan(made, planned.data, brief=is_brief)
     if not as_json and is_brief:
         show_brief_budget(budget.to_json())
         put("--verbose shows the reasons and the whole budget")

@@ -15,7 +15,7 @@ from trainctl.config.text.choice import check_choice
 from trainctl.config.user_code import check_user_code
 from trainctl.errors import Finding, TrainctlError
 
-NO_TEMPLATE = "TC367"
+NO_TOKENIZER, NO_TEMPLATE = "TC073", "TC367"
 
 
 def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding]:
@@ -28,13 +28,26 @@ def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding
     findings = check_user_code(config, folder)
     if not config.trains_itself:
         return findings  # the corpus and the tokenizer are for trainctl's trainer
-    findings += [*check_text(config), *check_choice(config), *_without_template(config)]
+    findings += [*check_text(config), *check_choice(config)]
+    findings += [*_without_tokenizer(config), *_without_template(config)]
     findings += [
         Finding(rule=MISSING, key=key, message=f"{path} does not exist")
         for key, path in _paths(config)
         if not Path(path).expanduser().exists()
     ]
     return findings
+
+
+def _without_tokenizer(config: RunConfig) -> Iterator[Finding]:
+    """Find a tokenizer that is read from a file, and no file is named."""
+    section = config.tokenizer
+    if isinstance(section, TokenizerFromPath) and not section.path:
+        yield Finding(
+            rule=NO_TOKENIZER,
+            key="tokenizer.path",
+            message=f"tokenizer.kind={section.kind} needs tokenizer.path",
+            hint=f"tokenizer.path=/path/to/{load('tokenizer', section.kind).path_is}",
+        )
 
 
 def _without_template(config: RunConfig) -> Iterator[Finding]:

@@ -46,14 +46,15 @@ class TokenizerFacts:
     end_token: str = ""
     found_in: str = ""
 
-    def in_words(self) -> str:
-        """Its ids and its end of document."""
+    def in_words(self, rows: int) -> str:
+        """Describe its ids, of a model with so many rows in its embedding, and its document end."""
+        ids = f"{self.vocab_size:,} of {rows:,} ids"
         if self.end_of_document is None:
-            return f"{self.vocab_size:,} ids, nothing ends a document"
+            return f"{ids}, nothing ends a document"
         end = self.end_of_document
         token = f"{self.end_token} ({end})" if self.end_token else f"id {end}"
         where = f", by {self.found_in}" if self.found_in else ""
-        return f"{self.vocab_size:,} ids, {token} ends a document{where}"
+        return f"{ids}, {token} ends a document{where}"
 
 
 def read_facts(path: Path) -> TokenizerFacts:

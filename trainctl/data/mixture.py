@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -24,7 +24,11 @@ from trainctl.plan.types import RunPlan
 ROUNDING = 1e-3
 """Of a source's passes: what weights that are rounded to a period may add to them."""
 
-SHORT, OFF, LEFT_OUT = "TC345", "TC346", "TC347"
+MOST_EPOCHS = 50
+"""Passes over a source that are not warned of: far beyond the four or so up to which repeated text
+is worth nearly as much as new text (arXiv:2305.16264), and more than small corpora are given."""
+
+SHORT, OFF, LEFT_OUT, REPEATED = "TC345", "TC346", "TC347", "TC411"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +154,7 @@ def plan_data(plan: RunPlan, counts: Mapping[str, Count]) -> DataPlan:
         )
     problems = (
         *_runs_out(plan.config, order, stages, run, tokens),
+        *_repeated(plan.config, run, counts),
         *_off(plan.config, run, tokens, everything),
         *_left_out(plan.config, order),
     )
@@ -244,6 +249,26 @@ def _runs_out(
             )
         )
     return found
+
+
+def _repeated(
+    config: RunConfig, run: Mapping[str, SourceUse], counts: Mapping[str, Count]
+) -> Iterator[Finding]:
+    """Find sources that are repeated too often, unless `max_epochs` allows it."""
+    for name, use in run.items():
+        allowed = getattr(config.data.sources.get(name), "max_epochs", None)
+        if use.epochs > max(MOST_EPOCHS, allowed or 0):
+            about = "about " if counts[name].is_estimate else ""
+            what = name if config.data.sources else "the corpus"
+            yield Finding(
+                rule=REPEATED,
+                key=f"{_key(config, name)}.kind",
+                message=f"the run makes {use.epochs:,.0f} passes over {what}, which has {about}"
+                f"{counts[name].tokens:,} tokens to train on",
+                hint="more text, or a shorter run: training.tokens, training.steps or "
+                "training.epochs",
+                severity=Severity.warning,
+            )
 
 
 def _epochs_before(

@@ -23,12 +23,16 @@ from trainctl.config.safetensors_files import (
     some,
     stored_tensors,
 )
-from trainctl.config.schema import ModelConfig, RunConfig
+from trainctl.config.schema import ModelConfig, RunConfig, WeightsKind
 from trainctl.errors import Finding, Severity, TrainctlError
+from trainctl.options.adapter import low_rank
+from trainctl.options.data import spec_of
+from trainctl.plan.mixture import sources_of
 from trainctl.plan.shapes import all_tensors
 from trainctl.plan.trainable import is_partial
 
 NOT_ITS_WEIGHTS, NO_WEIGHTS, LEFT_OVER, ROTATED = "TC148", "TC145", "TC149", "TC371"
+NOT_NAMED = "TC144"
 
 HARMLESS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "lm_head.weight")
 """Ends of names of what some files hold beside the parameters: tables, masks, a tied head."""
@@ -47,8 +51,10 @@ def check_model_files(config: RunConfig) -> list[Finding]:
     Names, shapes and types are read from the headers; the values are not looked at. Weights of a
     model of the hub's are downloaded first.
     """
-    if not config.trains_itself or config.model.initial_weights is None:
+    if not config.trains_itself:
         return []
+    if config.model.initial_weights is None:
+        return list(_not_named(config))
     folder = Path(config.model.initial_weights).expanduser()
     if not folder.exists():
         return []
@@ -67,6 +73,39 @@ def check_model_files(config: RunConfig) -> list[Finding]:
     if config.model.factory is not None:  # its names are its own
         return []
     return list(_compare(config.model, folder, stored))
+
+
+def _not_named(config: RunConfig) -> Iterator[Finding]:
+    """Find a fine-tuning or preference run that would start from random weights."""
+    model, setting = config.model, _needs_weights(config)
+    if not setting or model.weights is WeightsKind.random:
+        return
+    hint = "model.initial_weights=DIR"
+    if model.path is None:
+        hint = f"model=hf model.path=DIR, or {hint}"
+    if model.weights is WeightsKind.auto:
+        hint += "; model.weights=random starts from random ones"
+    yield Finding(
+        rule=NOT_NAMED,
+        key="model.weights",
+        message=f"{setting} goes on from trained weights, and "
+        + ("none are named" if model.path is None else f"{model.path} has none"),
+        hint=hint,
+    )
+
+
+def _needs_weights(config: RunConfig) -> str:
+    """Return the setting of a fine-tuning or preference run; empty for a run from scratch."""
+    if config.model.weights is WeightsKind.pretrained:
+        return "model.weights=pretrained"
+    if low_rank(config.adapter) is not None:
+        return f"adapter.kind={config.adapter.kind}"
+    if config.data.factory is None:
+        for name, section in sources_of(config.data).items():
+            if spec_of(section).encoder:
+                key = f"data.sources.{name}" if config.data.sources else "data"
+                return f"{key}.kind={section.kind}"
+    return ""
 
 
 def is_run_or_checkpoint(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A tokenizer's files held against the model, before anything starts."""
+"""Tokenizer and corpus held against the model, before anything starts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 from trainctl.config.schema import RunConfig, TokenizerFromPath
 from trainctl.config.special_tokens import TokenizerFacts
 from trainctl.errors import Finding, Severity, TrainctlError
+from trainctl.options.data import spec_of as source_of
 from trainctl.options.tokenizer import spec_of
+from trainctl.plan.mixture import sources_of
 
-NO_END, MALFORMED, OTHER_IDS = "TC154", "TC156", "TC157"
+NO_END, MALFORMED, OTHER_IDS, PLACEHOLDER = "TC154", "TC156", "TC157", "TC410"
 
 
 def check_tokenizer_files(config: RunConfig) -> list[Finding]:
@@ -20,7 +22,7 @@ def check_tokenizer_files(config: RunConfig) -> list[Finding]:
     section = config.tokenizer
     spec = spec_of(section)
     if spec.is_byte_level:
-        return list(_bytes_for_pretrained(config))
+        return list(_bytes_for_other_models(config))
     is_missing = isinstance(section, TokenizerFromPath) and not section.path
     if spec.file is None or is_missing:
         return []
@@ -64,7 +66,38 @@ def _documents_end(config: RunConfig, facts: TokenizerFacts, folder: Path) -> It
     )
 
 
-def _bytes_for_pretrained(config: RunConfig) -> Iterator[Finding]:
+def check_corpus_is_meant(config: RunConfig) -> list[Finding]:
+    """Find the corpus of the demonstration under a model that is none."""
+    if not config.trains_itself or config.data.factory is not None or _is_demonstration(config):
+        return []
+    found = []
+    for name, section in sources_of(config.data).items():
+        key = f"data.sources.{name}" if config.data.sources else "data"
+        kind = f"{key}.kind=files" if config.data.sources else "data=files"
+        if source_of(section).is_demonstration:
+            found.append(
+                Finding(
+                    rule=PLACEHOLDER,
+                    key=f"{key}.kind",
+                    message=f"{key}.kind={section.kind} is the corpus of a first try, Python's own "
+                    f"source files, and {config.model.name} is no model of bytes",
+                    hint=f"{kind} '{key}.paths=[/path/to/*.jsonl]'",
+                    severity=Severity.warning,
+                )
+            )
+    return found
+
+
+def _is_demonstration(config: RunConfig) -> bool:
+    """Return True for a model of bytes: the tokenizer of bytes uses most rows of its embedding."""
+    spec = spec_of(config.tokenizer)
+    return spec.is_byte_level and (
+        config.model.vocab_size < 2 * spec.facts(config.tokenizer).vocab_size
+    )
+
+
+def _bytes_for_other_models(config: RunConfig) -> Iterator[Finding]:
+    """Find the tokenizer of bytes where the model or its weights are made for another one."""
     folder = config.model.initial_weights
     if folder is not None and (Path(folder).expanduser() / "tokenizer.json").is_file():
         yield Finding(
@@ -72,5 +105,15 @@ def _bytes_for_pretrained(config: RunConfig) -> Iterator[Finding]:
             key="tokenizer.kind",
             message=f"the weights of {folder} know its own tokenizer's ids, and text becomes bytes",
             hint=f"tokenizer=hf tokenizer.path={folder}",
+            severity=Severity.warning,
+        )
+    elif not _is_demonstration(config):
+        ids = spec_of(config.tokenizer).facts(config.tokenizer).vocab_size
+        yield Finding(
+            rule=PLACEHOLDER,
+            key="tokenizer.kind",
+            message=f"tokenizer.kind={config.tokenizer.kind} has {ids:,} ids, and "
+            f"{config.model.name} has rows for {config.model.vocab_size:,}: the others never occur",
+            hint="tokenizer=hf tokenizer.path=DIR, or tokenizer=file tokenizer.path=tokenizer.json",
             severity=Severity.warning,
         )

@@ -73,9 +73,15 @@ def of_library(section: TokenizerFromPath) -> Tokenizer:
     """That of the file that the kind names.
 
     Raises:
-        TrainctlError: It is missing or is none.
+        TrainctlError: It is not named, is missing or is none.
     """
-    file = spec_of(section).file
+    spec = spec_of(section)
+    if not section.path:
+        raise TrainctlError(
+            f"tokenizer.kind={section.kind} needs tokenizer.path",
+            hint=f"tokenizer.path=/path/to/{spec.path_is}",
+        )
+    file = spec.file
     assert file is not None
     return FileTokenizer(file(section))
 

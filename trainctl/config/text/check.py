@@ -32,6 +32,7 @@ from trainctl.config.text.silence import told_if_silent
 from trainctl.config.text.stream import Damaged, is_packed
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 
+UNNAMED = "TC074"
 MISSING = "TC115"
 BINARY = "TC138"
 TEXT_KEY = "TC139"
@@ -82,6 +83,10 @@ def check_text(config: RunConfig) -> list[Finding]:
         return []
     spec = load("data", data.kind)
     findings: list[Finding] = []
+    if not data.paths:
+        message = f"data.kind={data.kind} needs data.paths"
+        hint = f'data.paths=["/path/to/*{spec.endings[0]}"]'
+        findings.append(Finding(rule=UNNAMED, key="data.paths", message=message, hint=hint))
     for key, patterns in (("paths", data.paths), ("held_out_paths", data.held_out_paths)):
         found = []
         for pattern in patterns:

@@ -1,4 +1,4 @@
-"""Of sources, stages, filters and samples: TC340 to TC368."""
+"""Of sources, stages, filters and samples: TC340 to TC411."""
 
 from __future__ import annotations
 
@@ -192,5 +192,23 @@ ENTRIES: dict[str, RuleText] = {
         "Only what the template itself asks for, such as enable_thinking.",
         "recipe=tiny data=chat data.paths=[chat.jsonl] data.template_arguments={tools:[]}",
         files={"chat.jsonl": '{"messages": [{"role": "user", "content": "a"}]}\n'},
+    ),
+    "TC410": RuleText(
+        "Without another choice a launch trains on Python's own source files, as bytes: enough to "
+        "try trainctl, and nothing that a larger model should learn. Recipes name no corpus, as "
+        "yours is not known.",
+        "data=files 'data.paths=[...]' (or another source) and tokenizer=hf tokenizer.path=DIR.",
+        "recipe=125m",
+        title="The corpus or the tokenizer of the demonstration, under a model that is none.",
+    ),
+    "TC411": RuleText(
+        "Up to four passes over a text are worth nearly as much as new text, forty as good as "
+        "nothing more (arXiv:2305.16264): the model learns it by heart. Mostly the corpus is "
+        "smaller than was thought.",
+        "More text, or a shorter run. data.sources.NAME.max_epochs allows a source more.",
+        title="More than 50 passes over a corpus.",
+        situation="At `launch`, `validate` and `data plan`; 135 B tokens of a text of 11 MB",
+        message="the run makes 12,294 passes over the corpus, which has about 10,982,341 tokens to "
+        "train on",
     ),
 }

@@ -22,14 +22,17 @@ ENTRIES: dict[str, RuleText] = {
         "recipe=tiny model.vocab_size=256",
     ),
     "TC073": RuleText(
-        "Only the tokenizer of bytes needs no file.",
+        "Only the tokenizer of bytes needs no file. Planning needs none either.",
         "tokenizer.path: a directory that transformers wrote, or a tokenizer.json.",
         "recipe=tiny tokenizer=hf",
+        title="A tokenizer that is read from a file, and no file is named.",
     ),
     "TC074": RuleText(
-        "data=files reads what data.paths names, and nothing is named.",
+        "data=files and its like read what data.paths names, and nothing is named. Planning needs "
+        "no data.",
         "data.paths with files, folders or patterns.",
         "recipe=tiny data=files",
+        title="Data that is read from files, and none are named.",
     ),
     "TC078": RuleText(
         "DeepSpeed looks the level up by name and fails at the start for one that it does not "
@@ -126,11 +129,14 @@ ENTRIES: dict[str, RuleText] = {
         "recipe=tiny experts.z_loss=0.1",
     ),
     "TC144": RuleText(
-        "`model.weights` says whether a model starts from weights or from random ones, "
-        "`model.initial_weights` which; here they contradict each other.",
-        "One of the two: initial_weights alone to start from a directory.",
-        situation="`model.weights=random model.initial_weights=DIR`",
-        message="model.weights=random, and model.initial_weights=w names others",
+        "`model.weights` says whether a model starts from trained or from random weights, and "
+        "`model.initial_weights` from which. Either they contradict each other, or an adapter, "
+        "conversations, pairs of answers or a recipe that fine-tunes would train a random model. "
+        "Planning needs no weights.",
+        "model=hf model.path=DIR or model.initial_weights=DIR; model.weights=random where random "
+        "weights are meant.",
+        "recipe=tiny adapter=lora",
+        title="Weights of step 0 that are missing, or named twice.",
     ),
     "TC153": RuleText(
         "Of each architecture transformers has some kinds of attention only: scores that are "

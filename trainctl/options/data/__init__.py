@@ -48,6 +48,7 @@ class DataSource(Spec):
             read again to know them.
         identity: Gives, of its section, what its documents depend on beside the files. It is a part
             of the key of the cache; None is the kind and all of its own keys.
+        is_demonstration: Whether its text serves to try trainctl, not to train a model for use.
         has_pairs: Whether each of its documents is a pair of answers, one of them preferred.
         encoder: `module:function` that makes the ids of its documents, where that is more than the
             tokenizer's work, and says which of them are learnt: called as ``of(section,
@@ -68,6 +69,7 @@ class DataSource(Spec):
     is_plain: bool = False
     places: Callable[[File], list[int | None]] | None = None
     identity: Callable[[Any], str] | None = None
+    is_demonstration: bool = False
     has_pairs: bool = False
     encoder: str = ""
     is_tokenized: bool = False

@@ -29,6 +29,7 @@ SPEC = DataSource(
     build="trainctl.config.text.plain:read",
     files=files,
     is_plain=True,
+    is_demonstration=True,
     places=plain.places,
     identity=lambda section: "text",  # where others have their `text_key`
 )

@@ -98,8 +98,6 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("TC070", run.model_has_its_directory),
     ("TC071", run.heads_share_the_width),
     ("TC072", run.vocabulary_holds_the_tokenizer),
-    ("TC073", run.tokenizer_has_its_file),
-    ("TC074", run.data_has_its_files),
     ("TC075", run.best_is_measured),
     ("TC076", run.something_is_saved),
     ("TC078", run.log_level_is_known),

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import section_class
-from trainctl.config.schema import CompileKind, DataFromPaths, OnBadText, Packing, StageConfig
+from trainctl.config.schema import CompileKind, OnBadText, Packing, StageConfig
 from trainctl.errors import Finding
 from trainctl.options.data import spec_of
 from trainctl.options.data.stream import StreamConfig, shards_needed
@@ -34,7 +34,7 @@ SHARD_TOKENS = 1 << 26
 
 
 def sources_have_their_share(draft: Draft) -> Iterator[Finding]:
-    """Each source is drawn from, by one number that says how much, and has its files."""
+    """Each source is drawn from, by one number that says how much."""
     data, key = draft.config.data, "data.sources"
     if not data.sources:
         return
@@ -53,12 +53,6 @@ def sources_have_their_share(draft: Draft) -> Iterator[Finding]:
                 f"{key}.{name} has no weight, tokens or epochs, and no stage names it: nothing "
                 "would be drawn from it",
                 f"{key}.{name}.weight=0.1, or leave the source out",
-            )
-        if isinstance(source, DataFromPaths) and not source.paths:
-            yield error(
-                f"{key}.{name}.paths",
-                f"{key}.{name}.kind={source.kind} needs {key}.{name}.paths",
-                f'{key}.{name}.paths=["/path/to/*{spec_of(source).endings[-1]}"]',
             )
     weights = {n: s.weight for n, s in data.sources.items() if s.weight is not None}
     yield from _sum(key, ".weight", weights)

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.config.schema import (
-    DataFromPaths,
-    TokenizerFromPath,
-    WeightsKind,
-)
+from trainctl.config.schema import WeightsKind
 from trainctl.errors import Finding
-from trainctl.options import data as sources
 from trainctl.options import launcher as launchers
 from trainctl.options import model as families
 from trainctl.options import tokenizer as tokenizers
@@ -38,20 +33,13 @@ def model_has_its_directory(draft: Draft) -> Iterator[Finding]:
 
 
 def weights_have_one_source(draft: Draft) -> Iterator[Finding]:
-    """`model.weights` agrees with whether there are any to start from."""
-    config = draft.config
-    kind, folder = config.model.weights, config.model.initial_weights
+    """Weights of step 0 are random, or those of a directory."""
+    kind, folder = draft.config.model.weights, draft.config.model.initial_weights
     if kind is WeightsKind.random and folder is not None:
         yield error(
             "model.weights",
             f"model.weights=random, and model.initial_weights={folder} names others",
             "leave one of them out",
-        )
-    if kind is WeightsKind.pretrained and folder is None and config.trains_itself:
-        yield error(
-            "model.weights",
-            "model.weights=pretrained, and there are none to start from",
-            "model=hf model.path=DIR, or model.initial_weights=DIR",
         )
 
 
@@ -113,29 +101,6 @@ def vocabulary_holds_the_tokenizer(draft: Draft) -> Iterator[Finding]:
             "model.vocab_size",
             f"model.vocab_size={rows} is smaller than the {spec.name} tokenizer's {ids} ids",
             f"model.vocab_size={ids} or more",
-        )
-
-
-def tokenizer_has_its_file(draft: Draft) -> Iterator[Finding]:
-    """A file or directory that the tokenizer is read from."""
-    tokenizer = draft.config.tokenizer
-    if isinstance(tokenizer, TokenizerFromPath) and tokenizer.path is None:
-        yield error(
-            "tokenizer.path",
-            f"tokenizer.kind={tokenizer.kind} needs tokenizer.path",
-            f"tokenizer.path=/path/to/{tokenizers.spec_of(tokenizer).path_is}",
-        )
-
-
-def data_has_its_files(draft: Draft) -> Iterator[Finding]:
-    """Files to read, and files to hold out."""
-    data = draft.config.data
-    if isinstance(data, DataFromPaths) and not data.paths and not data.sources:
-        *_, ending = sources.spec_of(data).endings
-        yield error(
-            "data.paths",
-            f"data.kind={data.kind} needs data.paths",
-            f'data.paths=["/path/to/*{ending}"]',
         )
 
 

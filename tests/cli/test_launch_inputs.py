@@ -1,0 +1,133 @@
+"""Data, tokenizer and weights of a launch: shown in the plan; placeholders are warned of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from chat_files import asked, write_tokenizer
+
+from trainctl.cli.main import run
+from trainctl.errors import ExitCode
+
+FROM_SCRATCH = ("125m", "1b-zero1", "7b-zero2", "7b-zero3", "13b-zero3", "70b-zero3-nodes")
+FINE_TUNING = (
+    "7b-zero3-offload",
+    "7b-zero3-nvme",
+    "8b-long-context",
+    "sft-8b-full-8x80g",
+    "sft-8b-lora-1x24g",
+    "sft-70b-lora-8x80g",
+    "sft-70b-qlora-1x80g",
+    "dpo-8b-lora",
+)
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def findings(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, str]]:
+    """What `validate` finds, by key."""
+    run(["validate", "--json", *words])
+    found = json.loads(capsys.readouterr().out)["findings"]
+    return {each["key"]: each for each in found}
+
+
+@pytest.mark.parametrize("recipe", FROM_SCRATCH)
+def test_a_launch_on_placeholders_is_warned_of_with_the_keys_to_set(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = findings(capsys, f"recipe={recipe}")
+    assert found["data.kind"]["rule"] in ("TC410", "TC411")
+    assert found["tokenizer.kind"]["rule"] == "TC410"
+    assert "tokenizer.path=" in found["tokenizer.kind"]["hint"]
+    assert {each["severity"] for each in found.values()} == {"warning"}
+    run(["validate", f"recipe={recipe}"])
+    error = capsys.readouterr().err
+    assert "data.paths=[" in error and "passes over the corpus" in error
+
+
+@pytest.mark.parametrize("recipe", FINE_TUNING)
+def test_fine_tuning_without_weights_is_refused(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = findings(capsys, f"recipe={recipe}")["model.weights"]
+    assert (weights["rule"], weights["severity"]) == ("TC144", "error")
+    assert "model.path=DIR" in weights["hint"] and "model.initial_weights=DIR" in weights["hint"]
+    assert run(["launch", "--dry-run", f"recipe={recipe}"]) == ExitCode.bad_input
+
+
+@pytest.mark.parametrize("recipe", [*FROM_SCRATCH, *FINE_TUNING])
+def test_planning_needs_no_data_and_does_not_warn(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["estimate-memory", f"recipe={recipe}"]) == 0
+    error = capsys.readouterr().err
+    assert "warning" not in error and "error" not in error
+
+
+def test_the_demonstration_is_what_it_is_meant_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert findings(capsys, "recipe=tiny") == {}
+    assert run(["launch", "--dry-run", "recipe=tiny"]) == 0
+    lines = capsys.readouterr().out
+    assert "  data      stdlib: about 11 M tokens to train on, epochs: 0.06\n" in lines
+    assert "  weights   random at step 0" in lines
+    assert "  tokenizer byte: 257 of 264 ids" in lines
+
+
+def test_users_text_and_tokenizer_are_no_placeholders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("Some prose.\n" * 4000)
+    tokenizer = write_tokenizer(tmp_path / "m")
+    mine = ["tokenizer=hf", f"tokenizer.path={tokenizer}"]
+    found = findings(capsys, "recipe=125m", "data=files", "data.paths=[a.txt]", *mine)
+    assert [each["rule"] for each in found.values()] == ["TC411"]
+    few = ["training.tokens=null", "training.steps=1"]
+    assert findings(capsys, "recipe=125m", "data=files", "data.paths=[a.txt]", *mine, *few) == {}
+    found = findings(capsys, "recipe=125m", *mine, *few)
+    assert "model of bytes" in found["data.kind"]["message"]
+    found = findings(capsys, "recipe=125m", "data=files", "data.paths=[a.txt]", *few)
+    assert [(key, each["rule"]) for key, each in found.items()] == [("tokenizer.kind", "TC410")]
+
+
+def test_more_than_fifty_passes_are_warned_of_unless_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("Some prose.\n" * 4000)
+    source = "data.sources={{a: {{kind: files, paths: [a.txt], weight: 1{}}}}}"
+    found = findings(capsys, "recipe=tiny", "training.steps=700", source.format(""))
+    assert found["data.sources.a.kind"]["rule"] == "TC411"
+    assert "63 passes over a" in found["data.sources.a.kind"]["message"]
+    assert not findings(capsys, "recipe=tiny", "training.steps=500", source.format(""))
+    allowed = source.format(", max_epochs: 70")
+    assert not findings(capsys, "recipe=tiny", "training.steps=700", allowed)
+
+
+def test_files_that_are_not_named_are_told_once_each(capsys: pytest.CaptureFixture[str]) -> None:
+    found = findings(capsys, "recipe=sft-8b-lora-1x24g", "training.steps=null", "training.epochs=2")
+    assert {key: each["rule"] for key, each in found.items()} == {
+        "data.paths": "TC074",
+        "tokenizer.path": "TC073",
+        "model.weights": "TC144",
+    }
+    found = findings(capsys, "recipe=tiny", "data.sources={a: {kind: files, weight: 1}}")
+    assert {key: each["rule"] for key, each in found.items()} == {"data.sources.a.paths": "TC074"}
+
+
+def test_random_weights_are_fine_tuned_where_they_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = (json.dumps({"messages": asked((f"{n}?", f"{n}"))}) for n in range(40))
+    (tmp_path / "chat.jsonl").write_text("\n".join(rows))
+    folder = write_tokenizer(tmp_path / "m")
+    words = ["recipe=tiny", "adapter=lora", "data=chat", "data.paths=[chat.jsonl]"]
+    words += ["tokenizer=hf", f"tokenizer.path={folder}", "training.steps=20"]
+    assert list(findings(capsys, *words)) == ["model.weights"]
+    assert findings(capsys, *words, "model.weights=random") == {}
+    assert run(["launch", "--dry-run", *words, "model.weights=random"]) == 0
+    assert "  data      chat chat.jsonl: about " in capsys.readouterr().out
