@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -9,9 +12,11 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 from trainctl.agent import builds
-from trainctl.agent.builds import BuildWatch
+from trainctl.agent.builds import BuildWatch, sweep_builders
+from trainctl.hardware.builds import is_stale_lock
 from trainctl.runs.heartbeats import Heartbeat, Phase
 from trainctl.runs.layout import AttemptPaths
+from trainctl.runs.processes import RunTag
 
 Told = list[tuple[str, bool]]
 """Operators, and whether they were compiled already."""
@@ -96,3 +101,38 @@ def test_nobody_looks_once_training_has_begun(folder: Path, tmp_path: Path) -> N
     assert FileBaton(str(folder / "lock")).try_acquire()
     watched.look()
     assert told == []
+
+
+HOLD = """
+import os, sys, time
+os.open(sys.argv[1], os.O_CREAT | os.O_EXCL)  # as torch's FileBaton does
+print("held", flush=True)
+time.sleep(100)
+"""
+
+
+def hold(lock: Path, **variables: str) -> subprocess.Popen[str]:
+    """Start a process that holds the lock of a build."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(lock)],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout is not None and started.stdout.readline() == "held\n"
+    return started
+
+
+def test_ranks_that_are_ended_while_they_build_leave_no_lock(folder: Path, tmp_path: Path) -> None:
+    tag = RunTag("r", tmp_path, 1, 0)
+    others = folder.with_name("async_io")
+    others.mkdir()
+    with hold(folder / "lock", **tag.environment()), hold(others / "lock") as another_run:
+        try:
+            assert not is_stale_lock(folder / "lock")
+            sweep_builders(tag, grace_seconds=0)
+            assert not (folder / "lock").exists()
+            assert (others / "lock").exists() and not is_stale_lock(others / "lock")
+        finally:
+            another_run.kill()
+    assert is_stale_lock(others / "lock")  # a second old, and its builder was killed

@@ -6,9 +6,11 @@ import stat
 from pathlib import Path
 
 import psutil
-from torch.distributed import FileStore
+import pytest
+from torch.distributed import FileStore, PrefixStore, TCPStore
 
-from trainctl.agent.rendezvous import NodeRendezvous
+from trainctl.agent import rendezvous
+from trainctl.agent.rendezvous import JoinWatch, NodeRendezvous
 
 
 def listening() -> set[int]:
@@ -26,3 +28,21 @@ def test_ranks_of_one_node_meet_where_no_other_user_can(tmp_path: Path) -> None:
     FileStore(str(file), 1).set("a", "b")
     public = NodeRendezvous("id", 0, 1, None, None)  # what a program of the user's is told
     assert public.port in listening() - before
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_ranks_that_join_no_process_group_are_told_once(
+    monkeypatch: pytest.MonkeyPatch, joins: bool
+) -> None:
+    """Two models that know nothing of each other would train, and end with 0."""
+    meeting = NodeRendezvous("r", 0, 1, None, None)
+    told: list[float] = []
+    joining = JoinWatch(meeting, told.append)
+    joining.look()  # it is too early to tell
+    if joins:
+        PrefixStore("default_pg", TCPStore(meeting.address, meeting.port)).set("rank0", "here")
+    assert told == []
+    monkeypatch.setattr(rendezvous, "JOIN_SECONDS", 0.0)
+    joining.look()
+    joining.look(at_end=True)
+    assert len(told) == (0 if joins else 1)

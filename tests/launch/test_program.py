@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,47 @@ def test_a_program_of_the_user_s_gets_the_plan_by_its_environment() -> None:
     assert given["DS_ACCELERATOR"] == "cpu"
     on_cuda = replace(scripted, hardware=replace(scripted.hardware, accelerator=Accelerator.cuda))
     assert environment(on_cuda)["DS_ACCELERATOR"] == "cuda"
+
+
+def test_an_accelerator_finds_what_accelerates_own_launcher_sets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On GPUs DeepSpeed with the plan's JSON; on CPUs, where accelerate has none, DDP."""
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils import launch
+
+    def given(made: RunPlan) -> dict[str, str]:
+        start = Start(plan=made, run=RUN, attempt=ATTEMPT, environment={}, cores=2)
+        variables = render(start).command.nodes[0].environment
+        return {name: variables[name] for name in variables if name.startswith("ACCELERATE_")}
+
+    monkeypatch.setattr(launch, "is_port_in_use", lambda _: False)
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
+    steps = "4"
+    words = ["--mixed_precision", "bf16", "--gradient_accumulation_steps", steps]
+    parser = launch_command_parser()
+    scripted = plan(script="/t.py")
+    on_cuda = replace(
+        scripted,
+        hardware=replace(scripted.hardware, accelerator=Accelerator.cuda),
+        batch=replace(scripted.batch, gradient_accumulation_steps=int(steps)),
+        deepspeed={"bf16": {"enabled": True}},
+    )
+    file = ["--use_deepspeed", "--deepspeed_config_file", str(ATTEMPT.accelerate)]
+    own = parser.parse_args([*words, *file, "t.py"])
+    own.num_processes = own.num_machines = 1
+    own.deepspeed_fields_from_accelerate_config = ""
+    _, theirs = launch.prepare_deepspeed_cmd_env(own)
+    # It lists settings of accelerate's own configuration file, of which there is none.
+    del theirs["ACCELERATE_CONFIG_DS_FIELDS"]
+    expected = {name: value for name, value in theirs.items() if name.startswith("ACCELERATE_")}
+    assert given(on_cuda) == expected
+
+    assert given(scripted) == {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    # TrainingArguments(deepspeed=...) makes the environment itself, and is confused by another.
+    assert given(plan(script="/t.py", script_config_flag="--deepspeed")) == {}
+    assert given(plan()) == {}
 
 
 def test_code_of_the_user_s_runs_where_it_was_launched(tmp_path: Path) -> None:

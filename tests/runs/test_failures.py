@@ -91,3 +91,22 @@ def test_an_abort_after_an_error_is_that_error(tmp_path: Path) -> None:
 )
 def test_a_lost_peer_is_a_consequence(error: str, is_consequence: bool) -> None:
     assert failures.is_lost_peer(error) is is_consequence
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "AssertionError: Not sure how to proceed, we were given deepspeed configs in the deepspeed "
+        "arguments and deepspeed.initialize() function call",
+        "t.py: error: unrecognized arguments: --deepspeed_config /r/attempts/1/ds_config.json",
+        "ValueError: Some specified arguments are not used by the HfArgumentParser: "
+        "['--deepspeed_config', '/r/attempts/1/ds_config.json']",
+        "Error: No such option: --deepspeed_config",
+    ],
+)
+def test_a_script_that_cannot_take_the_json_is_told_the_key_for_it(
+    tmp_path: Path, said: str
+) -> None:
+    (tmp_path / "log").write_text(f"Traceback (most recent call last):\n  File ...\n{said}\n")
+    hint = failures.describe(2, tmp_path / "log", codes_are_ours=False)["hint"]
+    assert hint.startswith("script_config_flag=null")

@@ -17,7 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainctl.agent.builds import BuildWatch
+from trainctl.agent.builds import BuildWatch, sweep_builders
 from trainctl.agent.guard import SignalGuard, leave
 from trainctl.agent.nursery import Nursery
 from trainctl.agent.place import (
@@ -28,7 +28,7 @@ from trainctl.agent.place import (
     use_interface_towards,
 )
 from trainctl.agent.ranks import RankExit, start_ranks, watch_ranks
-from trainctl.agent.rendezvous import NodeRendezvous
+from trainctl.agent.rendezvous import JoinWatch, NodeRendezvous
 from trainctl.agent.watch import HungRank, Watch
 from trainctl.engines import declared
 from trainctl.errors import ExitCode, TrainctlError
@@ -44,7 +44,6 @@ from trainctl.runs.processes import (
     SIGTERM_SAVES_VARIABLE,
     RunTag,
     die_with_parent,
-    sweep,
 )
 from trainctl.runs.provenance import redact_argv
 from trainctl.runs.records import EventWriter
@@ -119,7 +118,7 @@ class Agent:
             message = f"the agent failed: {type(error).__name__}: {error}"
             code = int(ExitCode.internal_error)
             self._report(code, message=message, exit_code=code)
-        sweep(self._tag, grace_seconds=self._grace_seconds)
+        sweep_builders(self._tag, grace_seconds=self._grace_seconds)
         for file in self._attempt.root.glob(f"{self._attempt.store.name}*"):
             file.unlink(missing_ok=True)
         leave(code)
@@ -207,8 +206,19 @@ class Agent:
             with EventWriter(self._run.events, self._attempt.number) as writer:
                 writer.write("program", command=redact_argv(command.rank_command))
         stopping = guard.yield_if_stopping
+        joining = None
+        if command.is_users and self._node == 0 and nodes * command.ranks_per_node > 1:
+            joining = JoinWatch(rendezvous, self._report_not_joined)
+
+        def look() -> None:
+            builds.look()
+            if joining is not None:
+                joining.look()
+
         pids = start_ranks(command, rendezvous, self._tag, nursery, stopping)
-        if watch_ranks(pids, self._tag, guard, watch, builds, self._grace_seconds, on_failure):
+        if watch_ranks(pids, self._tag, guard, watch, look, self._grace_seconds, on_failure):
+            if joining is not None:
+                joining.look(at_end=True)
             rendezvous.stay_for_others(stopping)
         return code
 
@@ -297,6 +307,12 @@ class Agent:
         with suppress(OSError):  # a full disk, which others will find
             with EventWriter(self._run.events, self._attempt.number) as writer:
                 writer.write("build", operator=operator, seconds=seconds, **where)
+
+    def _report_not_joined(self, seconds: float) -> None:
+        """Record that ranks of a user's program train without each other, as far as is seen."""
+        with suppress(OSError):  # a full disk, which others will find
+            with EventWriter(self._run.events, self._attempt.number) as writer:
+                writer.write("not_joined", seconds=seconds)
 
     def _tell_corpus(self, message: str) -> None:
         """Record what the run should know of its tokenized corpus."""

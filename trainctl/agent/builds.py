@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
-from trainctl.hardware.builds import build_folders
+from trainctl.hardware.builds import build_folders, is_stale_lock, locks_held_by
 from trainctl.runs.heartbeats import Phase, read_beat
 from trainctl.runs.layout import AttemptPaths
+from trainctl.runs.processes import RunTag, processes_of, sweep
 
 _LOOK_SECONDS = 1.0
 _CHECK_SECONDS = 5.0
@@ -68,6 +69,23 @@ class BuildWatch:
                     self._waiting.remove(operator)
                     if any(_is_built(folder, operator) for folder in folders):
                         self._on_build(operator, seconds)
+
+
+def sweep_builders(tag: RunTag, *, grace_seconds: float) -> None:
+    """End every process that carries the tag, and remove the locks of builds that this cuts short.
+
+    Args:
+        tag: Whose processes.
+        grace_seconds: As for `trainctl.runs.processes.sweep`.
+    """
+    locks = {(folder / "lock").resolve() for folder in build_folders("*")}
+    cut_short = locks & {lock for pid in processes_of(tag) for lock in locks_held_by(pid)}
+    sweep(tag, grace_seconds=grace_seconds)
+    for lock in locks:
+        # Of one that was killed before nobody knows whose it was; no living process builds there.
+        if lock in cut_short or is_stale_lock(lock):
+            with suppress(OSError):
+                lock.unlink(missing_ok=True)
 
 
 def _is_built(folder: Path, operator: str) -> bool:

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from trainctl.runs.processes import LEASE_END, RunTag, die_with_parent, sweep
+from trainctl.agent.builds import sweep_builders
+from trainctl.runs.processes import LEASE_END, RunTag, die_with_parent
 
 _STDIN = 0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -86,7 +87,7 @@ class SignalGuard:
         number, loss = self._await_end()
         self._stopping.set()
         try:
-            sweep(self._tag, grace_seconds=self._grace_seconds)
+            sweep_builders(self._tag, grace_seconds=self._grace_seconds)
             if loss:
                 self._on_orphaned(loss)
         finally:

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from trainctl.agent.builds import BuildWatch
+from trainctl.agent.builds import sweep_builders
 from trainctl.agent.guard import SignalGuard
 from trainctl.agent.nursery import Nursery
 from trainctl.agent.rendezvous import NodeRendezvous
 from trainctl.agent.watch import HungRank, Watch
 from trainctl.runs.command import AttemptCommand
-from trainctl.runs.processes import STORE_VARIABLE, RunTag, blocked_for_ranks, sweep
+from trainctl.runs.processes import STORE_VARIABLE, RunTag, blocked_for_ranks
 
 _LOOK_SECONDS = 0.02
 
@@ -61,7 +61,7 @@ def start_ranks(
     if nursery is not None:
         pids = nursery.fork(variables, still_wanted)
         if pids is None:
-            sweep(tag, grace_seconds=0)  # it may have forked some
+            sweep_builders(tag, grace_seconds=0)  # it may have forked some
     if pids is None:
         pids = [_start(of_rank) for of_rank in variables]
     return {int(of_rank["RANK"]): pid for of_rank, pid in zip(variables, pids, strict=False)}
@@ -104,7 +104,7 @@ def watch_ranks(
     tag: RunTag,
     guard: SignalGuard,
     watch: Watch,
-    builds: BuildWatch,
+    look: Callable[[], None],
     grace_seconds: float,
     on_failure: Callable[[RankExit | HungRank], None],
 ) -> bool:
@@ -115,7 +115,7 @@ def watch_ranks(
         tag: What all processes of the attempt carry.
         guard: Has the signals.
         watch: Finds a rank that hangs.
-        builds: Finds what the ranks compile before they train.
+        look: Called again and again while ranks live.
         grace_seconds: Between SIGTERM and SIGKILL for the ranks that outlive the first failure.
         on_failure: Called at once with the first rank that fails, before the others are stopped.
     """
@@ -127,16 +127,16 @@ def watch_ranks(
         if failed:
             # A peer of a killed rank fails a moment later by a broken connection, hence this order.
             on_failure(min(failed, key=lambda ended: (ended.return_code > 0, ended.rank)))
-            sweep(tag, grace_seconds=grace_seconds)
+            sweep_builders(tag, grace_seconds=grace_seconds)
             return False
         alive = {rank: pids[rank] for rank, code in codes.items() if code is None}
         if not alive:
             return True
-        builds.look()
+        look()
         hung = watch.find_hung(alive)
         if hung is not None:
             on_failure(hung)
-            sweep(tag, grace_seconds=0)  # its peers wait for it, and it may be stopped
+            sweep_builders(tag, grace_seconds=0)  # its peers wait for it, and it may be stopped
             return False
         time.sleep(_LOOK_SECONDS)
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=300)
 _LOOK = timedelta(seconds=1)
+JOIN_SECONDS = 180.0
+"""How long ranks may import and load before they join; most take less than a minute."""
 _OTHERS_SECONDS = 300.0
 """How long the first node's agent keeps the store for nodes that say nothing."""
 
@@ -131,12 +133,45 @@ class NodeRendezvous:
         for node in range(1, self._nodes):
             self.await_mark(f"ended-{node}", still_wanted, _OTHERS_SECONDS)
 
+    def num_keys(self) -> int:
+        """Return the number of entries in the store: agents' and, once they join, ranks'."""
+        assert self._store is not None
+        return self._store.num_keys()
+
     def _is_there(self, store: TCPStore) -> bool:
         try:
             store.check([self.run_id])
         except RuntimeError:
             return False
         return True
+
+
+class JoinWatch:
+    """Finds out whether ranks of a user's program meet where they were told to.
+
+    Whatever opens a process group by `MASTER_ADDR` and `MASTER_PORT` leaves entries in the store.
+    Ranks that never do each train a model of their own, and would end well.
+
+    Args:
+        rendezvous: Of the first node, before its ranks start.
+        report: Called with the seconds that have passed, once, if no rank has joined.
+    """
+
+    def __init__(self, rendezvous: NodeRendezvous, report: Callable[[float], None]) -> None:
+        self._rendezvous = rendezvous
+        self._report = report
+        self._own_keys = rendezvous.num_keys()
+        self._started = time.monotonic()
+        self._is_done = False
+
+    def look(self, *, at_end: bool = False) -> None:
+        """Look, once: after some minutes, or when the ranks have ended well before that."""
+        seconds = time.monotonic() - self._started
+        if self._is_done or (seconds < JOIN_SECONDS and not at_end):
+            return
+        self._is_done = True
+        if self._rendezvous.num_keys() == self._own_keys:
+            self._report(seconds)
 
 
 def _keep(address: str, listener: socket.socket) -> TCPStore:

@@ -197,6 +197,11 @@ def event_lines(event: Event) -> list[str]:
         case "reference":
             pairs = f"{event['train']:,} + {event['held_out']:,} held-out pairs"
             return [f"reference log-probabilities of {pairs}: {clock(event['seconds'])}"]
+        case "not_joined":
+            return [
+                f"warning: after {clock(event['seconds'])} no rank has joined a process group: "
+                "each may train a model of its own (MASTER_ADDR, MASTER_PORT)"
+            ]
         case "corpus":
             return [printable(event["message"])]
         case "evaluation":

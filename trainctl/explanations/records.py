@@ -262,6 +262,14 @@ RECORDS = {
         "A script or function of the user's is started.",
         {"command": "its words, secrets left out"},
     ),
+    "not_joined": Record(
+        "No rank of a script or function of the user's has joined a process group.",
+        {"seconds": "since the ranks were started"},
+        "Each rank then trains a model of its own. A script opens the group by "
+        "`deepspeed.init_distributed()`, `torch.distributed.init_process_group()` or "
+        "`Accelerator()`; one that meets elsewhere than at `MASTER_ADDR` and `MASTER_PORT` is not "
+        "seen.",
+    ),
     "waiting": Record(
         "A restart waits for nodes.",
         {"there": "how many answer", "of": "how many there are", "missing": "the others' names"},

@@ -36,9 +36,6 @@ _COMPILE_SECONDS = 60.0
 _LONGEST_BUILD_SECONDS = 3600.0
 """No operator takes so long: a lock that is older was left by a build that was killed."""
 
-_UNSEEN_BUILD_SECONDS = 600.0
-"""A lock that is older, and for which no process of this machine builds, was left as well."""
-
 
 def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
     """DeepSpeed's native operators that the run will use, each with the key that asks for it.
@@ -132,7 +129,7 @@ def no_build_was_left(config: RunConfig, hardware: Hardware) -> Iterator[str | F
     (torch/utils/file_baton.py)."""
     for operator, key in needed_operators(config, hardware).items():
         for lock in (folder / "lock" for folder in build_folders(operator)):
-            if was_left(lock):
+            if is_stale_lock(lock):
                 yield problem(
                     "TC137",
                     key,
@@ -142,47 +139,52 @@ def no_build_was_left(config: RunConfig, hardware: Hardware) -> Iterator[str | F
                 )
 
 
-def was_left(lock: Path, unseen_seconds: float = _UNSEEN_BUILD_SECONDS) -> bool:
-    """Whether the build that made this lock was killed.
+def is_stale_lock(lock: Path) -> bool:
+    """Return True if the build that made this lock was killed.
 
-    Args:
-        lock: Of an operator's folder; it need not be there.
-        unseen_seconds: From this age on it is enough that nothing builds: ninja, and the compilers
-            that it starts, work in the folder. Another machine's processes are not seen, so that
-            does not count on a network file system.
+    Torch holds the lock open while it builds (torch/utils/file_baton.py), and ninja and compilers
+    work in its folder. Processes of other machines and other users are not seen: their locks are
+    stale after an hour.
     """
-    age = _age(lock)
-    if age > _LONGEST_BUILD_SECONDS or age <= unseen_seconds:
-        return age > _LONGEST_BUILD_SECONDS
-    return filesystem(lock.parent) not in REMOTE and not _is_worked_in(lock.parent)
+    try:
+        made = lock.stat()
+    except OSError:
+        return False
+    if os.geteuid() not in (0, made.st_uid) or filesystem(lock.parent) in REMOTE:
+        return time.time() - made.st_mtime > _LONGEST_BUILD_SECONDS
+    return not _is_building(lock) and lock.exists()
 
 
-def _is_worked_in(folder: Path) -> bool:
-    """Whether a process that this user may look at has it as its working directory."""
-    here = str(folder.resolve())
+def _is_building(lock: Path) -> bool:
+    """Whether a process holds the lock open, or works in its folder."""
+    path = lock.resolve()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if process.cwd() == here:
+            if process.cwd() == str(path.parent) or path in locks_held_by(process.pid):
                 return True
     return False
 
 
-def _age(path: Path) -> float:
-    """Seconds since it was changed; none if it is not there, or no longer."""
-    try:
-        return time.time() - path.stat().st_mtime
-    except OSError:
-        return 0.0
+def locks_held_by(pid: int) -> set[Path]:
+    """Return the locks of builds that a process of this machine holds open."""
+    held = set()
+    with suppress(OSError):  # it has ended, or is another user's
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                target = descriptor.readlink()
+                if target.name == "lock":
+                    held.add(target)
+    return held
 
 
 def build_folders(operator: str) -> list[Path]:
-    """Where torch's cpp_extension has built an operator, or is building it.
+    """Where torch's cpp_extension has built an operator, or is building it; `*` is any.
 
     One for each version of Python and kind of device, unless TORCH_EXTENSIONS_DIR names the place.
     """
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
     if named:
-        return [Path(named, operator)]
+        return sorted(Path(named).glob(operator))
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return sorted((Path(cache).expanduser() / "torch_extensions").glob(f"*/{operator}"))

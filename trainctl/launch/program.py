@@ -12,6 +12,7 @@ from trainctl.config.schema import Accelerator, CpuBinding, RunConfig
 from trainctl.config.secrets import is_plain_variable
 from trainctl.config.user_code import functions, has_own_config
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.precision import precision_of
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import read_record
 from trainctl.runs.layout import AttemptPaths, RunPaths
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 CONFIG_VARIABLE = "TRAINCTL_DEEPSPEED_CONFIG"
 PLAN_VARIABLE = "TRAINCTL_PLAN"
+TRANSFORMERS_FLAG = "--deepspeed"
+"""Of `transformers.TrainingArguments`, for `script_config_flag`."""
+MIXED_PRECISIONS = ("bf16", "fp16")
+"""Sections of DeepSpeed's JSON, and values of accelerate's `mixed_precision`."""
 FORK_VARIABLE = "TRAINCTL_FORK_RANKS"
 """Set to 0, every rank imports for itself."""
 
@@ -101,6 +106,30 @@ def environment(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str]:
         CONFIG_VARIABLE: str(attempt.deepspeed),
         PLAN_VARIABLE: str(attempt.plan),
         "DS_ACCELERATOR": "cpu" if on_cpu else "cuda",
+        **_accelerate_variables(plan, attempt),
+    }
+
+
+def _accelerate_variables(plan: RunPlan, attempt: AttemptPaths) -> dict[str, str]:
+    """Return what `accelerate launch` sets (accelerate/utils/launch.py), for an `Accelerator()`.
+
+    Without them it ignores the other ranks on CPUs, and DeepSpeed on GPUs. None are set where the
+    script's flag is transformers' own: `TrainingArguments` sets them from the JSON.
+    """
+    if plan.config.script_config_flag == TRANSFORMERS_FLAG:
+        return {}
+    if plan.hardware.accelerator is Accelerator.cpu:
+        # With DeepSpeed, each rank on a CPU takes itself for the only one (`PartialState`).
+        number_format = precision_of(plan.config.precision).format.value
+        precision = number_format if number_format in MIXED_PRECISIONS else "no"
+        return {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": precision}
+    sections = ((name, plan.deepspeed.get(name, {})) for name in MIXED_PRECISIONS)
+    enabled = (name for name, section in sections if section.get("enabled"))
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(attempt.accelerate),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(plan.batch.gradient_accumulation_steps),
+        "ACCELERATE_MIXED_PRECISION": next(enabled, "no"),
     }
 
 

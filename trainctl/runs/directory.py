@@ -199,6 +199,10 @@ def new_attempt(run: RunPaths, plan: RunPlan) -> AttemptPaths:
     make_folder(unfinished.logs)
     if plan.deepspeed:
         write_json(unfinished.deepspeed, plan.deepspeed)
+        if not plan.config.trains_itself:  # accelerate refuses an optimizer in both places
+            own = {"optimizer", "scheduler"}
+            rest = {name: value for name, value in plan.deepspeed.items() if name not in own}
+            write_json(unfinished.accelerate, rest)
     write_json(unfinished.plan, to_plain(plan))
     attempt = run.attempt(number)
     unfinished.root.rename(attempt.root)

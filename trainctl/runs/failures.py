@@ -28,6 +28,22 @@ _HINTS: dict[int, str] = {
     signal.SIGXFSZ: "a limit on file size (ulimit -f) was reached",
 }
 
+_SCRIPT_HINTS = (
+    (
+        r"given deepspeed configs in the deepspeed arguments and deepspeed\.initialize",
+        "script_config_flag=null keeps trainctl's JSON out of the script's arguments: the script "
+        "then trains with its own configuration. To train with the plan's, leave config= out of "
+        "deepspeed.initialize()",
+    ),
+    (
+        r"(unrecognized arguments|not used by the HfArgumentParser).*ds_config\.json"
+        r"|[Nn]o such option:? '?--deepspeed",
+        "script_config_flag=null keeps trainctl's JSON out of the script's arguments, and "
+        "script_config_flag=--NAME gives it by the option that the script has for it",
+    ),
+)
+"""What a script says that cannot take the JSON as it is given, and what to do."""
+
 _REPORTED = "error: "
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:( |$)")
 
@@ -131,10 +147,16 @@ def describe(
         "exit_code": None if is_signal else return_code,
         "signal": signal_name(-return_code) if is_signal else None,
         "message": how,
-        "hint": cause.hint or _HINTS.get(-return_code, ""),
+        "hint": cause.hint or _HINTS.get(-return_code, "") or _script_hint(lines),
         "log": str(log),
         "log_tail": lines[-TAIL_LINES:],
     }
+
+
+def _script_hint(lines: list[str]) -> str:
+    """Return what to do about a script that refuses its arguments; empty if it does not."""
+    text = "\n".join(lines[-TAIL_LINES:])
+    return next((hint for pattern, hint in _SCRIPT_HINTS if re.search(pattern, text)), "")
 
 
 def sentence(event: Event) -> str:

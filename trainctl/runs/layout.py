@@ -49,6 +49,11 @@ class AttemptPaths:
         return self.root / "ds_config.json"
 
     @property
+    def accelerate(self) -> Path:
+        """DeepSpeed's JSON for an `Accelerator()` of a script's, which makes its own optimizer."""
+        return self.root / "accelerate_config.json"
+
+    @property
     def command(self) -> Path:
         return self.root / "command.json"
 
