@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_checkpoints
 
 from trainctl.cli.main import run
 from trainctl.config.compose import compose
@@ -241,6 +242,33 @@ def test_status_names_ranks_that_are_still_slow(
     new_attempt(paths, read_plan(paths.attempt(1).plan))
     assert run(["runs", "status"]) == 0
     assert "slow" not in capsys.readouterr().out  # the next attempt's ranks are other processes
+
+
+def test_records_that_are_missing_are_said(
+    paths: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A truncated file is no run that finished at an early step."""
+    about = {"attempt": 1, "host": "login", "pid": 1, "started": 1.0, "updated": 2.0}
+    write_status(paths, Status(state=State.finished, exit_code=0, **about))
+    assert run(["runs", "status", "runs/r"]) == 0
+    told = "records are missing in events.jsonl: they end at step 7, and the run finished"
+    assert told in capsys.readouterr().out
+    assert run(["runs", "ls", "runs"]) == 0
+    assert "7/50 (records are missing)" in capsys.readouterr().out
+
+    with EventWriter(paths.events, 1) as events:
+        events.write("end", step=7, reason="no_improvement")
+    assert run(["runs", "status", "runs/r"]) == 0
+    assert "records are missing" not in capsys.readouterr().out
+
+
+def test_records_that_end_before_a_checkpoint_are_said_to(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_checkpoints.save(paths, 9)
+    assert run(["runs", "status", "runs/r", "--json"]) == 0
+    found = read_json(capsys)["missing_records"]
+    assert found == "they end at step 7, before the checkpoint of step 9"
 
 
 def test_logs_follow_until_the_run_ends(

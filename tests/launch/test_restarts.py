@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +109,28 @@ def test_a_launch_follows_what_was_asked_since_its_attempt_was_made(tmp_path):
         assert pending_requests(run) == {Request.end}
         stop.check_time()
         assert stop.received is signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("kinds", "saves"),
+    [(["step"], True), ([], False), (["step", "failure"], False), (["step", "end"], False)],
+)
+def test_a_step_counts_from_the_moment_of_its_record(tmp_path, kinds, saves):
+    """Nobody has looked into the file since it was written, as within 50 ms of the first step."""
+    plan = make_plan()
+    run = create_run(plan.config, root=tmp_path, folder=tmp_path)
+    with EventWriter(run.events, 1) as events:
+        events.write("step", step=9, loss=1.0)  # of an attempt before
+    with EventWriter(run.events, 2) as events:
+        for kind in kinds:
+            events.write(kind, step=10, loss=1.0)
+    ended = []
+    agents = SimpleNamespace(terminate=lambda: ended.append(True))
+    with Stop(run, stop_grace_seconds=0, interrupt_grace_seconds=30, limit=TimeLimit(None)) as stop:
+        stop.forward_to(agents, RunTag("id", run.root, 2))
+        signal.raise_signal(signal.SIGHUP)
+        assert (stop.asked, bool(ended)) == (("SIGHUP", False) if saves else ("", True))
+        assert pending_requests(run) == ({Request.stop} if saves else set())
 
 
 def test_the_margin_of_a_time_limit_learns_from_the_records():

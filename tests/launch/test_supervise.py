@@ -21,9 +21,6 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import holder
 from trainctl.runs.status import State
 
-SEEN = 8
-"""Steps after which the launcher, which looks ten times a second, knows of one."""
-
 
 def test_a_run_that_ends_well_leaves_nothing_and_exits_0(launches: Launches) -> None:
     launch = launches.start("steps,child")  # the ranks end well and leave children behind
@@ -127,7 +124,7 @@ def test_a_signal_to_the_launcher_stops_every_rank(launches: Launches, number: i
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_saves_and_keeps_its_exit_code(launches: Launches, number: int) -> None:
     launch = launches.start("forever,obliging", interrupt_grace_seconds=30.0)
-    launch.wait_for_step(SEEN)
+    launch.wait_for_step(1)
     for _ in range(2):  # `timeout` sends to the program and to its group, a terminal twice
         os.killpg(launch.process.pid, number)
         time.sleep(0.001)
@@ -151,7 +148,7 @@ def test_a_save_that_hangs_is_not_waited_for_longer_than_its_grace(
     launches: Launches, grace: str, number: signal.Signals
 ) -> None:
     launch = launches.start("forever", **{grace: 1.5})  # it follows no request
-    launch.wait_for_step(SEEN)
+    launch.wait_for_step(1)
     begun = launch.run.checkpoints / ".step-00000009.tmp"
     begun.mkdir()
     os.kill(launch.process.pid, number)
@@ -169,7 +166,7 @@ def test_a_save_that_hangs_is_not_waited_for_longer_than_its_grace(
 )
 def test_a_second_signal_does_not_wait_for_the_save(launches: Launches, grace: str) -> None:
     launch = launches.start("forever,worker,child", **{grace: 60.0})
-    launch.wait_for_step(SEEN)
+    launch.wait_for_step(1)
     os.kill(launch.process.pid, signal.SIGTERM)
     time.sleep(0.5)
     assert launch.process.poll() is None
@@ -180,7 +177,7 @@ def test_a_second_signal_does_not_wait_for_the_save(launches: Launches, grace: s
 
 def test_a_signal_to_all_processes_at_once_is_no_failure(launches: Launches) -> None:
     launch = launches.start("forever,obliging", interrupt_grace_seconds=60.0)
-    launch.wait_for_step(SEEN)
+    launch.wait_for_step(1)
     agent = launch.agent()
     assert agent is not None
     os.kill(launch.process.pid, signal.SIGSTOP)  # so that it finds the agent gone

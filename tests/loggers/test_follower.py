@@ -115,9 +115,25 @@ def test_other_records_than_those_that_were_sent_are_not_taken_for_them(tmp_path
     assert send(run, "csv") == (0, "")
     run.events.write_bytes(run.events.read_bytes()[:-300])
     assert send(run, "csv")[0] == 4
-    assert "is shorter than what was sent of it" in cursor(run, "csv")["problem"]
+    assert "was cut or replaced" in cursor(run, "csv")["problem"]
     assert send(run, "csv", "--again") == (0, "")
     check(run)
+
+
+@pytest.mark.parametrize("name", ["csv", "alerts"])
+def test_records_that_were_cut_and_have_grown_again_are_not_gone_on_with(
+    tmp_path: Path, name: str
+) -> None:
+    run = new_run(tmp_path)
+    append(run, draw(7, 40))
+    whole = run.events.read_bytes()
+    assert send(run, name) == (0, "")
+    run.events.write_bytes(whole[: len(whole) // 2])
+    while run.events.stat().st_size <= len(whole):
+        append(run, draw(8, 40))
+    assert send(run, name)[0] == 4
+    assert "was cut or replaced" in cursor(run, name)["problem"]
+    assert send(run, name, "--again") == (0, "")
 
 
 FAULTY = '''

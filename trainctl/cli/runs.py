@@ -288,7 +288,7 @@ def _print_table(found: list[RunSummary]) -> None:
         (
             summary.path.name,
             summary.state,
-            f"{summary.step}/{summary.stop_step}" if summary.stop_step else "-",
+            _progress_cell(summary),
             f"{summary.loss:.4f}" if summary.loss is not None else "-",
             str(summary.attempt),
             f"{summary.launcher} {summary.job.id}" if summary.job else summary.launcher,
@@ -298,6 +298,11 @@ def _print_table(found: list[RunSummary]) -> None:
         for summary in found
     ]
     print_table(heads, rows, right=(2, 3, 4, 6), wraps=False)
+
+
+def _progress_cell(summary: RunSummary) -> str:
+    cut = " (records are missing)" if summary.missing_records else ""
+    return f"{summary.step}/{summary.stop_step}{cut}" if summary.stop_step else "-"
 
 
 def _status_lines(summary: RunSummary) -> list[str]:
@@ -310,6 +315,8 @@ def _status_lines(summary: RunSummary) -> list[str]:
     if summary.stop_step:
         loss = f", loss {summary.loss:.4f}" if summary.loss is not None else ""
         lines.append(f"progress: step {summary.step:,} of {summary.stop_step:,}{loss}")
+    if summary.missing_records:
+        lines.append(f"records are missing in events.jsonl: {summary.missing_records}")
     where = f" from {summary.host}" if summary.host else ""
     lines.append(
         f"attempt: {summary.attempt}, launcher {summary.launcher or 'none'}{where}, "

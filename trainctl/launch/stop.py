@@ -11,13 +11,13 @@ from typing import Any, Self
 
 import psutil
 
-from trainctl.errors import ExitCode
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launch.agents import Agents
 from trainctl.plan.types import RunPlan
 from trainctl.runs.directory import last_attempt
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import RunTag, sweep
-from trainctl.runs.records import Event, iter_events
+from trainctl.runs.records import Event, events_from_end, iter_events
 from trainctl.runs.requests import (
     Request,
     file_request,
@@ -76,7 +76,6 @@ class Stop:
         self._limit = limit
         self._asked_by: signal.Signals | None = None
         self._asked_itself = self._is_preempted = False
-        self._has_steps = False
         self._asked_at = self._save_by = float("inf")
         self._agents: Agents | None = None
         self._tag: RunTag | None = None
@@ -121,17 +120,14 @@ class Stop:
 
     def forward_to(self, agents: Agents, tag: RunTag) -> None:
         """The agents to stop; at once if a signal came before they were started."""
-        self._agents, self._tag, self._has_steps = agents, tag, False
+        self._agents, self._tag = agents, tag
         if self.received:
             agents.terminate()
 
     def observe(self, event: Event) -> None:
-        """A record of the attempt: how long its steps and saves take, whether there is anything to
-        save, and an agent's SIGTERM."""
+        """Take in a record of the attempt: what steps and saves take, an agent's SIGTERM."""
         self._limit.observe(event)
-        kind = event["event"]
-        self._has_steps = kind not in ("failure", "end") and (self._has_steps or kind == "step")
-        if kind == "preempted" and not self._is_preempted:
+        if event["event"] == "preempted" and not self._is_preempted:
             self._is_preempted = True
             if self.received is None:
                 reason = f"SIGTERM to node {event['node']}"
@@ -186,12 +182,26 @@ class Stop:
         """Ask the ranks to save and end, if this signal asks for that and there is time for it."""
         if number is signal.SIGTERM and self._grace_seconds > 0:
             self._ask_within(self._grace_seconds, number, number.name)
-        elif self._has_steps and self._interrupt_grace_seconds > 0:
+        elif self._interrupt_grace_seconds > 0 and self._has_steps():
             self.interrupted = number
             self._ask_within(self._interrupt_grace_seconds, number, number.name)
         else:
             return False
         return True
+
+    def _has_steps(self) -> bool:
+        """Return True if the running attempt has made a step that its ranks can still save.
+
+        It is read from the file: a step counts from the moment of its record, and `observe` may
+        come to know of it later.
+        """
+        if self._tag is None:
+            return False
+        try:
+            last = next(events_from_end(self._run.events, "step", "failure", "end"), {})
+        except TrainctlError:
+            return False
+        return (last.get("event"), last.get("attempt")) == ("step", self._tag.attempt)
 
     def _ask_within(self, seconds: float, number: signal.Signals, reason: str) -> None:
         if self._asked_by is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from trainctl.config.schema import AlertKind, RunConfig
 from trainctl.errors import TrainctlError
-from trainctl.loggers.cursor import read_cursor
+from trainctl.loggers.cursor import read_cursor, read_on
 from trainctl.loggers.delivery import Refused, post, start
 from trainctl.loggers.sending import ALERTS
 from trainctl.runs.attempts import config_of
@@ -25,11 +25,10 @@ from trainctl.runs.failures import sentence
 from trainctl.runs.interventions import account as intervention
 from trainctl.runs.interventions import divergence_account
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.records import Event, events_after
+from trainctl.runs.records import Event
 from trainctl.runs.status import read_status
 from trainctl.runs.stragglers import account as straggler
 
-BATCH_BYTES = 1 << 20
 MOST_WAITING = 100
 """Alerts that wait for one who cannot be reached; of more the oldest are left out."""
 MOST_REFUSALS = 3
@@ -87,7 +86,7 @@ class Alerter:
         was a batch.
 
         Raises:
-            TrainctlError: Somebody could not be told.
+            TrainctlError: Somebody could not be told, or the records were cut.
         """
         was_read = self._read()
         self._deliver(self._state())
@@ -97,15 +96,17 @@ class Alerter:
         """Have what the next batch of records is told by wait; whether there was a batch."""
         cursor, state = self.cursor, self._state()
         events: list[Event] = []
-        offset = cursor.offset
+        offset, digest = cursor.offset, cursor.digest
         if self._run.events.exists():
-            events, offset = events_after(self._run.events, offset, BATCH_BYTES)
+            events, offset, digest = read_on(self._run.events, cursor)
         found = [*self._judge(events, state), *self._quiet(state)]
         self._add(found, state)
         if offset != cursor.offset or found:
             step = state["step"]
             attempt = max([cursor.attempt, *(event["attempt"] for event in events)])
-            self._keep(replace(cursor, offset=offset, step=step, attempt=attempt), state)
+            self._keep(
+                replace(cursor, offset=offset, digest=digest, step=step, attempt=attempt), state
+            )
         return offset != cursor.offset
 
     def end(self) -> None:
@@ -114,7 +115,7 @@ class Alerter:
         All of it waits before anyone is told: one who cannot be told keeps it from nobody else.
 
         Raises:
-            TrainctlError: Somebody could not be told.
+            TrainctlError: Somebody could not be told, or the records were cut.
         """
         while self._read():
             pass

@@ -15,18 +15,15 @@ from typing import Any
 from trainctl.config.registry import function_of, load
 from trainctl.errors import TrainctlError
 from trainctl.loggers.about import about
-from trainctl.loggers.cursor import Cursor, read_cursor
+from trainctl.loggers.cursor import Cursor, read_cursor, read_on
 from trainctl.loggers.curve import CurveReader, curve
 from trainctl.options.logger import Followed, Point, Sink, missing
 from trainctl.runs.access import ensure_folder
 from trainctl.runs.attempts import config_of
 from trainctl.runs.directory import run_id
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.records import Event, events_after
+from trainctl.runs.records import Event
 from trainctl.runs.status import State, read_status
-
-BATCH_BYTES = 1 << 20
-"""Read and committed at a time: about 1,700 steps."""
 
 
 class Follower:
@@ -57,19 +54,14 @@ class Follower:
         records = self._run.events
         if not records.exists():
             return False
-        if records.stat().st_size < cursor.offset:
-            raise TrainctlError(
-                f"{records} is shorter than what was sent of it: it is another one",
-                hint="`trainctl runs sync --again` sends it from its beginning",
-            )
-        events, offset = events_after(records, cursor.offset, BATCH_BYTES)
+        events, offset, digest = read_on(records, cursor)
         if offset == cursor.offset:
             return False
         if self._sink is None:
             self._sink = self._build(cursor.state)
         after = self._pass_on(events, self._sink)
         state = dict(self._sink.commit())
-        after = replace(after, offset=offset, state=state, problem="")
+        after = replace(after, offset=offset, digest=digest, state=state, problem="")
         after.write(self._path)
         self.cursor = after
         return True

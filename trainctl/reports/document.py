@@ -121,6 +121,7 @@ class _Run:
             "state": summary.state,
             "is_live": summary.is_live,
             "message": summary.message,
+            "missing_records": summary.missing_records,
             "created": summary.created,
             "updated": summary.updated,
             "attempt": summary.attempt,

@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 
 from trainctl.config.reading import read_json
 from trainctl.errors import TrainctlError
+from trainctl.runs.checkpoints import checkpoint_folders, newest_checkpoint
 from trainctl.runs.directory import last_attempt, read_record
 from trainctl.runs.job import SchedulerJob, read_job
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import Holder, holder
 from trainctl.runs.records import events_from_end
-from trainctl.runs.status import State, read_status
+from trainctl.runs.status import State, Status, read_status
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ class RunSummary:
         message: Why it ended, in a sentence.
         job: What a scheduler knows the newest attempt as.
         holder: Who holds the run now.
+        missing_records: Why `step` and `loss` are older than the run; empty if they are not.
     """
 
     path: Path
@@ -66,6 +68,7 @@ class RunSummary:
     message: str
     job: SchedulerJob | None
     holder: Holder | None
+    missing_records: str
 
     @property
     def is_live(self) -> bool:
@@ -90,6 +93,7 @@ class RunSummary:
             "exit_code": self.exit_code,
             "message": self.message,
             "job": self.job.id if self.job else None,
+            "missing_records": self.missing_records,
         }
 
 
@@ -105,7 +109,7 @@ def summarise(run: RunPaths) -> RunSummary:
     number = last_attempt(run)
     attempt = run.attempt(number)
     plan = _read(attempt.plan)
-    step = _last_step(run)
+    step = _newest_event(run, "step")
     state: str = NEW
     if status is not None:
         state = status.state.value
@@ -130,7 +134,31 @@ def summarise(run: RunPaths) -> RunSummary:
         message=status.message if status else "",
         job=read_job(attempt) if number else None,
         holder=now_holds,
+        missing_records=_missing_records(run, plan, status, _at(step, int, "step") or 0)
+        if now_holds is None
+        else "",
     )
+
+
+def _missing_records(run: RunPaths, plan: dict[str, Any], status: Status | None, step: int) -> str:
+    """Return how `events.jsonl` falls short of a run that nothing runs of; empty if it does not.
+
+    The last step that is recorded must not be before the newest checkpoint; nor, in a launch that
+    finished, before the step at which it was to stop, unless the trainer recorded an earlier end.
+    """
+    newest = max((number for number, _ in checkpoint_folders(run)), default=0)
+    if newest > step:  # only now are manifests read
+        checkpoint, _ = newest_checkpoint(run)
+        if checkpoint is not None and checkpoint.step > step:
+            return f"they end at step {step:,}, before the checkpoint of step {checkpoint.step:,}"
+    stop_step = _at(plan, int, "stop_step") or 0
+    config = _at(plan, dict, "config") or {}
+    is_own = any(config.get(key) is not None for key in ("script", "trainer"))
+    if is_own or status is None or status.state is not State.finished or step >= stop_step:
+        return ""
+    if _newest_event(run, "end").get("attempt") == status.attempt:
+        return ""
+    return f"they end at step {step:,}, and the run finished"
 
 
 def summaries(runs: list[RunPaths]) -> list[RunSummary]:
@@ -153,13 +181,13 @@ def age_text(since: float) -> str:
 
 def last_step(run: RunPaths) -> int:
     """The step of the last `step` record: how far the run has come; 0 before the first."""
-    return _at(_last_step(run), int, "step") or 0
+    return _at(_newest_event(run, "step"), int, "step") or 0
 
 
-def _last_step(run: RunPaths) -> dict[str, Any]:
-    """The last `step` record near the end of the records; empty if there is none."""
+def _newest_event(run: RunPaths, kind: str) -> dict[str, Any]:
+    """Return the newest record of a kind near the end of the records; empty if there is none."""
     try:
-        return next(events_from_end(run.events, "step", most_bytes=_TAIL_BYTES), {})
+        return next(events_from_end(run.events, kind, most_bytes=_TAIL_BYTES), {})
     except TrainctlError:
         return {}
 

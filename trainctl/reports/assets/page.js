@@ -957,6 +957,7 @@
       if (run.attempt) words.push(`attempt ${run.attempt}`);
       words.push(`made ${clock(run.created)}`);
       if (run.message) words.push(run.message);
+      if (run.missing_records) words.push(`records are missing in events.jsonl: ${run.missing_records}`);
     }
     $("#subtitle").textContent = words.join(" · ");
     const badge = $("#state");
