@@ -136,6 +136,18 @@ def test_records_that_were_cut_and_have_grown_again_are_not_gone_on_with(
     assert send(run, name, "--again") == (0, "")
 
 
+def test_what_a_killed_follower_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    append(run, draw(7, 20))
+    assert send(run, "csv") == (0, "")
+    left = run.logger("csv").folder / ".csv.json.0123456789abcdef.tmp"
+    of_another = left.with_name(".tensorboard.json.0123456789abcdef.tmp")
+    for path in (left, of_another):
+        path.touch()
+    assert send(run, "csv") == (0, "")
+    assert not left.exists() and of_another.exists()
+
+
 FAULTY = '''
 """A logger that does what a file of its folder says."""
 import os, time

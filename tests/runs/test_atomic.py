@@ -6,11 +6,12 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from trainctl.runs.atomic import write_json, write_text
+from trainctl.runs.atomic import sweep_temporary, temporary_path, write_json, write_text
 from trainctl.runs.records import EventWriter, read_events
 
 
@@ -74,3 +75,28 @@ def test_a_signals_handler_may_write_the_same_file_meanwhile(
     write_json(path, "of the program")
     assert json.loads(path.read_text()) == "of the program"
     assert list(tmp_path.iterdir()) == [path]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trainctl.runs import atomic
+atomic.os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+atomic.write_text(Path(sys.argv[1]), "new")
+"""
+
+
+def test_what_killed_writers_left_is_swept_by_the_one_rule_of_names(tmp_path: Path) -> None:
+    for name in ("tensorboard.json", "csv.json"):
+        subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / name)])
+    temporary_path(tmp_path / "step-1", "removed").mkdir()
+    (tmp_path / "kept.tmp").touch()
+    assert len(list(tmp_path.iterdir())) == 4
+    sweep_temporary(tmp_path, "csv.json")
+    left = [path.name for path in tmp_path.iterdir()]
+    assert len(left) == 3 and not any("csv" in name for name in left)
+    sweep_temporary(tmp_path, before=time.time() - 60)  # somebody may still be writing them
+    assert len(list(tmp_path.iterdir())) == 3
+    sweep_temporary(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.tmp"]
+    sweep_temporary(tmp_path / "nowhere")

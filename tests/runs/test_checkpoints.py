@@ -78,7 +78,9 @@ def test_a_step_saved_again_replaces_the_old_one(run):
 def test_leftovers_are_cleaned(run):
     make(run, 10)
     (run.checkpoints / ".step-00000020.tmp").mkdir()
-    (run.checkpoints / ".step-00000005.removed").mkdir()
+    (run.checkpoints / ".step-00000005.removed.tmp").mkdir()
+    (run.checkpoints / ".latest.0123456789abcdef.tmp").touch()  # of a killed `checkpoint rm`
+    (run.checkpoints / ".best.0123456789abcdef.tmp").symlink_to("nowhere")
     checkpoints.clean_temporary(run)
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step-00000010"]
 

@@ -19,7 +19,9 @@ from rank_processes import Case, train_cases
 from trainctl.errors import TrainctlError
 from trainctl.plan.batches import Batch
 from trainctl.runs.records import EventWriter
+from trainctl.train.not_finite import _module_paths
 from trainctl.train.session import Session, assemble
+from trainctl.train.state import MASTER
 from trainctl.train.trainer import Trainer
 
 NAN = float("nan")
@@ -34,11 +36,14 @@ class Poisoned(Case):
             by.
         missing: Ranges of sample counters that the order does not have.
         gradient_only: The loss is as it should be, and its gradient alone multiplied.
+        struck: What holds a NaN from the beginning: ``weight`` (one element), ``activation`` or
+            ``gradient`` (of the output), and the name of a linear layer.
     """
 
     poison: tuple[tuple[int, float], ...] = ()
     missing: tuple[tuple[int, int], ...] = ()
     gradient_only: bool = False
+    struck: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,14 @@ class Outcome:
 
     Attributes:
         error: The message that it ended with; empty if it went well.
+        hint: Of that.
         exit_code: Of that.
         digest: Of the weights, whole.
         is_finite: Whether all of them are.
     """
 
     error: str
+    hint: str
     exit_code: int
     digest: str
     is_finite: bool
@@ -70,17 +77,19 @@ def train(cases: list[Poisoned], process: Any) -> Outcome:
     if case.poison:
         _poison(session, case)
     session.training = _WithoutSamples(session.training, case.missing)  # type: ignore[assignment]
-    error, exit_code = "", 0
+    if case.struck:
+        _strike(session, *case.struck.split())
+    error, hint, exit_code = "", "", 0
     writer = EventWriter(case.run.events, case.attempt) if process.is_first else nullcontext()
     with writer as events:
         try:
             Trainer(session, events).train()
         except TrainctlError as failure:
-            error, exit_code = failure.message, int(failure.exit_code)
+            error, hint, exit_code = failure.message, failure.hint, int(failure.exit_code)
     digest, is_finite = _weights(session)
     process.barrier()
     session.engine.close()
-    return Outcome(error, exit_code, digest, is_finite)
+    return Outcome(error, hint, exit_code, digest, is_finite)
 
 
 def _poison(session: Session, case: Poisoned) -> None:
@@ -123,6 +132,30 @@ def _poison(session: Session, case: Poisoned) -> None:
         return accumulate(batches)
 
     engine.accumulate = accumulate_noted  # type: ignore[method-assign]
+
+
+def _strike(session: Session, what: str, name: str) -> None:
+    """Put a NaN where it is looked for."""
+    if what == "weight":
+        state = session.state
+        for fragment in state.fragments:
+            is_first = fragment.start == 0 and (not fragment.shard or fragment.shard.start == 0)
+            if fragment.name == f"{name}.weight" and is_first:
+                with state.resident(fragment.tensor, changes=True):
+                    fragment.of(state.tensor(fragment.tensor, MASTER)).view(-1)[0] = NAN
+        state.publish()
+        return
+
+    def hook(module: Any, given: Any, made: torch.Tensor) -> torch.Tensor | None:
+        if what == "activation":
+            return made * NAN
+        if made.requires_grad:
+            made.register_hook(lambda gradient: gradient * NAN)
+        return None
+
+    for module, path in _module_paths(session).items():
+        if path == name:
+            module.register_forward_hook(hook)
 
 
 def note_factor(of_sample: dict[int, float], batch: Any) -> float:

@@ -16,6 +16,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import DataType, OffloadDevice, OnBadLoss, RunConfig
 from trainctl.errors import ExitCode
 from trainctl.runs.checkpoints import list_checkpoints
+from trainctl.runs.interventions import account
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import verify
 from trainctl.runs.records import read_events
@@ -210,7 +211,9 @@ def ends(folder, poison, *, stage=1, compute=DataType.fp32, policy=OnBadLoss.sto
 @pytest.mark.parametrize(("stage", "compute"), [(0, DataType.bf16), (3, DataType.fp32)])
 def test_without_a_policy_it_stops_and_keeps_its_last_good_checkpoint(tmp_path, stage, compute):
     run, error = ends(tmp_path, spoil([2]), stage=stage, compute=compute)
-    assert error == "the loss of step 3 is nan (samples 16 to 24, seen by rank 0, 1)"
+    told, _, found = error.partition("; ")
+    assert told == "the loss of step 3 is nan (samples 16 to 24, seen by rank 0, 1)"
+    assert found.startswith("weights are finite, and so is all")
     assert [info.step for info in list_checkpoints(run)] == [2]
     assert verify(list_checkpoints(run)[0].path) == []
     assert list(curve(run)) == [1, 2]
@@ -238,7 +241,7 @@ def test_it_stops_after_too_many_in_a_row(tmp_path):
 
 def test_it_stops_where_there_is_nothing_to_go_back_to(tmp_path):
     _, error = ends(tmp_path, spoil([2]), policy=OnBadLoss.rewind, checkpoint__every_steps=4)
-    assert error.endswith("and there is no checkpoint to go back to yet")
+    assert "and there is no checkpoint to go back to yet; weights are finite" in error
 
 
 def test_a_warning_goes_on_and_makes_the_update(tmp_path):
@@ -288,3 +291,40 @@ def test_a_learning_rate_that_is_far_too_high_is_told_without_a_policy(tmp_path)
     assert told["loss"] > told["limit"] and told["learning_rate"] == 5.0
     assert not events(run, "intervention")
     assert events(run, "end")[0]["reason"] == "complete"
+
+
+STRUCK = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("stage", "struck", "changes"),
+    [
+        (1, "weight", {}),
+        (3, "weight", {}),
+        (3, "activation", {}),
+        (2, "gradient", {}),
+        pytest.param(1, "weight", {"parallelism__tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(1, "activation", {"parallelism__pipeline": 2}, marks=pytest.mark.slow),
+        pytest.param(3, "weight", {"engine__kind": "fsdp2"}, marks=pytest.mark.slow),
+        pytest.param(3, "activation", {"engine__kind": "fsdp2"}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_holds_the_nan_is_named(tmp_path, stage, struck, changes):
+    run = RunPaths(tmp_path / "run")
+    made = plan(stage, DataType.fp32, OnBadLoss.stop, **changes)
+    outcomes = train_poisoned(Poisoned(made, run, struck=f"{struck} {STRUCK}"))
+    assert len({outcome.error for outcome in outcomes}) == 1
+    (event,) = events(run, "intervention")
+    assert event["kind"] == ("norm_not_finite" if struck == "gradient" else "loss_not_finite")
+    found = event["not_finite"]
+    assert found["in"] == struck and found["ranks"]
+    if struck == "weight":  # one element of it, which one rank holds where it is partitioned
+        assert found["names"] == [f"{STRUCK}.weight"] and found["count"] == 1
+        assert "data show" not in outcomes[0].hint and "by an earlier update" in outcomes[0].error
+        assert len(found["ranks"]) == 1
+    elif struck == "activation":
+        assert found["names"] == [f"{STRUCK} (Linear)"]
+    else:
+        assert f"{STRUCK}.weight" in found["names"]
+        assert not any("layers.2" in name or "model.norm" in name for name in found["names"])
+    assert STRUCK in account(event)

@@ -15,7 +15,7 @@ from trainctl.cli.intact import verify as problems_of
 from trainctl.cli.meter import Meter
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.attempts import config_of
-from trainctl.runs.checkpoints import checkpoint_folders, delete, examine
+from trainctl.runs.checkpoints import checkpoint_folders, clean_temporary, delete, examine
 from trainctl.runs.directory import open_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold, holder
@@ -94,6 +94,7 @@ def rm(
             _require_another(paths, [path for _, path in doomed])
         for _, path in doomed:
             delete(paths, path)
+        clean_temporary(paths)
     if as_json:
         print_json(
             {"schema": 1, "run": str(paths.root), "removed": [str(path) for _, path in doomed]}

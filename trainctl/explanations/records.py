@@ -153,6 +153,9 @@ RECORDS = {
             "samples": "counters of the batch's first sample and one past its last",
             "ranks": "on whose own samples the loss was bad",
             "suspects": "counters of these samples, 64 at most",
+            "not_finite": "of NaN and infinity: `in` (weight, activation, gradient, or loss where "
+            "none of these holds one), `names` (8 at most; gradients in the order of the backward "
+            "pass), their `count`, `ranks`",
             "in_a_row": "interventions before it without a good step between",
             "to_step": "of a rewind: the checkpoint's step",
             "lr_factor": "of a rewind: what the learning rate is multiplied by from now on",

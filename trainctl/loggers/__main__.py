@@ -22,6 +22,7 @@ from trainctl.loggers.alerts import Alerter
 from trainctl.loggers.follower import Follower
 from trainctl.loggers.sending import ALERTS
 from trainctl.runs.access import ensure_folder, open_lock
+from trainctl.runs.atomic import sweep_temporary
 from trainctl.runs.directory import open_run
 from trainctl.runs.layout import LoggerPaths, RunPaths
 
@@ -46,6 +47,7 @@ def main() -> int:
         ensure_folder(paths.folder)
         if not _lock(paths, waits=given.follow):
             return ExitCode.run_state
+        sweep_temporary(paths.folder, paths.cursor.name)
         if given.again:
             paths.cursor.unlink(missing_ok=True)
         return _send(run, given.name, follows=given.follow)

@@ -1,14 +1,46 @@
-"""Files that are either the old one or the new one, whole, whatever is killed in between."""
+"""Files that are either the old one or the new one, whole, whatever is killed in between.
+
+What is not whole has a temporary name beside the file: a dot, its name, perhaps more, and `.tmp`
+(`temporary_path`). Whoever alone writes a file removes what others left of it (`sweep_temporary`).
+"""
 
 from __future__ import annotations
 
+import glob
 import json
+import math
 import os
 import secrets
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainctl.runs.access import file_mode
+
+
+def temporary_path(path: Path, unique: str = "") -> Path:
+    """Return where a file or folder lies until it is whole, or while it is removed."""
+    return path.with_name(f".{path.name}.{unique}.tmp" if unique else f".{path.name}.tmp")
+
+
+def sweep_temporary(folder: Path, name: str = "", *, before: float = math.inf) -> None:
+    """Remove what interrupted writers left in a folder; what cannot be removed stays.
+
+    Args:
+        folder: Of the files; need not exist.
+        name: Only what files of this name, or with it as their beginning, left.
+        before: Only what was changed before this moment, in seconds since 1970: where others may
+            write now.
+    """
+    with suppress(OSError):
+        for path in folder.glob(f".{glob.escape(name)}*.tmp"):
+            with suppress(OSError):
+                if path.lstat().st_mtime < before:
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                    else:
+                        path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -28,7 +60,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     """
     # Another machine or container may have a process of the same number that writes it too, and a
     # signal's handler of this one.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    temporary = temporary_path(path, secrets.token_hex(8))
     try:
         with open(temporary, "xb", opener=_as_its_folder) as stream:
             stream.write(data)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainctl.runs import atomic
 from trainctl.runs.atomic import sync_directory, write_text
 from trainctl.runs.directory import run_id
 from trainctl.runs.layout import RunPaths
@@ -86,7 +87,7 @@ def checkpoint_name(step: int, *, weights_only: bool = False) -> str:
 
 def temporary_path(run: RunPaths, step: int, *, weights_only: bool = False) -> Path:
     """Where a checkpoint is written before it is committed."""
-    return run.checkpoints / f".{checkpoint_name(step, weights_only=weights_only)}.tmp"
+    return atomic.temporary_path(run.checkpoints / checkpoint_name(step, weights_only=weights_only))
 
 
 def own_id(run: RunPaths) -> str | None:
@@ -295,7 +296,7 @@ def delete(run: RunPaths, path: Path) -> None:
 
 def _remove(path: Path, reached: Reached = _unwatched) -> None:
     """Delete a checkpoint; renamed first, so that one whose deletion is cut short never counts."""
-    doomed = path.with_name(f".{path.name}.removed")
+    doomed = atomic.temporary_path(path, "removed")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     reached("rotation")
@@ -311,8 +312,5 @@ def _point(run: RunPaths, pointer: str, path: Path) -> None:
 
 
 def clean_temporary(run: RunPaths) -> None:
-    """Remove what interrupted saves and deletions left."""
-    if run.checkpoints.is_dir():
-        for kind in ("step", "weights"):
-            for path in run.checkpoints.glob(f".{kind}-*"):
-                shutil.rmtree(path, ignore_errors=True)
+    """Remove what interrupted saves and deletions left; nobody else may be writing here."""
+    atomic.sweep_temporary(run.checkpoints)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 import stat
 import time
 import uuid
@@ -21,7 +20,13 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.types import RunPlan
 from trainctl.runs import provenance
 from trainctl.runs.access import ensure_folder, folder_mode, make_folder
-from trainctl.runs.atomic import sync_directory, write_json, write_text
+from trainctl.runs.atomic import (
+    sweep_temporary,
+    sync_directory,
+    temporary_path,
+    write_json,
+    write_text,
+)
 from trainctl.runs.layout import AttemptPaths, RunPaths
 
 RUN_SCHEMA = 1
@@ -192,8 +197,10 @@ def new_attempt(run: RunPaths, plan: RunPlan) -> AttemptPaths:
         OSError: The disk is full, or the folder cannot be written.
     """
     number = last_attempt(run) + 1
-    unfinished = AttemptPaths(run.attempts / f".{number}.tmp", number)
-    shutil.rmtree(unfinished.root, ignore_errors=True)  # of a launch that ended in the middle
+    attempt = run.attempt(number)
+    unfinished = AttemptPaths(temporary_path(attempt.root), number)
+    for folder in (run.root, run.attempts):  # of launches that ended in the middle
+        sweep_temporary(folder)
     ensure_folder(run.attempts)
     make_folder(unfinished.root)
     make_folder(unfinished.logs)
@@ -204,7 +211,6 @@ def new_attempt(run: RunPaths, plan: RunPlan) -> AttemptPaths:
             rest = {name: value for name, value in plan.deepspeed.items() if name not in own}
             write_json(unfinished.accelerate, rest)
     write_json(unfinished.plan, to_plain(plan))
-    attempt = run.attempt(number)
     unfinished.root.rename(attempt.root)
     sync_directory(run.attempts)
     return attempt

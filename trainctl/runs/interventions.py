@@ -24,10 +24,35 @@ def account(event: Mapping[str, Any]) -> str:
     if "lr_factor" in event:
         back += f", learning rate x {event['lr_factor']:.3g} from there"
     first, end = event["samples"]
+    found = event.get("not_finite")
+    why = f"; {not_finite_account(found)}" if found else ""
     return (
         f"step {event['step']}: {quantity} {number(event['value']):.6g}{limit}{where} "
-        f"(samples {first} to {end}): {event['policy']}{back}"
+        f"(samples {first} to {end}): {event['policy']}{back}{why}"
     )
+
+
+def not_finite_account(found: Mapping[str, Any]) -> str:
+    """Describe the `not_finite` of an `intervention`: what holds the NaN or infinity, and where."""
+    names = ", ".join(found["names"][:3])
+    left = found["count"] - min(3, len(found["names"]))
+    more = f" and {left} more" if left > 0 else ""
+    ranks = ", ".join(map(str, found["ranks"][:8]))
+    where = f" on rank {ranks}{', ...' if len(found['ranks']) > 8 else ''}" if ranks else ""
+    match found["in"]:
+        case "weight":
+            return (
+                f"not finite is the weight {names}{more}{where}: it was so before this step, by an "
+                "earlier update or by what the run began with"
+            )
+        case "activation":
+            return f"the first value that is not finite is the output of {names}{where}"
+        case "gradient" if names:
+            return (
+                f"not finite is the gradient of {names}{more}{where} (the last layers first, where "
+                "the backward pass begins)"
+            )
+    return "weights are finite, and so is all that the modules put out when it is made again"
 
 
 def divergence_account(event: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from enum import StrEnum
 
 from trainctl.runs.access import ensure_folder
-from trainctl.runs.atomic import write_json
+from trainctl.runs.atomic import sweep_temporary, write_json
 from trainctl.runs.layout import RunPaths
 
 
@@ -60,6 +60,7 @@ def is_requested(run: RunPaths, request: Request) -> bool:
 
 def withdraw_earlier(run: RunPaths, moment: float) -> None:
     """Take back what was asked before a moment, in seconds since 1970: it was of another launch."""
+    sweep_temporary(run.requests, before=moment)
     for request in pending_requests(run):
         with suppress(FileNotFoundError):
             if (run.requests / request.value).stat().st_mtime < moment:

@@ -16,6 +16,7 @@ from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import StagedBatches, stages_of_plan
+from trainctl.runs.interventions import not_finite_account
 from trainctl.runs.records import short
 from trainctl.train.ahead import BatchesAhead
 from trainctl.train.build import fill_buffers
@@ -23,10 +24,11 @@ from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.clipping import clipped_groups
 from trainctl.train.gradient_changes import elementwise
 from trainctl.train.gradients import Norms
+from trainctl.train.not_finite import WEIGHT, NotFinite, bad_gradients, locate
 from trainctl.train.restore import newest_intact
 from trainctl.train.routers import Load
 from trainctl.train.session import Session, seed_step
-from trainctl.train.stability import Trouble
+from trainctl.train.stability import Kind, Trouble
 
 LISTED_SAMPLES = 64
 """Suspected samples that a record lists, at most."""
@@ -222,6 +224,7 @@ class Stepper:
         end = first + batch.global_batch_size
         policy = guard.policy(trouble)
         ranks, suspects = self._seen_by(trouble, batch, batches)
+        where = self._discard(trouble, policy, batches)
         checkpoint, problem = None, ""
         if policy is OnBadLoss.rewind:
             self._wait_for_save()
@@ -241,14 +244,14 @@ class Stepper:
             ranks=ranks,
             suspects=suspects[:LISTED_SAMPLES],
             in_a_row=guard.interventions,
+            **({} if where is None else {"not_finite": where.record()}),
             **({} if checkpoint is None else self._back_to(checkpoint)),
         )
         if policy is OnBadLoss.stop:
-            raise self._stopped(trouble, number, first, end, ranks, problem)
+            raise self._stopped(trouble, number, first, end, ranks, where, problem)
         if policy is OnBadLoss.warn:
             return policy
         guard.intervene(number)
-        session.engine.discard()
         if policy is OnBadLoss.skip_batch:
             progress.samples = end
         if checkpoint is not None:
@@ -258,6 +261,22 @@ class Stepper:
             progress.step, progress.tokens = checkpoint.progress.step, checkpoint.progress.tokens
             progress.samples = end  # with the poison goes what led up to it (docs/stability.md)
         return policy
+
+    def _discard(
+        self, trouble: Trouble, policy: OnBadLoss, batches: Sequence[MicroBatch]
+    ) -> NotFinite | None:
+        """Clear the gradients, unless they are used; return what holds a value that is not finite.
+
+        None if all are finite, or where only another process has the gradients.
+        """
+        session = self._session
+        searches = not trouble.kind.is_finite and session.gradients.are_visible
+        gradients = bad_gradients(session) if searches else []
+        if searches or policy not in (OnBadLoss.warn, OnBadLoss.stop):
+            session.engine.discard()
+        if not searches:
+            return None
+        return locate(session, batches, gradients, in_loss=trouble.kind is Kind.loss_not_finite)
 
     def _back_to(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Of a rewind, for the record."""
@@ -283,17 +302,29 @@ class Stepper:
         return ranks, sorted(set().union(*(found for found in seen if found is not None)))
 
     def _stopped(
-        self, trouble: Trouble, number: int, first: int, end: int, ranks: list[int], why: str
+        self,
+        trouble: Trouble,
+        number: int,
+        first: int,
+        end: int,
+        ranks: list[int],
+        where: NotFinite | None,
+        why: str,
     ) -> TrainctlError:
         seen = f", seen by rank {', '.join(map(str, ranks))}" if ranks else ""
         count = self._session.guard.interventions
         after = f", after {count} interventions in a row" if count else ""
         kept = "" if self._session.engine.updates_early else "the weights were not updated; "
-        return TrainctlError(
-            f"{trouble.of_step(number)} (samples {first} to {end}{seen}){after}{why}",
-            hint=f"{kept}resume goes on from the last checkpoint; "
+        found = "" if where is None else f"; {not_finite_account(where.record())}"
+        data = (
             f"trainctl data show {self._session.run.root.name} --samples {first}-{end - 1} tells "
-            "what was in them, stability.on_bad_loss what else can be done",
+            "what was in them, stability.on_bad_loss what else can be done"
+        )
+        if where is not None and where.kind == WEIGHT:  # no other samples would help
+            data = "look at optimizer.lr and the updates before it, or at model.path"
+        return TrainctlError(
+            f"{trouble.of_step(number)} (samples {first} to {end}{seen}){after}{why}{found}",
+            hint=f"{kept}resume goes on from the last checkpoint; {data}",
             exit_code=ExitCode.training_failed,
         )
 
