@@ -26,7 +26,7 @@ class Cursor:
 
     Attributes:
         offset: Bytes of `events.jsonl` that were read.
-        digest: Of the end of these bytes: whether the file still has what was read.
+        digest: SHA-256 of the end of these bytes: tells whether the file still has them.
         attempt: The newest attempt in them.
         step: The last step of the run's curve in them; -1 before the first.
         points: How many points were sent, those that others have replaced among them.
