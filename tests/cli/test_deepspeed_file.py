@@ -129,6 +129,13 @@ def test_the_batch_numbers_of_a_file_say_for_how_many_ranks_it_is(written, capsy
     assert "TC221" in capsys.readouterr().err
 
 
+def test_a_file_with_tensor_ranks_is_for_as_many_as_these(written, capsys):
+    file = written({**RIGHT, "tensor_parallel": {"autotp_size": 2}})
+    assert run(["config", "import", file]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"parallelism.tensor=2", "training.global_batch_size=4"} <= {*lines}
+
+
 def test_a_key_of_another_program_is_a_warning_and_is_not_imported(written, capsys):
     file = written({**RIGHT, "my_own_tool": {"verbose": True}})
     assert run(["validate", "--deepspeed", file]) == 0

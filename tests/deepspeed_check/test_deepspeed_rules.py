@@ -138,6 +138,23 @@ def test_without_zero_only_a_loss_scale_of_1_trains_right_in_fp16(scale, stage, 
     assert rules_of(config, Surroundings()) == ({"TC432"} if is_wrong else set())
 
 
+@pytest.mark.parametrize(
+    ("key", "rule"),
+    [
+        ("comment", "TC433"),
+        ("_comment", "TC433"),
+        ("comms_config", "TC433"),
+        ("pipe-parallel-size", "TC433"),
+        ("gradient_cliping", "TC204"),
+        ("Zero_Optimisation", "TC204"),
+        ("train_batch", "TC204"),
+        ("stage", "TC204"),  # of a section
+    ],
+)
+def test_a_key_at_the_top_is_a_mistake_only_where_it_is_near(key, rule):
+    assert rules_of({**PLAIN, key: 1}, Surroundings()) == {rule}
+
+
 def test_random_ltd_goes_without_the_batch_that_deepspeed_fills_in():
     needs = {"total_layer_num": 24, "random_ltd_layer_num": 22, "random_ltd_schedule": {}}
     routing = {"enabled": True, "random_ltd": {"enabled": True, **needs}}

@@ -147,6 +147,15 @@ def test_what_the_trainer_does_otherwise_is_left_out_and_not_passed_through():
     }
 
 
+def test_deprecated_keys_are_taken_over_or_named():
+    zero = {"stage": 3, "cpu_offload": True, "stage3_gather_fp16_weights_on_model_save": True}
+    imported = import_json({**BASE, "zero_optimization": zero}, world_size=RANKS)
+    assert imported.choices["offload"] == "cpu"
+    assert [each.key.rpartition(".")[2] for each in imported.left_out] == [
+        "stage3_gather_fp16_weights_on_model_save"
+    ]
+
+
 def test_the_batch_of_a_tensor_parallel_json_is_the_true_one():
     config = {
         **BASE,

@@ -17,7 +17,7 @@ from trainctl.cli.recipe_text import recipe_text
 from trainctl.config.json_file import read_json
 from trainctl.errors import TrainctlError
 from trainctl.plan.deepspeed_rules import Surroundings
-from trainctl.planner.import_json import Imported, ranks_of_batch
+from trainctl.planner.import_json import Imported, ranks_of
 from trainctl.planner.import_json import import_json as imported_from
 
 
@@ -26,7 +26,7 @@ def import_json(
     world_size: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Ranks that its batch is for; by default those it says, or 1."
+            metavar="N", min=1, help="Ranks that its batch is for; by default, as its numbers say."
         ),
     ] = None,
     as_recipe: Annotated[bool, typer.Option("--recipe", help="Print a recipe instead.")] = False,
@@ -39,7 +39,7 @@ def import_json(
 
     Example: trainctl config import ds_config.json --world-size 8 --recipe > recipes/mine.yaml
     """
-    ranks = world_size or ranks_of_batch(read_json(file).value) or 1
+    ranks = world_size or ranks_of(read_json(file).value)
     checked = check_file(file, Surroundings(world_size=ranks, fills_auto=True))
     if checked.has_error:
         raise TrainctlError.from_findings(checked.findings)

@@ -87,6 +87,8 @@ WORDS = {
     "parameters away": "offload of the parameters",
     "parameters on nvme": "offload.parameters=nvme",
     "nvme": "offload to NVMe",
+    "bf16": "bf16 weights",
+    "fp16": "fp16 weights",
     "no stages": "parallelism.pipeline=1",
 }
 """The same to whoever reads it."""

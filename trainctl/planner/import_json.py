@@ -7,7 +7,7 @@ trainctl's says is passed through as `deepspeed.*`; what trainctl derives is lef
 from __future__ import annotations
 
 import json as json_text
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from trainctl.config.schema import RunConfig, walk
 from trainctl.plan.deepspeed import flatten
 from trainctl.plan.deepspeed_rules import Case, Surroundings
 from trainctl.plan.deepspeed_rules.values import is_number, is_whole
-from trainctl.plan.deepspeed_table import FROM_ONE, at_least_one
+from trainctl.plan.deepspeed_table import FROM_ONE, TABLE, WORDS, Modes, at_least_one
 from trainctl.plan.passed_keys import PASSED, entry_of, idle_reason, owner_of
 from trainctl.plan.resolve import resolve
 from trainctl.planner.import_values import RECOMPUTE, Wanted, wanted_values
@@ -94,15 +94,17 @@ def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = 
     )
 
 
-def ranks_of_batch(json: Mapping[str, Any]) -> int | None:
-    """Return the ranks that a JSON's three batch numbers are for; None if they do not say."""
+def ranks_of(json: Mapping[str, Any]) -> int:
+    """Return the ranks that a JSON is for: by its three batch numbers, or as few as it can have."""
     case = Case(json, Surroundings(fills_auto=True))
     total, micro, steps = (case.get(name) for name in BATCH)
-    sequence = case.get("sequence_parallel_size") or 1
-    if not all(is_whole(size) and size > 0 for size in (total, micro, steps, sequence)):
-        return None
+    sequence = case.get("sequence_parallel_size")
+    sequence = int(sequence) if is_whole(sequence) and sequence > 0 else 1
+    fewest = sequence * case.tensor_size
+    if not all(is_whole(size) and size > 0 for size in (total, micro, steps)):
+        return fewest
     data, rest = divmod(int(total), int(micro * steps))
-    return None if rest else data * int(sequence)
+    return fewest if rest else data * sequence
 
 
 def differences(
@@ -160,7 +162,8 @@ def _rest(
         key = ".".join(path)
         known = case.schema.find(path)
         name = (known.same_as or known.name) if known else key
-        if key in wanted.taken or path[0] in wanted.taken or (known and known.replaced):
+        newer = known.replaced.split(" or ") if known else []
+        if key in wanted.taken or path[0] in wanted.taken or _has_any(wanted.taken, newer):
             continue
         if known is None:
             left_out.append(LeftOutKey(key, value, "DeepSpeed has no such key"))
@@ -173,11 +176,23 @@ def _rest(
         ):
             shown = ours.values.get(name)
             left_out.append(LeftOutKey(key, value, f"trainctl derives it, as {_written(shown)}"))
-        elif reason := owner_of(name, config) or idle_reason(name, config):
+        elif reason := _unread(name, config) or owner_of(name, config) or idle_reason(name, config):
             left_out.append(LeftOutKey(key, value, reason))
         else:
             passed[name] = value
     return passed, left_out
+
+
+def _has_any(taken: Iterable[str], keys: Sequence[str]) -> bool:
+    """Whether one of the keys, or a key in a section that they name, is taken over."""
+    return any(f"{key}.".startswith(f"{name}.") for name in keys if name for key in taken)
+
+
+def _unread(name: str, config: RunConfig) -> str:
+    """Return what a key of the table needs that the configuration lacks; else empty."""
+    modes = Modes.of(config)
+    row = next((each for each in TABLE if each.key == name and not each.holds(modes)), None)
+    return "" if row is None else f"it needs {WORDS[row.when]}"
 
 
 def _leaves(case: Case) -> Iterator[tuple[tuple[str, ...], Any]]:

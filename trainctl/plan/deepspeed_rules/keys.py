@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 
-from trainctl.config.suggest import nearest
+from trainctl.config.suggest import LONGEST, nearest
 from trainctl.plan.deepspeed_rules.case import (
     AUTO,
     FILLED_BY_OTHERS,
@@ -34,9 +35,7 @@ def checked_sections_hold_known_keys(case: Case) -> Iterator[Problem]:
 )
 def other_sections_hold_known_keys(case: Case) -> Iterator[Problem]:
     """A key at the top, or in a section that DeepSpeed does not check, is one that it reads."""
-    for problem in _unknown_keys(case, "ignored"):
-        if not _is_foreign(problem):
-            yield problem
+    yield from (each for each in _unknown_keys(case, "ignored") if not _is_foreign(case, each.key))
 
 
 @rule(
@@ -48,7 +47,9 @@ def other_sections_hold_known_keys(case: Case) -> Iterator[Problem]:
 )
 def keys_of_other_programs_are_known(case: Case) -> Iterator[Problem]:
     """A key at the top that resembles none of DeepSpeed's is read by another program."""
-    yield from (each for each in _unknown_keys(case, "ignored") if _is_foreign(each))
+    for problem in _unknown_keys(case, "ignored"):
+        if _is_foreign(case, problem.key):
+            yield problem._replace(hint=_LEAVE_OUT)
 
 
 @rule("TC205", file="runtime/config.py", fix="Leave the key out, or use what replaces it.")
@@ -213,11 +214,21 @@ def suggestion(schema: Schema, path: Path) -> str:
 
 
 _LEAVE_OUT = "leave it out"
+TYPING_MISTAKE = 0.8
+"""Similarity from which a name at the top is one of DeepSpeed's with a letter wrong or left out."""
+REMARKS = ("comment", "comments")
+"""Names that people give to remarks, and that resemble keys of DeepSpeed's (`comet`)."""
 
 
-def _is_foreign(problem: Problem) -> bool:
-    """Whether an unknown key is at the top, and no key of DeepSpeed's is near."""
-    return "." not in problem.key and problem.hint == _LEAVE_OUT
+def _is_foreign(case: Case, name: str) -> bool:
+    """Whether an unknown key is at the top, and no key of DeepSpeed's is meant by it."""
+    if "." in name or name in REMARKS:
+        return "." not in name
+    known = case.schema.inside(())
+    is_near = get_close_matches(name.lower()[:LONGEST], known, n=1, cutoff=TYPING_MISTAKE)
+    is_part = any(key.startswith(name) for key in known)
+    is_elsewhere = any(key.endswith(f".{name}") for key in case.schema.keys)
+    return not (is_near or is_part or is_elsewhere)
 
 
 def _is_old(schema: Schema, path: Path) -> bool:

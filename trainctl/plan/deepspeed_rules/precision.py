@@ -266,7 +266,7 @@ def a_loss_scale_has_an_effect(case: Case) -> Iterator[Problem]:
 
 @rule(
     "TC243",
-    file="runtime/config.py",
+    file="runtime/config.py, runtime/torch_autocast.py",
     fix='Write "auto" or a list of patterns; of modules, their dotted names.',
 )
 def lists_of_names_are_lists(case: Case) -> Iterator[Problem]:

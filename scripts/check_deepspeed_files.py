@@ -1,0 +1,332 @@
+"""Check and import every DeepSpeed JSON of a folder, beside what the real DeepSpeedConfig says.
+
+    python scripts/check_deepspeed_files.py FOLDER [--quiet]
+
+Each file is checked as `trainctl validate --deepspeed` does, imported as `trainctl config import`
+does, planned for a model of 8B on as many GPUs as it is for, and loaded by DeepSpeed's own
+`DeepSpeedConfig` in a child process whose process group only claims to have these ranks. DeepSpeed
+reads no "auto": it gets the values that the Trainer of transformers fills in for default arguments,
+`FILLED`.
+
+A file on which the two disagree is explained by the rule that found the error: DeepSpeed accepts
+such a file silently, fails on it later, or refuses it only where the engine is built. Any other
+disagreement is UNEXPLAINED, and the script ends with 1. A table counts the files of each project, a
+folder in FOLDER. `--quiet` prints the table and what is unexplained only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from trainctl.cli.deepspeed_file import CheckedFile, check_file
+from trainctl.config.compose import compose
+from trainctl.config.json_file import read_json
+from trainctl.config.schema import Accelerator
+from trainctl.errors import Finding, TrainctlError
+from trainctl.hardware import resolve_hardware
+from trainctl.plan.deepspeed import flatten
+from trainctl.plan.deepspeed_rules import RULES, Meets, Surroundings, check
+from trainctl.plan.deepspeed_rules.case import AUTO, FILLED_BY_OTHERS
+from trainctl.plan.resolve import resolve
+from trainctl.planner.import_json import BATCH, Imported, import_json, ranks_of
+
+TOGETHER = 50
+"""Files that one child process loads: importing DeepSpeed takes it some seconds."""
+
+FILLED: Mapping[str, Any] = {
+    "gradient_clipping": 1.0,
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "scheduler.params.warmup_min_lr": 0,
+    "scheduler.params.warmup_max_lr": 5e-5,
+    "scheduler.params.warmup_num_steps": 0,
+    "scheduler.params.total_num_steps": 1000,
+    "fp16.enabled": False,
+    "bf16.enabled": False,
+    "zero_optimization.stage": 2,
+    "zero_optimization.reduce_bucket_size": 4096 * 4096,
+    "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * 4096 * 4096),
+    "zero_optimization.stage3_param_persistence_threshold": 10 * 4096,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_optimizer.nvme_path": None,
+    "zero_optimization.offload_param.device": "none",
+    "zero_optimization.offload_param.nvme_path": None,
+}
+"""What the Trainer and accelerate write for "auto", the batch apart; of a model 4,096 wide."""
+
+AT_LOADING = (
+    "runtime/config.py",
+    "runtime/config_utils.py",
+    "runtime/precision_config.py",
+    "runtime/zero/config.py",
+)
+"""Files of DeepSpeed that have run when there is a DeepSpeedConfig; others run in the engine."""
+
+BY_ID = {rule.identifier: rule for rule in RULES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What was found out about one file.
+
+    Attributes:
+        path: Relative to the folder.
+        ranks: World size that it was looked at with.
+        checked: What `validate --deepspeed` finds.
+        imported: What `config import` makes of it; None if it does not.
+        why_not: Why it is not imported.
+        plan_errors: Why no plan is made of what was imported.
+    """
+
+    path: Path
+    ranks: int
+    checked: CheckedFile
+    imported: Imported | None
+    why_not: str
+    plan_errors: tuple[Finding, ...]
+
+    @property
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.checked.findings if finding.is_error]
+
+    def disagreement(self, answer: str) -> tuple[str, bool]:
+        """How the two differ, and whether a rule explains it; empty if they agree.
+
+        Args:
+            answer: What DeepSpeed refuses the file with; empty if it takes it.
+        """
+        if bool(answer) is bool(self.errors):
+            return "", True
+        if answer:
+            here = Surroundings(world_size=self.ranks, accelerator=Accelerator.cpu, fills_auto=True)
+            found = check(self.checked.document.value, here, self.checked.schema)
+            rules = dict.fromkeys(finding.rule for finding in found if finding.is_error)
+            if rules:
+                return f"the child has no GPU: {', '.join(rules)}", True
+            return "DeepSpeed refuses what the checker passes", False
+        reasons = {finding.rule: _taken_because(finding.rule) for finding in self.errors}
+        if any(reason is None for reason in reasons.values()):
+            return "DeepSpeed takes what the checker says that it refuses", False
+        told = [f"{rule} {reason}" for rule, reason in reasons.items()]
+        return f"DeepSpeedConfig takes it: {'; '.join(told)}", True
+
+
+def _taken_because(identifier: str) -> str | None:
+    """Why a DeepSpeedConfig is made of a file with this error; None if it should not be."""
+    rule = BY_ID.get(identifier)
+    if rule is None:  # of reading: DeepSpeed's reader takes more than JSON
+        return "is about what other readers of JSON refuse"
+    if rule.meets is Meets.silent:
+        return "is accepted silently, and does otherwise"
+    if rule.meets is Meets.later:
+        return "fails later"
+    later = [file for file in rule.file.split(", ") if file not in AT_LOADING]
+    return f"is refused when the engine is built ({', '.join(later)})" if later else None
+
+
+def report_on(path: Path, folder: Path) -> Report:
+    """Check, import and plan one file."""
+    document = read_json(path)
+    ranks = ranks_of(document.value)
+    checked = check_file(path, Surroundings(world_size=ranks, fills_auto=True))
+    imported, why_not, plan_errors = None, "", ()
+    if checked.has_error:
+        why_not = "the check finds errors"
+    else:
+        try:
+            imported = import_json(document.value, world_size=ranks)
+            plan_errors = tuple(_plan_errors(imported, ranks))
+        except TrainctlError as error:
+            why_not = " ".join([error.message, *(each.message for each in error.findings)])
+    return Report(
+        path=path.relative_to(folder),
+        ranks=ranks,
+        checked=checked,
+        imported=imported,
+        why_not=why_not,
+        plan_errors=plan_errors,
+    )
+
+
+def _plan_errors(imported: Imported, ranks: int) -> Iterator[Finding]:
+    run = ["model=llama-8b", f"hardware={ranks}xh100-80g", "training.steps=1000"]
+    config = compose([*run, *imported.overrides]).config
+    found = resolve(config, resolve_hardware(config.hardware)).findings
+    yield from (finding for finding in found if finding.is_error)
+
+
+def filled(json: Mapping[str, Any], *, ranks: int) -> dict[str, Any]:
+    """A JSON with the values that the Trainer writes for "auto"."""
+    micro, steps = (1 if json.get(name) in (None, AUTO) else json.get(name) for name in BATCH[1:])
+    batch = dict(zip(BATCH[1:], (micro, steps), strict=True))
+    if isinstance(micro, int) and isinstance(steps, int):
+        batch[BATCH[0]] = micro * steps * ranks
+    values = []
+    for key, value in flatten(json):
+        is_open = value == AUTO and key in FILLED_BY_OTHERS
+        values.append((key, {**FILLED, **batch}.get(key, value) if is_open else value))
+    nested: dict[str, Any] = {}
+    for key, value in values:
+        *parents, name = key.split(".")
+        level = nested
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[name] = value
+    return nested
+
+
+def answers(reports: Sequence[Report], folder: Path) -> Iterator[str]:
+    """What DeepSpeed refuses each file with; empty for what it takes."""
+    waiting = [_request(report, folder) for report in reports]
+    while waiting:
+        told = _ask(waiting[:TOGETHER])
+        yield from told
+        del waiting[: len(told)]
+
+
+def _request(report: Report, folder: Path) -> str:
+    path, ranks = folder / report.path, report.ranks
+    document = report.checked.document
+    has_auto = any(value == AUTO for _, value in flatten(document.value))
+    json_or_path = filled(document.value, ranks=ranks) if has_auto else str(path)
+    return json.dumps({"config": json_or_path, "ranks": ranks})
+
+
+def _ask(requests: Sequence[str]) -> list[str]:
+    """The answers of one child; the last is that it died, if it did."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, __file__, "--load"],
+        input="\n".join(requests),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    if len(told) < len(requests):
+        told.append(f"the process died with {done.returncode}: {done.stderr[-300:].strip()}")
+    return told
+
+
+def load() -> None:
+    """Answer requests on standard input, a line each: runs in the child process."""
+    told, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed prints
+    import deepspeed
+    import torch.distributed
+    from deepspeed.comm import comm
+    from deepspeed.comm.torch import TorchBackend
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    # Its shared-memory all-reduce would be compiled first; nothing is communicated here.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    for line in sys.stdin:
+        request = json.loads(line)
+        torch.distributed.init_process_group(
+            "fake", store=FakeStore(), rank=0, world_size=request["ranks"]
+        )
+        comm.cdb = TorchBackend("fake", timedelta(seconds=60), None)
+        answer = ""
+        try:
+            DeepSpeedConfig(request["config"])
+        except Exception as error:  # whatever it refuses the file with is the answer
+            answer = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        torch.distributed.destroy_process_group()
+        comm.cdb = None
+        told.write(json.dumps(answer) + "\n")
+        told.flush()
+
+
+def lines_on(report: Report, answer: str) -> Iterator[str]:
+    """What is printed of one file."""
+    rank = "rank" if report.ranks == 1 else "ranks"
+    yield f"{report.path} ({report.ranks} {rank})"
+    warnings = Counter(each.rule for each in report.checked.findings if not each.is_error)
+    names = f" with {', '.join(warnings)}" if warnings else ""
+    yield f"  checked: {'refused' if report.errors else f'valid{names}'}"
+    for finding in report.errors:
+        yield f"    {finding.rule} {finding.key}: {finding.message}"
+    imported = report.imported
+    if imported is None:
+        yield f"  imported: refused: {report.why_not}"
+    else:
+        yield f"  imported: {len(imported.overrides)} overrides"
+        for left in imported.left_out:
+            yield f"    left out: {left.key}: {left.reason}"
+        for finding in report.plan_errors:
+            yield f"    no plan: {finding.rule} {finding.key}: {finding.message}"
+    yield f"  DeepSpeedConfig: {f'refuses it: {answer}' if answer else 'takes it'}"
+    difference, is_explained = report.disagreement(answer)
+    if difference:
+        yield f"  {'explained' if is_explained else 'UNEXPLAINED'}: {difference}"
+
+
+COLUMNS = ("files", "valid", "refused", "imported", "planned", "taken", "explained", "unexplained")
+
+
+def table(reports: Sequence[Report], told: Sequence[str]) -> Iterator[str]:
+    """How many files of each project, and in all, are what."""
+    counts: dict[str, Counter[str]] = {}
+    for report, answer in zip(reports, told, strict=True):
+        difference, is_explained = report.disagreement(answer)
+        found = {
+            "files": True,
+            "valid": not report.errors,
+            "refused": bool(report.errors),
+            "imported": report.imported is not None,
+            "planned": report.imported is not None and not report.plan_errors,
+            "taken": not answer,
+            "explained": bool(difference) and is_explained,
+            "unexplained": not is_explained,
+        }
+        for name in (report.path.parts[0] if len(report.path.parts) > 1 else ".", "all"):
+            counts.setdefault(name, Counter()).update(
+                {key: int(is_so) for key, is_so in found.items()}
+            )
+    width = max(len(name) for name in counts)
+    yield "  ".join([" " * width, *COLUMNS])
+    for name in sorted(counts, key=lambda name: (name == "all", name)):
+        cells = (f"{counts[name][column]:>{len(column)}}" for column in COLUMNS)
+        yield "  ".join([f"{name:<{width}}", *cells])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what is found of a folder; 1 if a disagreement is not explained."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--quiet", action="store_true")
+    options = parser.parse_args(arguments)
+    paths = sorted(options.folder.rglob("*.json"))
+    if not paths:
+        parser.error(f"{options.folder} has no JSON files")
+    reports = [report_on(path, options.folder) for path in paths]
+    told = list(answers(reports, options.folder))
+    agree = True
+    for report, answer in zip(reports, told, strict=True):
+        _, is_explained = report.disagreement(answer)
+        agree &= is_explained
+        if not (options.quiet and is_explained):
+            print("\n".join(lines_on(report, answer)))
+    print("\n".join(table(reports, told)))
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--load"]:
+        load()
+    else:
+        sys.exit(main(sys.argv[1:]))
