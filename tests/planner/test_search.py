@@ -275,9 +275,27 @@ def test_a_faster_variant_that_fails_says_why() -> None:
     assert rejected
     for found in result.found:
         if found.rejected is not None:
-            assert found.rejected.seconds < found.time.seconds
+            assert RESOLUTION < found.rejected.saved < 1
             assert "GiB" in found.rejected.reason
             assert found.rejected.values
+
+
+def test_a_faster_variant_is_compared_by_token_and_not_by_step() -> None:
+    """A batch in tokens has another number of sequences with other micro-batches."""
+    values = LLAMA_70B | {"model.name": "llama-8b", "model.hidden_size": 4096}
+    values |= {"model.intermediate_size": 14336, "model.num_layers": 32}
+    values |= {"model.num_attention_heads": 32, "zero_stage.stage": 3}
+    values |= {"training.global_batch_size": None, "training.global_batch_tokens": 4_000_000}
+    fixed = frozenset(["zero_stage.stage"])
+    (found,) = search(config_of(values), hardware_of("h100-80g", 1, 8), top=1, fixed=fixed).found
+    assert found.rejected is not None
+    other = timed(with_values(found.plan.config, found.rejected.values), found.plan.hardware)
+    assert other is not None
+    assert other.sketch.batch.tokens_per_step != found.plan.batch.tokens_per_step
+    by_step = 1 - other.time.seconds / found.time.seconds
+    by_token = 1 - other.seconds_per_token * found.tokens_per_second
+    assert found.rejected.saved == pytest.approx(by_token)
+    assert by_step > 1.5 * by_token
 
 
 def test_of_equally_fast_plans_the_simpler_comes_first() -> None:

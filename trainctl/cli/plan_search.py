@@ -152,7 +152,7 @@ def _details(found: FoundPlan, first: FoundPlan, price: float | None, show: _Sho
     if found is not first:
         lines.append(f"   beside 1: {why_slower(found, first)}")
     if found.rejected is not None:
-        lines.append(f"   not faster: {next_faster(found.rejected, show.rates_are_known)}")
+        lines.append(f"   would be faster: {next_faster(found.rejected, show.rates_are_known)}")
     return [*lines, f"   {join(found.overrides)}".rstrip()]
 
 
@@ -198,7 +198,11 @@ def _plan_json(
         "host_bytes_per_node": memory.host.bytes_per_node,
         "next_faster": None
         if rejected is None
-        else {"overrides": list(overrides(rejected.values)), "reason": rejected.reason},
+        else {
+            "overrides": list(overrides(rejected.values)),
+            "time_saved_per_token": rejected.saved if show.rates_are_known else None,
+            "reason": rejected.reason,
+        },
         "findings": findings_to_json(found.findings),
     }
 

@@ -43,11 +43,11 @@ def why_slower(found: FoundPlan, first: FoundPlan) -> str:
         key=lambda change: -abs(change[0]),
     )
     named = [f"{change:+.0%} {NAMES[name]}" for change, name in changes[:3] if abs(change) >= 0.01]
-    return f"{slower:+.1%}" + (f" ({', '.join(named)})" if named else "")
+    return f"{slower:+.1%} time a token" + (f" ({', '.join(named)})" if named else "")
 
 
-def next_faster(rejected: Rejected, with_seconds: bool = True) -> str:
-    """The next faster variant and what is wrong with it."""
+def next_faster(rejected: Rejected, with_share: bool = True) -> str:
+    """Name the next faster variant, what it would save of each token's time, and what is wrong."""
     what = " ".join(overrides(rejected.values)) or "the same"
-    time = f" would take {rejected.seconds:,.2f} s, but" if with_seconds else " would be, but"
-    return f"{what}{time} {rejected.reason}"
+    saved = f" ({rejected.saved:.1%} less time a token)" if with_share else ""
+    return f"{what}{saved}, but {rejected.reason}"

@@ -38,12 +38,13 @@ class Rejected:
 
     Attributes:
         values: Its keys that differ from the plan's.
-        seconds: Predicted length of its step.
+        saved: Share of the plan's time per token that it would save. Steps do not compare: a
+            batch in tokens comes out a little larger or smaller in another layout.
         reason: What is wrong with it.
     """
 
     values: Values
-    seconds: float
+    saved: float
     reason: str
 
 
@@ -232,11 +233,10 @@ def _found(candidate: Candidate, result: Assessment, state: _State, config: RunC
     assert result.plan is not None and result.budget is not None
     rejected = None
     for other, reason in state.rejected.get(candidate.layout, ()):
-        seconds = other.variant.time.seconds
-        limit = candidate.variant.seconds_per_token * (1 - RESOLUTION)
-        if other.variant.seconds_per_token < limit:  # the last one is the closest
+        saved = 1 - other.variant.seconds_per_token / candidate.variant.seconds_per_token
+        if saved > RESOLUTION:  # the last one is the closest
             values = _differences(other.values, candidate.variant.sketch.config)
-            rejected = Rejected(values=values, seconds=seconds, reason=reason)
+            rejected = Rejected(values=values, saved=saved, reason=reason)
     return FoundPlan(
         values=_differences(candidate.values, config),
         plan=result.plan,
