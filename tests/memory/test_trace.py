@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,13 +13,18 @@ import pytest
 from anatomies import read_directory
 
 from trainctl.cli.main import run
+from trainctl.cli.planning import plan
+from trainctl.config.compose import compose, recompose
 from trainctl.config.schema import Accelerator, AttentionKind, DataType, ModelConfig, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.memory.activations import block_activations
 from trainctl.memory.traced import TracedModel, on_tensor_rank
+from trainctl.plan.groups import parameter_groups
 from trainctl.plan.resolve import resolve
 from trainctl.plan.shapes import count_parameters
+from trainctl.train.anatomy import anatomy
+from trainctl.train.model import blocks
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
@@ -71,7 +77,7 @@ def test_the_closed_form_is_what_a_trace_finds(family: str, attention: str, tmp_
 
     model = _ours(family, attention)
     for compute, autocast, element in (("bf16", False, 2), ("fp32", False, 4), ("bf16", True, 2)):
-        traced = trace(_config(model, compute, autocast=autocast), tmp_path)
+        traced = trace(_config(model, compute, autocast=autocast))
         closed = block_activations(
             model, sequence_length=SEQUENCE, element=element, autocast=autocast
         )
@@ -107,7 +113,7 @@ def test_other_architectures_are_traced_as_autograd_finds_them(kind: str, tmp_pa
 
     # phi3's default padding token lies outside a small vocabulary.
     model = _directory(tmp_path, kind, pad_token_id=0)
-    traced = trace(_config(model), tmp_path)
+    traced = trace(_config(model))
     real = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16
     ).train()
@@ -149,7 +155,7 @@ def test_a_tensor_rank_keeps_what_its_share_of_the_weights_makes(tmp_path: Path)
     latent = {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 32}
     latent |= {"qk_nope_head_dim": 24, "num_key_value_heads": 8, "first_k_dense_replace": 3}
     for kind, changes in (("phi3", {"pad_token_id": 0}), ("deepseek_v3", latent)):
-        traced = trace(_config(_directory(tmp_path / kind, kind, **changes)), tmp_path)
+        traced = trace(_config(_directory(tmp_path / kind, kind, **changes)))
         whole, half = traced.block, on_tensor_rank(traced, 2)
         assert on_tensor_rank(traced, 1) == whole
         assert (half.norms, half.boundary) == (whole.norms, whole.boundary)
@@ -165,13 +171,13 @@ def test_experts_are_traced_in_every_format(tmp_path: Path) -> None:
     from trainctl.train.trace import trace
 
     model = _directory(tmp_path, "mixtral")
-    in_bf16 = trace(_config(model), tmp_path)
-    in_fp16 = trace(_config(model, "fp16"), tmp_path)
+    in_bf16 = trace(_config(model))
+    in_fp16 = trace(_config(model, "fp16"))
     assert in_fp16.anatomy.to_table() == in_bf16.anatomy.to_table()
     assert in_fp16.block.saved == pytest.approx(in_bf16.block.saved, rel=0.01)
-    in_fp32 = trace(_config(model, "fp32"), tmp_path)
+    in_fp32 = trace(_config(model, "fp32"))
     assert 1.5 * in_bf16.block.saved < in_fp32.block.saved < 2 * in_bf16.block.saved
-    mixed = trace(_config(model, "bf16", autocast=True), tmp_path)
+    mixed = trace(_config(model, "bf16", autocast=True))
     assert in_bf16.block.saved < mixed.block.saved < in_fp32.block.saved
 
 
@@ -211,11 +217,9 @@ def test_blocks_of_one_kind_are_traced_once(
     sparse = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 64}
     lora = {"q_lora_rank": 64, "kv_lora_rank": 32, "num_key_value_heads": 8}
     model = _directory(tmp_path, "deepseek_v3", first_k_dense_replace=1, **sparse, **lora)
-    once = trace.trace(_config(model), tmp_path)
-    monkeypatch.setattr(
-        trace, "one_of_each_kind", lambda built: dict.fromkeys(trace.blocks(built), 1)
-    )
-    assert trace.trace(_config(model), tmp_path).block == once.block
+    once = trace.trace(_config(model))
+    monkeypatch.setattr(trace, "one_of_each_kind", lambda built: dict.fromkeys(blocks(built), 1))
+    assert trace.trace(_config(model)).block == once.block
     assert [block.experts for block in once.anatomy.blocks] == [0, 8, 8]
     again = TracedModel.from_json(json.loads(json.dumps(once.to_json())))
     assert again.to_json() == once.to_json()
@@ -232,25 +236,129 @@ def test_exact_of_a_known_family_is_the_closed_form(capsys: pytest.CaptureFixtur
     assert all(sizes["traced"] == sizes["closed_form"] for sizes in report.values())
 
 
-def test_a_users_own_model_is_traced_from_the_folder_at_hand(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from transformers import LlamaConfig, LlamaForCausalLM\n"
-        "def make(model):\n"
-        "    config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=100,\n"
-        "        num_hidden_layers=2, num_attention_heads=2, attention_bias=True)\n"
-        "    return LlamaForCausalLM(config)\n"
-    )
-    words = ["recipe=tiny", "model.factory=mine:make", "--exact", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "trainctl", "estimate-memory", *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    block = 4 * 64 * 64 + 3 * 64 + 64 + 3 * 64 * 100 + 2 * 64
-    expected = 2 * 512 * 64 + 2 * block + 64
-    assert json.loads(done.stdout)["traced"]["parameters"]["traced"] == expected
+OWN = """
+from torch import nn
+from transformers import (
+    LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PretrainedConfig, PreTrainedModel
+)
+from transformers.modeling_outputs import CausalLMOutput
+
+def config(width):
+    return LlamaConfig(vocab_size=512, hidden_size=width, intermediate_size=100,
+        num_hidden_layers=2, num_attention_heads=2, attention_bias=True)
+
+def make(shape):
+    return LlamaForCausalLM(config(64))
+
+def halves(shape):
+    return LlamaForCausalLM(config(shape.hidden_size // 2))
+
+def classifier(shape):
+    return LlamaForSequenceClassification(config(64))
+
+def plain(shape):
+    return nn.Linear(3, 3)
+
+def by_values(shape):
+    assert nn.Linear(3, 3).weight.sum() < 100
+    return LlamaForCausalLM(config(64))
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(48), nn.Linear(48, 96), nn.Linear(96, 48)
+
+    def forward(self, hidden):
+        return hidden + self.down(self.up(self.norm(hidden)).relu())
+
+class Bare(PreTrainedModel):
+    config_class = PretrainedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed, self.out = nn.Embedding(300, 48), nn.Linear(48, 300, bias=False)
+        self.layers = nn.ModuleList([Block(), Block(), Block()])
+        self.post_init()
+
+    def forward(self, input_ids, position_ids=None, use_cache=False):
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return CausalLMOutput(logits=self.out(hidden))
+
+def bare(shape):
+    return Bare(PretrainedConfig())
+"""
+LLAMA_BLOCK = 4 * 64 * 64 + 4 * 64 + 3 * 64 * 100 + 2 * 64
+BARE_BLOCK = 2 * 48 + 2 * 48 * 96 + 96 + 48
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "decayed", "sizes"),
+    [
+        ("make", 2 * 512 * 64 + 2 * LLAMA_BLOCK - 2 * 64 + 64 + 2 * 64, None, (512, 64, 2)),
+        ("bare", 2 * 300 * 48 + 3 * BARE_BLOCK, 300 * 48 + 3 * 2 * 48 * 96, (300, 48, 3)),
+    ],
+)
+def test_plan_and_budget_count_what_a_function_makes(
+    own: Path, name: str, parameters: int, decayed: int | None, sizes: tuple[int, ...]
+) -> None:
+    """Also of a class without transformers' blocks; found again from any other folder."""
+    typed = "model.hidden_size=256"
+    planned = plan(compose(["recipe=tiny", f"model.factory=mine:{name}", typed]))
+    assert planned.errors == []
+    (told,) = (each for each in planned.findings if each.key == "model.hidden_size")
+    assert told.source == typed and f"which has {sizes[1]}" in told.message
+    made = planned.assessment.plan
+    assert made is not None and planned.assessment.budget is not None
+    model = made.config.model
+    assert (model.vocab_size, model.hidden_size, model.num_layers) == sizes
+    assert count_parameters(model).total == parameters
+    first, second = parameter_groups(made.config)
+    assert first.elements + second.elements == parameters
+    assert decayed in (None, first.elements)
+    assert planned.assessment.budget.components.parameters == pytest.approx(4 * parameters, rel=0.1)
+    saved = recompose(made.config, ["training.steps=3"])
+    os.chdir("/")
+    again = plan(saved)
+    assert again.errors == [] and again.composed.config.model == model
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("classifier", r"LlamaForSequenceClassification gives logits of \[1, 2\] for 2 tokens"),
+        ("halves", "makes another model when it is given the sizes"),
+        ("by_values", "its code goes by values"),
+    ],
+)
+def test_a_function_whose_model_is_not_known_says_why(
+    own: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    monkeypatch.syspath_prepend(own)
+    with pytest.raises(TrainctlError, match=words) as caught:
+        anatomy(ModelConfig(factory=f"mine:{name}"))
+    assert f"mine:{name}" in caught.value.message
+    sys.modules.pop("mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("plain", "mine:plain gave a Linear"), ("gone", "defines no gone")]
+)
+def test_a_function_whose_model_is_not_known_gets_no_numbers(
+    own: Path, name: str, words: str
+) -> None:
+    planned = plan(compose(["recipe=tiny", f"model.factory=mine:{name}"]), with_files=True)
+    (found,) = planned.errors
+    assert found.key == "model.factory" and words in found.message
+    assert planned.assessment.plan is planned.assessment.budget is None
 
 
 def test_a_model_that_cannot_be_traced_says_why(tmp_path: Path) -> None:
@@ -262,15 +370,15 @@ def test_a_model_that_cannot_be_traced_says_why(tmp_path: Path) -> None:
     model = _ours("llama")
     model = replace(model, family="hf", path=str(tmp_path / "bloom"))
     with pytest.raises(TrainctlError):  # it has no sdpa attention in transformers either
-        trace(_config(model), tmp_path)
+        trace(_config(model))
     gemma = _directory(tmp_path / "gemma", "gemma2")
     (found,) = (f for f in resolve(_config(gemma), CPUS).findings if f.key == "model.attention")
     assert found.rule == "TC153" and found.hint.startswith("model.attention=eager")
     eager = replace(gemma, attention=AttentionKind.eager)
-    assert len(trace(_config(eager), tmp_path).anatomy.blocks) == 3
+    assert len(trace(_config(eager)).anatomy.blocks) == 3
     broken = replace(_ours("llama"), factory="tests.nowhere:make")
     with pytest.raises(TrainctlError, match=r"model\.factory"):
-        trace(_config(broken), tmp_path)
+        trace(_config(broken))
 
 
 def test_a_directory_whose_code_fails_is_refused_before_a_launch(

@@ -161,6 +161,29 @@ def test_a_run_with_flash_attention_is_exported_and_loaded_where_there_is_none(t
         torch.testing.assert_close(theirs(ids).logits, ours(ids).logits)
 
 
+def test_a_functions_model_without_token_ids_is_exported(tmp_path, monkeypatch):
+    """Its class of configuration has none of transformers' keys."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "bare_model.py").write_text(
+        "from torch import nn\n"
+        "from transformers import PretrainedConfig, PreTrainedModel\n"
+        "class Bare(PreTrainedModel):\n"
+        "    config_class = PretrainedConfig\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(config)\n"
+        "        self.embed, self.out = nn.Embedding(300, 8), nn.Linear(8, 300)\n"
+        "        self.post_init()\n"
+        "def make(shape):\n"
+        "    return Bare(PretrainedConfig())\n"
+    )
+    config = tiny_config()
+    config.model.factory = "bare_model:make"
+    checkpoint = fabricate(RunPaths(tmp_path / "run"), config.model)
+    export(config, checkpoint, tmp_path / "out", dtype=torch.float32)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["architectures"] == ["Bare"] and written["eos_token_id"] == 256
+
+
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, small):
     config, checkpoint = small
     out = tmp_path / "out"

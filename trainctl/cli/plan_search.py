@@ -13,7 +13,7 @@ from trainctl.cli.arguments import ConfigDir, Json, Overrides
 from trainctl.cli.console import print_json, put, say
 from trainctl.cli.findings import findings_to_json, show_findings
 from trainctl.cli.plan_view import layout_words
-from trainctl.cli.planning import name_sources
+from trainctl.cli.planning import name_sources, read_factory
 from trainctl.cli.recipe_text import recipe_text
 from trainctl.config.catalog import BASE, recipe_names, search_folders, split_hardware
 from trainctl.config.codec import to_plain
@@ -73,7 +73,9 @@ def plan(
     Example: trainctl plan model=llama-70b hardware=8x8xh100-80g training.sequence_length=8192
     training.global_batch_tokens=4M
     """
-    composed = compose(overrides or (), config_dir=config_dir)
+    composed, unread = read_factory(compose(overrides or (), config_dir=config_dir))
+    if unread:
+        raise TrainctlError.from_findings(name_sources(composed, unread))
     training = composed.config.training
     is_open = training.steps is None and training.tokens is None
     if write is not None:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainctl.cli.console import gib, say
 from trainctl.cli.epochs import count_epoch
 from trainctl.cli.source_counts import plan_of_data
 from trainctl.cli.standing import passed_over_findings
-from trainctl.config.compose import SAVED, Composed, examine, recompose
+from trainctl.config.anatomy import shape_in
+from trainctl.config.compose import NO_EFFECT, SAVED, Composed, examine, recompose
 from trainctl.config.files import missing_files
+from trainctl.config.layers import Layer
 from trainctl.config.schema import RunConfig
-from trainctl.config.tracing import trace_in_child
-from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.config.tracing import anatomy_in_child, trace_in_child
+from trainctl.config.user_code import check_user_code
+from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launch.refusals import refusals
 from trainctl.memory.traced import TracedModel
 from trainctl.plan.resolve import resolve
+from trainctl.plan.shapes import head_dim
 from trainctl.planner.assess import Assessment, assess
 from trainctl.planner.model_files import check_model_files
 from trainctl.planner.suggest import Suggestion, what_fits, what_slack_buys
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
 
 UNCOUNTED = "TC067"
 """The finding that an epoch has not been counted, which follows from files that are not there."""
+
+FACTORY = "model.factory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +114,19 @@ def plan(
         exact: Trace the model for its budget, in a process of its own.
         calibrated: Take what was measured on this machine, for hardware that is here.
     """
+    composed, unread = read_factory(composed, folder)
     missing = missing_files(composed.config, folder) if with_files else []
     is_there = not any(finding.is_error for finding in missing)
     composed = count_epoch(composed, tokenize=tokenize and is_there)
     hardware = resolve_hardware(composed.config.hardware, calibrated=calibrated)
-    assessment = assess(composed.config, hardware)
+    if unread:
+        wrong = (*resolve(composed.config, hardware).findings, *unread)
+        assessment = Assessment(plan=None, budget=None, findings=wrong)
+    else:
+        if composed.config.model.factory is not None:
+            with suppress(TrainctlError):  # kept for those who ask without the folder; told there
+                trace_in_child(composed.config, folder)
+        assessment = assess(composed.config, hardware)
     traced = None
     if exact and assessment.plan is not None:
         traced = TracedModel.from_json(trace_in_child(composed.config, folder))
@@ -131,9 +146,60 @@ def plan(
         composed=composed,
         hardware=hardware,
         assessment=assessment,
-        findings=(*composed.findings, *name_sources(composed, found)),
+        findings=tuple(dict.fromkeys((*composed.findings, *name_sources(composed, found)))),
         traced=traced,
         data=data,
+    )
+
+
+def read_factory(
+    composed: Composed, folder: Path | None = None
+) -> tuple[Composed, tuple[Finding, ...]]:
+    """Read the model that `model.factory` makes, so that plan and budget count that model.
+
+    A saved configuration keeps what was read, unless an override changes the model.
+
+    Args:
+        composed: The configuration.
+        folder: Where the function is looked for; None is the current folder.
+
+    Returns:
+        The configuration with the sizes of the real model, and why it could not be read.
+    """
+    config = composed.config
+    model = config.model
+    is_changed = any(override.startswith("model") for override in composed.overrides)
+    if model.factory is None or (model.anatomy and not is_changed):
+        return composed, ()
+    table: list[str] = []
+    wrong = tuple(each for each in check_user_code(config, folder) if each.key == FACTORY)
+    if not wrong:
+        try:
+            table = anatomy_in_child(config, folder)
+        except TrainctlError as error:
+            wrong = tuple(error.findings)
+    layers, notes = dict(composed.layers), list(composed.findings)
+    read: dict[str, Any] = {"anatomy": table, **(shape_in(table) if table else {})}
+    for name, value in read.items():
+        own = head_dim(model) if name == "head_dim" else getattr(model, name)
+        if value == own:
+            continue
+        key, source = f"model.{name}", composed.source_of(f"model.{name}")
+        if source in composed.overrides:
+            notes.append(_made_otherwise(key, own, value, model.factory, source))
+        layers[key] = (*layers.get(key, ()), Layer(f"made by {model.factory}", value))
+        config = replace(config, model=replace(config.model, **{name: value}))
+    return replace(composed, config=config, layers=layers, findings=tuple(notes)), wrong
+
+
+def _made_otherwise(key: str, own: Any, made: Any, factory: str, source: str) -> Finding:
+    return Finding(
+        rule=NO_EFFECT,
+        key=key,
+        message=f"{own} is not what {FACTORY}={factory} makes, which has {made}",
+        hint=f"let the function take it from the section that it is given, or leave {key} out",
+        severity=Severity.warning,
+        source=source,
     )
 
 

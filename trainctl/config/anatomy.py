@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache
 from math import prod
+from typing import Any
 
 from trainctl.config.tensor_table import from_table, to_table
 from trainctl.errors import TrainctlError
@@ -146,6 +147,7 @@ class Anatomy:
             form: what it decides is not seen.
         drawn_whole: The first parameter that starts by what cannot be done for a part of it, if any
             does: a run cannot draw its first weights.
+        code: Digest of the user's files that made it (`model.factory`); empty of a directory's.
     """
 
     parameters: tuple[Parameter, ...]
@@ -158,6 +160,7 @@ class Anatomy:
     has_experts_apart: bool = False
     has_routers_apart: bool = False
     drawn_whole: str = ""
+    code: str = ""
 
     @cached_property
     def total(self) -> int:
@@ -246,6 +249,8 @@ class Anatomy:
         yield from (("model", word) for word, name in _TRAITS.items() if getattr(self, name))
         if self.drawn_whole:
             yield self.drawn_whole, "drawn-whole"
+        if self.code:
+            yield "model", f"code {self.code}"
         for parameter in self.parameters:
             words = [_sizes(parameter.shape), parameter.role.value]
             words += [f"shares={parameter.shares}"] if parameter.shares else []
@@ -298,6 +303,24 @@ def experts_in(table: Sequence[str]) -> dict[str, int | None]:
     }
 
 
+def shape_in(table: Sequence[str]) -> dict[str, Any]:
+    """Return the sizes of a model by the configuration's keys, as far as its tensors show them."""
+    read = anatomy_of(table)
+    matrices = {p.role: p.shape for p in reversed(read.parameters) if len(p.shape) == 2}
+    rows, width = matrices.get(Role.head) or matrices[Role.embedding]
+    found: dict[str, Any] = {
+        "vocab_size": rows,
+        "hidden_size": width,
+        "num_layers": len(read.blocks),
+        "tie_word_embeddings": read.has_tied_head,
+        **experts_in(table),
+    }
+    if read.blocks[0].attention:
+        first = read.blocks[0].attention[0]
+        found |= {"num_attention_heads": first.heads, "head_dim": first.key_width}
+    return found
+
+
 @lru_cache(maxsize=8)
 def _read(table: tuple[str, ...]) -> Anatomy:
     entries = from_table(table)
@@ -307,7 +330,7 @@ def _read(table: tuple[str, ...]) -> Anatomy:
     buffers: list[SavedBuffer] = []
     ties: list[tuple[str, str]] = []
     attentions: tuple[str, ...] = ()
-    drawn_whole = ""
+    drawn_whole = code = ""
     traits = set()
     for name, said in entries:
         kind, *words = said.split()
@@ -317,6 +340,8 @@ def _read(table: tuple[str, ...]) -> Anatomy:
             traits.add(kind)
         elif kind == "drawn-whole":
             drawn_whole = name
+        elif kind == "code":
+            code = words[0]
         elif kind == "tied":
             ties.append((name, words[0]))
         elif kind != "block":
@@ -332,6 +357,7 @@ def _read(table: tuple[str, ...]) -> Anatomy:
         buffers=tuple(buffers),
         attentions=attentions,
         drawn_whole=drawn_whole,
+        code=code,
         is_recurrent="recurrent" in traits,
         turns_by_length="turns-by-length" in traits,
         has_experts_apart="experts-apart" in traits,

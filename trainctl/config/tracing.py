@@ -25,7 +25,7 @@ from typing import Any
 from trainctl.config.codec import to_plain
 from trainctl.config.published import published_anatomy, published_name, published_trace
 from trainctl.config.registry import load
-from trainctl.config.schema import RunConfig
+from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import ExitCode, Finding, TrainctlError
 
 SECONDS = 600
@@ -55,16 +55,21 @@ _known: dict[str, Any] = {}
 def needs_trace(config: RunConfig) -> bool:
     """Whether a model has no closed form: what its directory says is not all that it is."""
     model = config.model
-    return model.is_directory and bool(model.path)
+    return not model.has_closed_form and bool(model.path or model.factory)
 
 
-def anatomy_in_child(config: RunConfig) -> list[str]:
-    """What a directory's model is made of, as `model.anatomy` keeps it.
+def anatomy_in_child(config: RunConfig, folder: Path | None = None) -> list[str]:
+    """What a model is made of that its own code makes, as `model.anatomy` keeps it.
+
+    Args:
+        config: The configuration.
+        folder: Where the user's own code is looked for; None is the current folder.
 
     Raises:
         TrainctlError: The model cannot be built: says why, and which file it is.
     """
-    found: list[str] = _ask(Question.anatomy, config, Path.cwd())
+    ask = _ask if config.model.factory is None else _ask_process  # it may read files of any name
+    found: list[str] = ask(Question.anatomy, config, folder or Path.cwd())
     return found
 
 
@@ -84,12 +89,12 @@ def trace_in_child(config: RunConfig, folder: Path | None = None) -> dict[str, A
 
 def known_trace(config: RunConfig) -> dict[str, Any] | None:
     """What an earlier trace found, of this process or an earlier one; starts none."""
-    found: dict[str, Any] | None = _known_answer(Question.trace, config, Path.cwd())[1]
+    found: dict[str, Any] | None = _known_answer(Question.trace, config)[1]
     return found
 
 
 def _ask(question: Question, config: RunConfig, folder: Path) -> Any:
-    key, found = _known_answer(question, config, folder)
+    key, found = _known_answer(question, config)
     if found is None:
         found = _ask_process(question, config, folder)
         _known[key] = found
@@ -97,9 +102,9 @@ def _ask(question: Question, config: RunConfig, folder: Path) -> Any:
     return found
 
 
-def _known_answer(question: Question, config: RunConfig, folder: Path) -> tuple[str, Any]:
+def _known_answer(question: Question, config: RunConfig) -> tuple[str, Any]:
     """Return the digest of a question, and the answer that was kept or is shipped; None without."""
-    key = _key(question, config, folder)
+    key = _key(question, config)
     found = _kept(key)
     if found is None and (name := published_name(config, _version("transformers"))):
         is_anatomy = question is Question.anatomy
@@ -178,15 +183,15 @@ def _finding(told: dict[str, Any]) -> Finding:
     return Finding(**texts, exit_code=ExitCode(told["exit_code"]))
 
 
-def _key(question: Question, config: RunConfig, folder: Path) -> str:
-    """A digest of all that an answer depends on."""
-    files, model = list(_files(config, folder)), config.model
+def _key(question: Question, config: RunConfig) -> str:
+    """A digest of all that an answer depends on; the anatomy names the code of a function."""
+    files, model = _files(config.model), config.model
     parts: list[Any]
     if question is Question.anatomy:
         parts = [files, model.family, model.trust_remote_code, _version("transformers")]
     else:
         shape = to_plain(model)
-        for name in ("name", "weights", "initial_weights", "anatomy"):
+        for name in ("name", "weights", "initial_weights"):
             del shape[name]
         parts = [
             shape,
@@ -200,14 +205,12 @@ def _key(question: Question, config: RunConfig, folder: Path) -> str:
     return hashlib.sha256(json.dumps([question.value, FORMAT, *parts]).encode()).hexdigest()
 
 
-def _files(config: RunConfig, folder: Path) -> list[str]:
-    """Digests of the files that say what the model is."""
-    model, found = config.model, []
+def _files(model: ModelConfig) -> list[str]:
+    """Digests of the files of a directory that say what the model is."""
+    found = []
     if model.path and model.is_directory:
         found.append(Path(model.path) / "config.json")
         found += sorted(Path(model.path).glob("*.py")) if model.trust_remote_code else []
-    if model.factory:
-        found += sorted(folder.glob("*.py"))
     return [hashlib.sha256(path.read_bytes()).hexdigest() for path in found if path.is_file()]
 
 

@@ -200,7 +200,7 @@ def _trace_of(sketch: Sketch, batch: Batch, traced: TracedModel | None) -> Trace
     if traced is None or longer <= 1:
         return traced
     model = sketch.config.model
-    if not model.is_directory:
+    if model.has_closed_form:
         return None
     if model.attention is not AttentionKind.eager:
         return traced

@@ -66,7 +66,7 @@ def flops_of_run(config: RunConfig, sequence_length: int) -> int:
         sequence_length: Tokens that attend to each other.
     """
     model = config.model
-    if not is_partial(config) or model.factory is not None:
+    if not is_partial(config):
         return flops_per_token(model, sequence_length)
     found, blocks, last = trainable(config), block_numbers(model), model.num_layers
     trained = {tensor.name for tensor in found.trained}

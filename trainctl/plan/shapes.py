@@ -88,16 +88,16 @@ def key_value_heads(model: ModelConfig) -> int:
 
 def attention_window(model: ModelConfig) -> int | None:
     """Tokens that one attends to; None attends to everything."""
-    return model.sliding_window if spec_of(model).has_window or model.factory else None
+    return model.sliding_window if spec_of(model).has_window else None
 
 
 def anatomy(model: ModelConfig) -> Anatomy | None:
-    """What a directory's model is made of; None of a family with a closed form, and of a user's.
+    """What a model is made of that its own code makes; None of a family with a closed form.
 
     Raises:
-        TrainctlError: A directory's has not been read: no other family is taken for it.
+        TrainctlError: It has not been read: no other family is taken for it.
     """
-    if not model.is_directory:
+    if model.has_closed_form:
         return None
     if model.is_unread:
         raise TrainctlError(

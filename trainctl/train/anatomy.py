@@ -32,6 +32,7 @@ from trainctl.config.anatomy import (
     Role,
     SavedBuffer,
     block_of,
+    shape_in,
 )
 from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
 from trainctl.engines import declared
@@ -41,7 +42,8 @@ from trainctl.train.cuts import shares_of
 from trainctl.train.experts import expert_modules, routers_of
 from trainctl.train.fake import has_own_code, in_words, way_out
 from trainctl.train.initial import NotInParts, initial_laws
-from trainctl.train.model import blocks, transformers_config
+from trainctl.train.model import blocks, transformers_config, users_model
+from trainctl.train.user_code import own_code
 
 BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embeddings in transformers (modeling_rope_utils.py, dynamic_rope_update)."""
@@ -58,25 +60,46 @@ ROUTER = re.compile(r"(?:^|\.)(?:gate|router)(?:\.|$)")
 
 
 def anatomy(model: ModelConfig) -> Anatomy:
-    """What a model is made of, by its directory (`trainctl.config.anatomy`).
+    """What a model is made of, by its directory or function (`trainctl.config.anatomy`).
 
     Raises:
-        TrainctlError: It is no decoder, or transformers cannot build or run it: says why.
+        TrainctlError: It is no decoder, or its code cannot build or run it: says why.
     """
     declared.require(RunConfig(model=model), {At.trace})
+    if model.factory is None:
+        return _read(model)
+    found = _read(model)
+    # Ranks give the function the sizes of what it made, which must be the same model again.
+    table = found.to_table()
+    again = replace(model, **shape_in(table))
+    if again != model and _read(again).to_table() != table:
+        raise TrainctlError(
+            f"model.factory={model.factory} makes another model when it is given the sizes of the "
+            "one that it made",
+            hint="take the sizes from the section as they are (shape.hidden_size), or not at all",
+        )
+    return replace(found, code=own_code())
+
+
+def _read(model: ModelConfig) -> Anatomy:
     seen = ForwardNotes()
     AttentionInterface.register(COUNTED, seen.attend)
     with FakeTensorMode(allow_non_fake_inputs=True), in_words(model, "built"):
-        config = transformers_config(model)
-        _refuse(model, config)
-        try:
-            built = _build(model, config, COUNTED)
-        except KeyError:  # older classes have a table of attentions of their own
-            built = _build(model, config, AttentionKind.eager.value)
+        if model.factory is not None:
+            built = users_model(model, torch.bfloat16)
+            built.config._attn_implementation = COUNTED
+        else:
+            config = transformers_config(model)
+            _refuse(model, config)
+            try:
+                built = _build(model, config, COUNTED)
+            except KeyError:  # older classes have a table of attentions of their own
+                built = _build(model, config, AttentionKind.eager.value)
+        require_blocks(built, model)
         built.tie_weights()
         built.train()
-        _run(built, seen)
-        _refuse_both_ways(model, config, seen)
+        _require_logits(built, model, _run(built, seen))
+        _refuse_both_ways(model, built.config, seen)
         return replace(structure(built, model, seen), drawn_whole=_drawn_whole(built))
 
 
@@ -108,12 +131,47 @@ class ForwardNotes:
             self.chosen[module] = args[1].shape[-1]
 
 
-def _run(built: PreTrainedModel, seen: ForwardNotes) -> None:
+def require_blocks(built: PreTrainedModel, model: ModelConfig) -> None:
+    """Raise TrainctlError if nothing tells a model's decoder blocks."""
+    if not decoder_blocks(built):
+        raise TrainctlError(
+            f"{type(built).__name__} has no decoder blocks that transformers knows of",
+            hint=way_out(model),
+        )
+
+
+def decoder_blocks(built: nn.Module) -> list[nn.Module]:
+    """Return the blocks: those that transformers marks, else the modules of the largest list."""
+    marked = blocks(built)
+    if marked:
+        return list(marked)
+    lists = [module for module in built.modules() if isinstance(module, nn.ModuleList)]
+
+    def size(each: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in each.parameters())
+
+    return list(max(lists, key=size, default=nn.ModuleList()))
+
+
+def _require_logits(built: PreTrainedModel, model: ModelConfig, output: Any) -> None:
+    """Refuse what a function made that has no head over the vocabulary."""
+    logits = getattr(output, "logits", None)
+    has_each = logits is not None and logits.dim() == 3 and logits.shape[1] == TOKENS
+    if model.factory is None or has_each:
+        return
+    found = "no logits" if logits is None else f"logits of {list(logits.shape)}"
+    raise TrainctlError(
+        f"model.factory={model.factory}: {type(built).__name__} gives {found} for {TOKENS} tokens",
+        hint="return a transformers PreTrainedModel with a language-modelling head",
+    )
+
+
+def _run(built: PreTrainedModel, seen: ForwardNotes) -> Any:
     """One forward pass."""
     for module in _experts(built):
         module.register_forward_pre_hook(seen.choose)
     one_of_each_kind(built)
-    built(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
+    return built(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
 
 
 def _build(model: ModelConfig, config: PretrainedConfig, attention: str) -> PreTrainedModel:
@@ -172,13 +230,17 @@ class _Reader:
     def __init__(self, built: PreTrainedModel, model: ModelConfig, seen: ForwardNotes) -> None:
         self._built, self._model, self._seen = built, model, seen
         self._modules = {module: name for name, module in built.named_modules()}
-        self._blocks = blocks(built)
-        if not self._blocks:
-            raise TrainctlError(
-                f"{type(built).__name__} has no decoder blocks that transformers knows of",
-                hint=way_out(model),
-            )
+        self._blocks = decoder_blocks(built)
         self._experts = {self._modules[module]: module for module in _experts(built)}
+        self._head = built.get_output_embeddings() or self._last_over_vocabulary()
+
+    def _last_over_vocabulary(self) -> nn.Module | None:
+        """Return the head of a class that names none: the last linear layer with a row a token."""
+        inside = {module for block in self._blocks for module in block.modules()}
+        outside = [module for module in self._modules if module not in inside]
+        rows = {m.num_embeddings for m in outside if isinstance(m, nn.Embedding)}
+        heads = [m for m in outside if isinstance(m, nn.Linear) and m.out_features in rows]
+        return heads[-1] if heads else None
 
     def anatomy(self) -> Anatomy:
         built = self._built
@@ -262,8 +324,7 @@ class _Reader:
             return Role.expert
         if isinstance(module, nn.Embedding):
             return Role.embedding
-        head = self._built.get_output_embeddings()
-        if head is not None and tensor is head.weight:
+        if self._head is not None and tensor is self._head.weight:
             return Role.head
         if any(part in name for part in SHARED):
             return Role.shared
@@ -298,7 +359,7 @@ def kinds_of(built: PreTrainedModel) -> list[int]:
     types = getattr(built.config, "layer_types", None) or ()
     return [
         known.setdefault((_signature(block), *types[number : number + 1]), len(known))
-        for number, block in enumerate(blocks(built))
+        for number, block in enumerate(decoder_blocks(built))
     ]
 
 
@@ -323,7 +384,7 @@ def one_of_each_kind(built: PreTrainedModel) -> dict[nn.Module, int]:
     Returns:
         The blocks that work, and how many are of their kind.
     """
-    kinds, found = kinds_of(built), blocks(built)
+    kinds, found = kinds_of(built), decoder_blocks(built)
     first: dict[int, nn.Module] = {}
     results: dict[nn.Module, Any] = {}
 

@@ -239,7 +239,7 @@ def _write_config(
     written.use_cache = True  # off while training
     for name, number in _source_ids(config.model).items():
         setattr(written, name, number)
-    if written.eos_token_id is None:
+    if getattr(written, "eos_token_id", None) is None:  # a class of the user's may lack it
         written.eos_token_id = load_tokenizer(config.tokenizer).end_of_document
     written.save_pretrained(folder)
     if config.model.path is not None:

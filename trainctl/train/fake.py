@@ -41,6 +41,7 @@ def in_words(model: ModelConfig, done: str) -> Iterator[None]:
         raise
     except Exception as error:
         where = f"{model.path}/config.json: " if model.is_directory else ""
+        where = where if model.factory is None else f"model.factory={model.factory}: "
         what, hint = user_code.in_words(error), way_out(model)
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
             what = f"its code goes by values, and there are none ({_place_outside_torch(error)})"
@@ -60,8 +61,10 @@ def _place_outside_torch(error: Exception) -> str:
 
 def way_out(model: ModelConfig) -> str:
     """What to do about a model whose code fails."""
-    if not model.is_directory:
+    if model.has_closed_form:
         return "leave --exact out: the budget then follows from the model's shape"
+    if model.factory is not None:
+        return "plan and budget count what this function makes, on tensors without values"
     if model.trust_remote_code or not has_own_code(model):
         return "transformers could not train from this directory either"
     return "config.json names code of its own (auto_map): model.trust_remote_code=true runs it"

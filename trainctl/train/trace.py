@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,36 +31,28 @@ from transformers.modeling_utils import PreTrainedModel
 from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
 from trainctl.engines import declared
 from trainctl.engines.patches import At
-from trainctl.errors import TrainctlError
 from trainctl.memory.activations import BlockActivations, block_activations
 from trainctl.memory.constants import BYTES
 from trainctl.memory.traced import TracedModel, part_of
 from trainctl.options.precision import precision_of
 from trainctl.plan.precision import formats
-from trainctl.train.anatomy import attentions, one_of_each_kind, structure
-from trainctl.train.fake import in_words, way_out
-from trainctl.train.model import TORCH_TYPES, blocks, transformers_config, users_model
+from trainctl.train.anatomy import attentions, one_of_each_kind, require_blocks, structure
+from trainctl.train.fake import in_words
+from trainctl.train.model import TORCH_TYPES, transformers_config, users_model
 from trainctl.train.recompute import KEPT_OPERATIONS
-from trainctl.train.user_code import make_importable
 
 
-def trace(config: RunConfig, folder: Path) -> TracedModel:
+def trace(config: RunConfig) -> TracedModel:
     """Trace the model of a configuration, with its precision and length of sequences.
 
     Attention runs as sdpa where the configuration has flash attention: both keep the same tensors.
     Kernels that take the place of transformers' own (`config.kernels`) are not traced.
-
-    Args:
-        config: The configuration.
-        folder: Where the user's own code is looked for.
 
     Raises:
         TrainctlError: The model has no decoder blocks that can be told apart, or its code looks at
             values, which a trace has not.
     """
     declared.require(config, {At.trace})
-    if config.model.factory is not None:
-        make_importable(folder)
     dtype = TORCH_TYPES[formats(config.precision).weights]
     with FakeTensorMode(allow_non_fake_inputs=True):
         with in_words(config.model, "traced"):
@@ -233,11 +224,7 @@ def _fake_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
             trust_remote_code=model.trust_remote_code,
         )
     built.train()
-    if not blocks(built):
-        raise TrainctlError(
-            f"{type(built).__name__} has no decoder blocks that transformers knows of",
-            hint=way_out(model),
-        )
+    require_blocks(built, model)
     return built
 
 
@@ -278,7 +265,7 @@ def _mean(recorder: Recorder, config: RunConfig) -> BlockActivations:
         feed_forward_gradient=feed_forward // 2 + ends,
         attention_gradient=attention + ends,
     )
-    if config.model.is_directory:
+    if not config.model.has_closed_form:
         return found
     closed = block_activations(
         config.model,

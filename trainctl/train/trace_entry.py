@@ -50,6 +50,7 @@ def _look(question: Question, config: RunConfig, folder: Path) -> Any:
     try:
         from trainctl.train.anatomy import anatomy
         from trainctl.train.trace import trace
+        from trainctl.train.user_code import make_importable
     except ModuleNotFoundError as missing:
         raise TrainctlError(
             f"what this model is made of is read from transformers' own code, and {missing.name} "
@@ -57,9 +58,11 @@ def _look(question: Question, config: RunConfig, folder: Path) -> Any:
             hint="pip install torch transformers, or plan it where they are: a run keeps what was "
             "read",
         ) from None
+    if config.model.factory is not None:
+        make_importable(folder)
     if question is Question.anatomy:
         return anatomy(config.model).to_table()
-    return trace(config, folder).to_json()
+    return trace(config).to_json()
 
 
 def _key(config: RunConfig) -> str:

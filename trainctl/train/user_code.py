@@ -11,14 +11,19 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
+from sysconfig import get_paths
 from types import TracebackType
 from typing import Any
 
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import AttemptPaths, RunPaths
+
+PACKAGE = Path(__file__).resolve().parents[1]
+"""Folder of this package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +84,16 @@ def load(key: str, reference: str) -> Callable[..., Any]:
         raise TrainctlError(f"{key}={reference}: {module.__file__} {what} {name}")
     function: Callable[..., Any] = found
     return function
+
+
+def own_code() -> str:
+    """Return a digest of the imported files that belong to no installed package."""
+    installed = {PACKAGE, *(Path(str(place)).resolve() for place in get_paths().values())}
+    modules = list(sys.modules.values())
+    names = {str(getattr(module, "__file__", None)) for module in modules}
+    files = [Path(name).resolve() for name in sorted(names) if name.endswith(".py")]
+    own = [file for file in files if installed.isdisjoint(file.parents) and file.is_file()]
+    return sha256(b"".join(sha256(file.read_bytes()).digest() for file in own)).hexdigest()[:16]
 
 
 def in_words(error: BaseException) -> str:

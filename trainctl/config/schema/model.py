@@ -116,11 +116,12 @@ class ModelConfig:
     anatomy: list[str] = option(
         [],
         "Tensors, blocks, experts and attention of a directory whose architecture has no closed "
-        "form, as its own code makes them; read, never typed.",
+        "form, or of factory's model, as their own code makes them; read, never typed.",
     )
     trust_remote_code: bool = option(False, "Let transformers run Python code found in model.path.")
     factory: str | None = option(
-        None, "Your own function that makes the model, as module:function; the shape describes it."
+        None,
+        "Your own function that makes the model, as module:function; it is given this section.",
     )
 
     @property
@@ -136,8 +137,8 @@ class ModelConfig:
 
     @property
     def is_unread(self) -> bool:
-        """Whether nothing is known of its tensors: what its directory says could not be read."""
-        return self.is_directory and not self.anatomy
+        """Return True if its tensors are unknown, because its own code has not been read."""
+        return not self.has_closed_form and not self.anatomy
 
     @property
     def own_keys(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from trainctl.plan.shapes import anatomy
 def architecture_has_the_attention(draft: Draft) -> Iterator[Finding]:
     """`model.attention` is one that transformers has for the architecture."""
     model = draft.config.model
-    read = None if model.is_unread else anatomy(model)
+    read = None if model.is_unread or model.factory is not None else anatomy(model)
     if read is None or model.attention.value in read.attentions:
         return
     on_gpus = {AttentionKind.flash_attention_2.value: " (on GPUs)"}

@@ -299,7 +299,7 @@ def settings_have_an_effect(draft: Draft) -> Iterator[Finding]:
     idle += [
         (key, _families_with(has))
         for keys, has in FAMILIES
-        if not has(model.spec_of(config.model))
+        if config.model.factory is None and not has(model.spec_of(config.model))
         for key in keys
         if key in changed
     ]

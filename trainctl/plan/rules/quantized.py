@@ -32,7 +32,7 @@ def quantized_base_goes_with_the_rest(draft: Draft) -> Iterator[Finding]:
             "parallelism.tensor=1 with zero_stage.stage=3, which shares them out, or "
             f"{KEY}=compute",
         )
-    if config.model.is_unread or config.model.factory is not None:
+    if config.model.is_unread:
         return
     layers = quantized_layers(config.model, low_rank(config.adapter)).values()
     if any(layer.inputs_first for layer in layers):
@@ -47,7 +47,7 @@ def quantized_base_goes_with_the_rest(draft: Draft) -> Iterator[Finding]:
 def blocks_divide_the_base(draft: Draft) -> Iterator[Finding]:
     """Blocks of weights that share a scale divide every matrix of a base in 4 bits."""
     config, kind = draft.config, _asked(draft)
-    if kind in (None, BaseWeights.int8) or config.model.is_unread or config.model.factory:
+    if kind in (None, BaseWeights.int8) or config.model.is_unread:
         return
     for name, layer in quantized_layers(config.model, low_rank(config.adapter)).items():
         if layer.inputs * layer.outputs % BLOCK:

@@ -58,6 +58,8 @@ def model_has_a_shape(draft: Draft) -> Iterator[Finding]:
 def heads_share_the_width(draft: Draft) -> Iterator[Finding]:
     """Without head_dim the heads divide the width; key-value heads divide the query heads."""
     model = draft.config.model
+    if model.factory is not None:
+        return  # its own code shares it
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     if model.head_dim is None and model.hidden_size % heads:
         yield error(

@@ -35,7 +35,7 @@ FREEZE, TARGETS, ALSO = "training.freeze", "adapter.targets", "adapter.also_trai
 
 def _is_asked(config: RunConfig) -> bool:
     """Whether some weights are frozen, and which there are is known."""
-    return is_partial(config) and not config.model.is_unread and config.model.factory is None
+    return is_partial(config) and not config.model.is_unread
 
 
 def targets_meet_layers(draft: Draft) -> Iterator[Finding]:
@@ -174,7 +174,7 @@ _LIMITS = (
     _Limit(
         "model.factory",
         lambda c: c.model.factory is None,
-        "makes a model whose parameters no plan knows by name",
+        _UNSHOWN,
         "model.factory=null",
     ),
     _Limit("model.mup", lambda c: not c.model.mup, _UNSHOWN, "model.mup=false"),
