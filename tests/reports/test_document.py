@@ -14,6 +14,7 @@ import pytest
 from made_runs import append, drawn, new_run, other, step
 
 from trainctl.cli.main import run as command
+from trainctl.config.sweep import SweepPoint
 from trainctl.errors import ExitCode
 from trainctl.reports.document import report_document, rows
 from trainctl.reports.history import History
@@ -21,6 +22,7 @@ from trainctl.reports.live.watching import Watching
 from trainctl.reports.page import Source, page
 from trainctl.runs.directory import new_attempt, read_plan
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.sweeps import new_sweep
 
 
 def read(*runs: RunPaths) -> list[History]:
@@ -121,6 +123,24 @@ def test_all_forms_have_the_same_numbers(
     assert json.loads(inside[1])["runs"][0]["marks"] == document["runs"][0]["marks"]
     assert command(["report", str(run.root), "--csv", "--buckets", "0"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 501
+
+
+def test_a_sweep_s_folder_stands_for_its_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    points = [SweepPoint(overrides=(), values={"optimizer.lr": lr}) for lr in ("1e-3", "2e-3", "1")]
+    folder = new_sweep(Path("rates"), ["recipe=tiny", "optimizer.lr=1e-3,2e-3,1"], points)
+    assert command(["report", "rates"]) == ExitCode.run_state
+    assert "none of the 3 runs of the sweep rates has been made yet" in capsys.readouterr().err
+    for index, rate in enumerate(("1e-3", "2e-3")):  # the third is not made yet
+        append(new_run(folder / str(index), f"optimizer.lr={rate}"), drawn(1, 5))
+    assert command(["report", "rates", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [run["name"] for run in made["runs"]] == ["0", "1"]
+    assert made["differences"] == [{"key": "optimizer.lr", "values": ["0.001", "0.002"]}]
+    assert command(["report", "rates"]) == 0
+    assert "<title>rates" in Path("report.html").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from trainctl.cli.intact import open_or_newest
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.atomic import write_bytes
 from trainctl.runs.directory import open_run
+from trainctl.runs.sweeps import is_sweep, made_runs
 
 if TYPE_CHECKING:
     from trainctl.reports.history import History
@@ -38,7 +39,9 @@ def report(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="RUN...", help="Run directories; else the newest.", show_default=False
+            metavar="RUN...",
+            help="Run directories, or folders of sweeps; else the newest run.",
+            show_default=False,
         ),
     ] = None,
     output: Annotated[
@@ -76,7 +79,9 @@ def report(
 
     It needs no network and no server. --json and --csv give the same numbers.
 
-    Example: trainctl report runs/A runs/B -o report.html
+    A sweep's folder stands for its runs.
+
+    Examples: trainctl report runs/A runs/B -o report.html; trainctl report sweeps/125m
     """
     from trainctl.reports.document import report_document, rows
     from trainctl.reports.page import page
@@ -94,8 +99,7 @@ def report(
     made = report_document(histories, price=price, most=buckets, is_packed=form is _Form.html)
     if form is _Form.html:
         target = output or DEFAULT_FILE
-        names = ", ".join(history.run.root.name for history in histories)
-        _write(target, page(made, title=names))
+        _write(target, page(made, title=_title(histories)))
         say(f"wrote {target} ({target.stat().st_size / 1e6:.2f} MB)", style="good")
     elif form is _Form.json and output is None:
         print_json(made)
@@ -124,15 +128,25 @@ def _form(*, as_json: bool, as_csv: bool, output: Path | None) -> _Form:
     return _Form.json if as_json else _Form.csv if as_csv else _Form.html
 
 
+def _title(histories: list[History]) -> str:
+    """Name the runs; those of a sweep, which are called 0, 1, 2, by the sweep."""
+    roots = [history.run.root for history in histories]
+    sweeps = {root.parent: None for root in roots if is_sweep(root.parent)}
+    others = [root for root in roots if root.parent not in sweeps]
+    return ", ".join(path.name for path in (*sweeps, *others))
+
+
 def _read(runs: list[Path]) -> list[History]:
-    """The runs, each once.
+    """Read the runs, each once.
 
     Raises:
         TrainctlError: One is no run (exit code 5), or there are too many (exit code 2).
     """
     from trainctl.reports.history import History
 
-    opened = [open_run(run) for run in runs] or [open_or_newest(None)]
+    opened = [
+        run for path in runs for run in (made_runs(path) if is_sweep(path) else [open_run(path)])
+    ] or [open_or_newest(None)]
     opened = list({run.root: run for run in opened}.values())
     if len(opened) > MOST_RUNS:
         raise TrainctlError(

@@ -160,6 +160,28 @@ def read_sweep(folder: Path) -> Sweep:
         ) from None
 
 
+def is_sweep(folder: Path) -> bool:
+    """Return True if a folder holds the record of a sweep."""
+    return (folder / RECORD).is_file()
+
+
+def made_runs(folder: Path) -> list[RunPaths]:
+    """Return the runs of a sweep that have a directory, by index.
+
+    Raises:
+        TrainctlError: The folder is no sweep, or has no run yet (exit code 5).
+    """
+    runs = [RunPaths((folder / str(n)).resolve()) for n in range(len(read_sweep(folder).points))]
+    made = [run for run in runs if is_run(run.root)]
+    if not made:
+        raise TrainctlError(
+            f"none of the {len(runs)} runs of the sweep {folder} has been made yet",
+            hint=f"trainctl sweep {folder} --resume makes them",
+            exit_code=ExitCode.run_state,
+        )
+    return made
+
+
 def what_is_left(folder: Path) -> list[Left]:
     """What is left to do of each run, by index.
 
