@@ -35,6 +35,15 @@ class ExitCode(IntEnum):
     terminated = 143
 
 
+def describe_exception(error: BaseException) -> str:
+    """Return the type and the message of an exception, whatever its `__str__` does."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "its message cannot be printed"
+    return f"{type(error).__name__}: {text}".rstrip(": ")
+
+
 class Severity(StrEnum):
     """An error stops `validate` and `launch`; a warning is printed and recorded."""
 

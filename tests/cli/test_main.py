@@ -56,6 +56,25 @@ def test_every_finding_is_shown_with_key_source_and_hint(
     ]
 
 
+def test_code_that_ends_the_command_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A function of an option may call `sys.exit(0)`: nothing was done then."""
+    assert raising(monkeypatch, SystemExit(0)) == ExitCode.environment
+    assert "test_main.py" in (said := capsys.readouterr().err) and "SystemExit: 0" in said
+
+
+def test_an_exception_that_cannot_be_printed_is_still_a_bug_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    assert raising(monkeypatch, Mute()) == ExitCode.internal_error
+    assert "Mute: its message cannot be printed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("code", [ExitCode.does_not_fit, ExitCode.environment, ExitCode.run_state])
 def test_the_exit_code_is_the_errors(
     code: ExitCode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from trainctl.config import registry
 from trainctl.config.own_files import own_files
 from trainctl.config.registry import FOLDER_VARIABLE, code_in, load, names, trusted_options
 from trainctl.config.schema import RunConfig
@@ -34,6 +36,14 @@ SHORT = (
     "model.head_dim=8",
     "model.intermediate_size=64",
 )
+
+
+MUTE = """
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError
+raise Mute
+"""
 
 
 @pytest.fixture
@@ -114,6 +124,9 @@ def test_it_is_completed(trainctl) -> None:
         ("broken", "import nothing_of_that_name\n", "broken.py cannot be used: ModuleNotFound"),
         ("empty", "", "empty.py cannot be used: AttributeError"),
         ("other", "SPEC = 1\n", "other.py cannot be used: it is no spec of the name other"),
+        ("leaves", "import sys\nsys.exit(0)\n", "leaves.py cannot be used: SystemExit: 0"),
+        ("ends", "import os\nos._exit(0)\n", "ends.py cannot be used: SystemExit: os._exit(0) in"),
+        ("mute", MUTE, "mute.py cannot be used: Mute: its message cannot be printed"),
         ("adamw", "", "adamw.py cannot be used: optimizer=adamw is trainctl's own"),
     ],
 )
@@ -121,6 +134,18 @@ def test_a_file_that_is_no_option_is_named(trainctl, folder, name, text, message
     (folder / "options" / "optimizer" / f"{name}.py").write_text(text)
     trust = ("--trust-code", "validate", "--config-dir", "own", *CHOSEN)
     assert message in trainctl(*trust, expect=2 if name == "adamw" else 4).stderr
+
+
+def test_what_builds_it_has_to_be_there(trainctl, folder: Path) -> None:
+    file = folder / "options" / "optimizer" / "signum.py"
+    file.write_text(re.sub(r'build="[^"]*"', 'build="nope"', file.read_text()))
+    said = trainctl("--trust-code", "validate", "--config-dir", "own", *CHOSEN, expect=4).stderr
+    assert "build='nope' names no function: write module:function" in said
+    why = registry._why_not_built
+    assert why("nothing_there:build").endswith("nothing_there, and there is no such module")
+    assert why("trainctl.train.optimizers.muon:nope").endswith("muon does not define")
+    assert why("trainctl.config.registry:nope").endswith("registry does not define")
+    assert not why("") and not why("trainctl.train.optimizers.muon:build")
 
 
 def test_only_files_that_would_be_options_count(folder: Path) -> None:

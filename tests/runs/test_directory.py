@@ -69,6 +69,10 @@ def test_a_run_has_a_new_name_and_says_where_it_came_from() -> None:
     assert record["argv"] == [*argv[:3], "launcher.environment.API_KEY=redacted"]
     assert record["packages"]["numpy"]
     assert record["git"] is None and not run.patch.exists()
+    checkout = Path(__file__).parents[2]
+    if (checkout / ".git").exists():  # a copy of the files has no revision
+        told = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+        assert record["trainctl"]["revision"] == subprocess.check_output(told, text=True).strip()
     assert newest_run().root == max(runs, key=lambda run: read_record(run)["created"]).root
 
 

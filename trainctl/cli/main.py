@@ -18,7 +18,7 @@ from trainctl import __version__
 from trainctl.cli.commands import Commands
 from trainctl.cli.console import abandon_output
 from trainctl.cli.findings import show_error, show_trainctl_error
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, TrainctlError, describe_exception
 
 # The base class of every usage error, wherever the installed typer keeps it.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
@@ -87,6 +87,13 @@ def run(arguments: Sequence[str]) -> int:
     except TrainctlError as error:
         show_trainctl_error(error)
         return error.exit_code
+    except SystemExit as end:  # none of ours ends so
+        place = traceback.extract_tb(end.__traceback__)[-1]
+        show_error(
+            f"{place.filename}:{place.lineno} ended the command by {describe_exception(end)}",
+            "code of an option or a package must return or raise an error; repair it",
+        )
+        return ExitCode.environment
     except Exception as error:
         if isinstance(error, USAGE_ERROR):
             _show_usage_error(error)
@@ -156,6 +163,6 @@ def _show_machine_error(error: OSError) -> None:
 def _show_bug(error: Exception) -> None:
     traceback.print_exception(error)
     show_error(
-        f"trainctl failed in an unexpected way: {type(error).__name__}: {error}",
+        f"trainctl failed in an unexpected way: {describe_exception(error)}",
         "this is a bug; please report it with the traceback above and `trainctl --version`",
     )

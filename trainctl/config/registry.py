@@ -13,13 +13,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, make_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, TrainctlError, describe_exception
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -125,13 +126,58 @@ def load(group: str, name: str) -> Any:
             f"`trainctl --trust-code ... --config-dir DIR`, or {FOLDER_VARIABLE}=DIR/options",
             exit_code=ExitCode.environment,
         )
+    _own_modules.add(
+        f"trainctl.options.{group}.{name}"
+        if isinstance(source, Path)
+        else source.module.partition(".")[0]
+    )
+    os._exit = _exit_unless_own
     try:
         spec = _load_own(source) if isinstance(source, Path) else source.load()
-    except Exception as error:  # whatever the code does when it is imported
-        raise _unusable(source, f"{type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the code does when it is imported
+        raise _unusable(source, describe_exception(error)) from error
     if not isinstance(spec, Spec) or spec.name != name:
         raise _unusable(source, f"it is no spec of the name {name}")
+    wrong = _why_not_built(spec.build)
+    if wrong:
+        raise _unusable(source, f"build={spec.build!r} {wrong}")
     return spec
+
+
+_own_modules: set[str] = set()
+"""Modules, and packages, that options of the user's have come from."""
+_exit = os._exit
+
+
+def _exit_unless_own(status: int) -> NoReturn:
+    """Stand for `os._exit`: in an option's code it would end a command with no word and code 0."""
+    caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+    if any(caller == name or caller.startswith(f"{name}.") for name in _own_modules):
+        raise SystemExit(f"os._exit({status}) in {caller}")
+    _exit(status)
+
+
+def _why_not_built(build: str) -> str:
+    """Say what is wrong with a `module:function`, as far as it shows without importing it."""
+    from trainctl.config.user_code import names_of
+
+    module, _, name = build.partition(":")
+    if not build:
+        return ""
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        return "names no function: write module:function"
+    if module in sys.modules:
+        is_there = hasattr(sys.modules[module], name)
+    else:
+        try:
+            found = importlib.util.find_spec(module)
+        except ImportError:
+            found = None
+        if found is None:
+            return f"names a function of {module}, and there is no such module"
+        known = names_of(Path(found.origin)) if found.origin is not None else None
+        is_there = known is None or name in known
+    return "" if is_there else f"names a function that {module} does not define"
 
 
 def _load_own(path: Path) -> Any:

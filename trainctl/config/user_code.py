@@ -185,7 +185,7 @@ def _check_function(key: str, reference: str, folder: Path) -> Iterator[Finding]
             hint=f"it is looked for in {folder}, in PYTHONPATH and among what is installed",
         )
         return
-    names = _names_of(found) if found is not None else None
+    names = names_of(found) if found is not None else None
     if names is not None and name not in names:
         yield Finding(
             rule=NO_FUNCTION,
@@ -230,7 +230,7 @@ def parse(file: Path) -> ast.Module | None:
             return None
 
 
-def _names_of(file: Path) -> set[str] | None:
+def names_of(file: Path) -> set[str] | None:
     """Names that a module's file binds at its top level; None where only running it would tell."""
     tree = parse(file)
     if tree is None:

@@ -82,6 +82,7 @@ def create_run(
         "argv": provenance.redact_argv(argv),
         "folder": str(folder.resolve()),
         "git": git,
+        "trainctl": provenance.own_checkout(),
         "machine": provenance.machine(),
         "environment": provenance.environment_record(
             os.environ, config.launcher.forward_environment

@@ -138,6 +138,21 @@ def git_state(folder: Path) -> tuple[dict[str, Any] | None, str]:
     return state, patch if is_whole else ""
 
 
+def own_checkout() -> dict[str, Any] | None:
+    """Return the revision of trainctl's own code, and whether it was changed since.
+
+    None where it is an installed copy, which may lie in somebody else's checkout.
+    """
+    package = Path(__file__).parents[1]
+    if not _git(package, "ls-files", "__init__.py"):
+        return None
+    revision = _git(package, "rev-parse", "HEAD")
+    if revision is None:
+        return None
+    changes = _git(package, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return {"revision": revision.strip(), "changed": bool(changes)}
+
+
 def _git(folder: Path, *arguments: str) -> str | None:
     """Output of a git command that changes nothing and asks nothing; None if it fails."""
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}

@@ -18,7 +18,7 @@ from sysconfig import get_paths
 from types import TracebackType
 from typing import Any
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, TrainctlError, describe_exception
 from trainctl.plan.types import RunPlan
 from trainctl.runs.layout import AttemptPaths, RunPaths
 
@@ -98,7 +98,7 @@ def own_code() -> str:
 
 def in_words(error: BaseException) -> str:
     """An error of the user's code: its type, message, and the line that raised it."""
-    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    text = describe_exception(error)
     place = _place(error.__traceback__)
     return f"{text} ({place})" if place else text
 

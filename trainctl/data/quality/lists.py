@@ -14,7 +14,7 @@ import numpy.typing as npt
 from trainctl.data.quality.batches import DocumentBatch, Entry
 from trainctl.data.quality.hashing import U64
 from trainctl.data.quality.statistics import Statistics
-from trainctl.errors import TrainctlError
+from trainctl.errors import TrainctlError, describe_exception
 
 
 def words(batch: DocumentBatch, *, file: str) -> Statistics:
@@ -55,8 +55,7 @@ def _scored(call: str, score: Callable[[str], float], entry: Entry) -> float:
         return float(score(entry.text))
     except Exception as error:  # whatever the user's code does
         raise TrainctlError(
-            f"the filter {call} failed with document {entry.number}: "
-            f"{type(error).__name__}: {error}",
+            f"the filter {call} failed with document {entry.number}: {describe_exception(error)}",
             hint="it is called with a text, and must give a number for any",
         ) from error
 
