@@ -239,6 +239,23 @@ def test_it_stops_after_too_many_in_a_row(tmp_path):
     assert [info.step for info in list_checkpoints(run)] == [2]
 
 
+def test_a_document_that_all_bad_batches_have_is_named(tmp_path):
+    texts = {"long": "a long one, a hundred thousand bytes of it. " * 2500, "short": "brief"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    config = plan(1, DataType.fp32, OnBadLoss.skip_batch, stability__max_interventions=2).config
+    files = [str(tmp_path / f"{name}.txt") for name in texts]
+    config.data = new_section("data", "files", paths=files[:1], held_out_paths=files[1:])
+    run = RunPaths(tmp_path / "run")
+    outcomes = train_poisoned(Poisoned(tiny_plan(config, 2), run, poison=spoil([2, 3, 4])))
+    found = [event.get("document") for event in events(run, "intervention")]
+    assert found[:2] == [None, None]
+    assert found[2]["file"] == files[0] and found[2]["document"] == 0 and found[2]["batches"] == 3
+    assert {outcome.error for outcome in outcomes} == {outcomes[0].error}
+    assert "all 3 bad batches in a row have parts of one document" in outcomes[0].error
+    assert files[0] in outcomes[0].error and "raise stability.max_interventions" in outcomes[0].hint
+
+
 def test_it_stops_where_there_is_nothing_to_go_back_to(tmp_path):
     _, error = ends(tmp_path, spoil([2]), policy=OnBadLoss.rewind, checkpoint__every_steps=4)
     assert "and there is no checkpoint to go back to yet; weights are finite" in error

@@ -156,6 +156,8 @@ RECORDS = {
             "not_finite": "of NaN and infinity: `in` (weight, activation, gradient, or loss where "
             "none of these holds one), `names` (8 at most; gradients in the order of the backward "
             "pass), their `count`, `ranks`",
+            "document": "of a stop after several in a row: a document that all the batches have "
+            "parts of: source, document, file, line, batches",
             "in_a_row": "interventions before it without a good step between",
             "to_step": "of a rewind: the checkpoint's step",
             "lr_factor": "of a rewind: what the learning rate is multiplied by from now on",

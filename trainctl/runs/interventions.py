@@ -26,9 +26,21 @@ def account(event: Mapping[str, Any]) -> str:
     first, end = event["samples"]
     found = event.get("not_finite")
     why = f"; {not_finite_account(found)}" if found else ""
+    if event.get("document"):
+        why += f"; {document_account(event['document'])}"
     return (
         f"step {event['step']}: {quantity} {number(event['value']):.6g}{limit}{where} "
         f"(samples {first} to {end}): {event['policy']}{back}{why}"
+    )
+
+
+def document_account(found: Mapping[str, Any]) -> str:
+    """Describe the `document` of an `intervention`: what all bad batches in a row have parts of."""
+    line = f" line {found['line']}" if found["line"] else ""
+    place = f" ({found['file']}{line})" if found["file"] else ""
+    return (
+        f"all {found['batches']} bad batches in a row have parts of one document, number "
+        f"{found['document']} of the training text{place}"
     )
 
 

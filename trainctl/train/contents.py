@@ -216,6 +216,30 @@ def samples_of(
     return samples
 
 
+def document_of_all(batches: Sequence[Sequence[Sample]]) -> tuple[str, Passage] | None:
+    """Return a document that every batch has tokens of, with its source; None if there is none.
+
+    Of several it is the one with the most samples in these batches.
+    """
+    found: dict[tuple[str, int], tuple[set[int], Passage, int]] = {}
+    for number, batch in enumerate(batches):
+        for sample in batch:
+            for passage in sample.passages:
+                if passage.document is not None:
+                    key = sample.source, passage.document
+                    within, _, times = found.get(key, (set(), passage, 0))
+                    found[key] = within | {number}, passage, times + 1
+    everywhere = [
+        (times, source, passage)
+        for (source, _), (within, passage, times) in found.items()
+        if len(within) == len(batches)
+    ]
+    if not everywhere:
+        return None
+    _, source, passage = max(everywhere, key=lambda each: each[0])
+    return source, passage
+
+
 def _stretches(
     ids: npt.NDArray[np.int64],
     silent: npt.NDArray[np.bool_],

@@ -7,8 +7,10 @@ ranks, so that all of them decide the same. docs/stability.md says what each pol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from trainctl.config.schema import OnBadLoss
@@ -16,12 +18,13 @@ from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plan.batches import Batch
 from trainctl.plan.mixture import StagedBatches, stages_of_plan
-from trainctl.runs.interventions import not_finite_account
+from trainctl.runs.interventions import document_account, not_finite_account
 from trainctl.runs.records import short
 from trainctl.train.ahead import BatchesAhead
 from trainctl.train.build import fill_buffers
 from trainctl.train.checkpoint import Checkpoint
 from trainctl.train.clipping import clipped_groups
+from trainctl.train.contents import document_of_all, samples_of
 from trainctl.train.gradient_changes import elementwise
 from trainctl.train.gradients import Norms
 from trainctl.train.not_finite import WEIGHT, NotFinite, bad_gradients, locate
@@ -104,6 +107,7 @@ class Stepper:
         self._data = batches
         self._batches = StagedBatches(stages_of_plan(session.plan))
         self._load: Load | None = None
+        self._suspects_in_a_row: list[list[int]] = []
 
     def make(self) -> Step:
         """The next step that counts; batches may be passed over and the run rewound on the way.
@@ -233,6 +237,11 @@ class Stepper:
                 policy, problem = OnBadLoss.stop, ", and there is no checkpoint to go back to yet"
             else:
                 session.learning_rate.cut_after_rewind()
+        if not guard.interventions:
+            self._suspects_in_a_row = []
+        # The loss of every sample may be good, and the gradient of all of them together bad.
+        self._suspects_in_a_row.append(suspects or list(range(first, end)))
+        document = self._shared_document() if policy is OnBadLoss.stop else None
         self._record(
             "intervention",
             step=number,
@@ -245,10 +254,11 @@ class Stepper:
             suspects=suspects[:LISTED_SAMPLES],
             in_a_row=guard.interventions,
             **({} if where is None else {"not_finite": where.record()}),
+            **({} if document is None else {"document": document}),
             **({} if checkpoint is None else self._back_to(checkpoint)),
         )
         if policy is OnBadLoss.stop:
-            raise self._stopped(trouble, number, first, end, ranks, where, problem)
+            raise self._stopped(trouble, number, first, end, ranks, where, document, problem)
         if policy is OnBadLoss.warn:
             return policy
         guard.intervene(number)
@@ -277,6 +287,35 @@ class Stepper:
         if not searches:
             return None
         return locate(session, batches, gradients, in_loss=trouble.kind is Kind.loss_not_finite)
+
+    def _shared_document(self) -> dict[str, Any] | None:
+        """Return the document that all batches of a row of interventions have; on all ranks."""
+        session, batches = self._session, self._suspects_in_a_row
+        if len(batches) < 2:
+            return None
+        found: dict[str, Any] | None = None
+        if session.process.is_first:
+            with suppress(OSError, ValueError, TrainctlError):  # the message is not lost for it
+                found = self._look_for_document(batches)
+        shared: dict[str, Any] | None = session.process.from_first(found)
+        return shared
+
+    def _look_for_document(self, batches: Sequence[list[int]]) -> dict[str, Any] | None:
+        session = self._session
+        read = partial(
+            samples_of, session.plan, session.corpora, session.tokenizer, most_characters=1
+        )
+        shared = document_of_all([read(counters[:LISTED_SAMPLES]) for counters in batches])
+        if shared is None:
+            return None
+        source, passage = shared
+        return {
+            "source": source,
+            "document": passage.document,
+            "file": passage.file,
+            "line": passage.line,
+            "batches": len(batches),
+        }
 
     def _back_to(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Of a rewind, for the record."""
@@ -309,6 +348,7 @@ class Stepper:
         end: int,
         ranks: list[int],
         where: NotFinite | None,
+        document: Mapping[str, Any] | None,
         why: str,
     ) -> TrainctlError:
         seen = f", seen by rank {', '.join(map(str, ranks))}" if ranks else ""
@@ -320,6 +360,9 @@ class Stepper:
             f"trainctl data show {self._session.run.root.name} --samples {first}-{end - 1} tells "
             "what was in them, stability.on_bad_loss what else can be done"
         )
+        if document is not None:
+            found += f"; {document_account(document)}"
+            data += "; leave the document out, or raise stability.max_interventions to pass over it"
         if where is not None and where.kind == WEIGHT:  # no other samples would help
             data = "look at optimizer.lr and the updates before it, or at model.path"
         return TrainctlError(
