@@ -9,7 +9,7 @@ import pytest
 
 from trainctl.cli.main import run
 from trainctl.config.compose import compose
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import TrainctlError
 from trainctl.plan.resolve import resolve
 from trainctl.runs.layout import RunPaths
 from trainctl.train.prepare import prepare
@@ -34,7 +34,6 @@ def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "training.sequence_length=64",
         "training.global_batch_size=8",
         "training.micro_batch_size=2",
-        "training.steps=null",
         "training.epochs=2",
     ]
 
@@ -45,13 +44,16 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, ob
     return document
 
 
-def test_launch_reads_the_corpus_and_others_need_it_read(
+def test_launch_reads_the_corpus_and_others_plan_without_it(
     overrides: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = -(-2 * SAMPLES // 8)
-    assert run(["schedule", "show", *overrides]) == ExitCode.bad_input
+    assert planned(capsys, "schedule", "show", *overrides)["total_steps"] == 1000
+    assert run(["validate", *overrides]) == 0
     said = capsys.readouterr().err
-    assert "TC067" in said and "has not been read here yet" in said
+    assert "warning[TC067]" in said and "not been read here yet: 1000 stand for it" in said
+    assert run(["estimate-memory", *overrides]) == 0  # which no length changes
+    assert "TC067" not in capsys.readouterr().err
     assert run(["launch", *overrides, "--dry-run"]) == 0
     shown = capsys.readouterr()
     assert "reading the corpus, to know how long training.epochs is" in shown.err

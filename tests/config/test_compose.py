@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,10 +14,10 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from whole_recipes import WHOLE
 
-from trainctl.config.catalog import shipped_root
+from trainctl.config.catalog import chosen_options, search_folders, shipped_root
 from trainctl.config.codec import to_plain
-from trainctl.config.compose import compose, recompose
-from trainctl.config.schema import OffloadDevice
+from trainctl.config.compose import Composed, compose, recompose
+from trainctl.config.schema import GROUPS, OffloadDevice
 from trainctl.errors import ExitCode, Finding, TrainctlError
 
 Write = Callable[[str, str], Path]
@@ -88,8 +89,9 @@ def test_a_zero_stage_works_as_typed(stage: int) -> None:
         ([], 1, 8),
         (["hardware=cpu"], 1, 1),
         (["hardware=2xcpu"], 1, 2),
-        (["hardware=h100-80g"], 1, 1),
-        (["hardware=8xh100-80g"], 1, 8),
+        (["hardware=h100-80g"], 1, 8),
+        (["hardware=h200-141g"], 1, 1),
+        (["hardware=4xh100-80g"], 1, 4),
         (["hardware=4x8xh100-80g"], 4, 8),
         (["hardware.nodes=3", "hardware=4x8xh100-80g"], 3, 8),
         (["hardware=auto"], 1, None),
@@ -109,6 +111,129 @@ def test_an_option_on_the_command_line_replaces_what_the_recipe_set_in_its_secti
     assert config.schedule.warmup_steps is None
     assert config.optimizer.lr == 1e-4
     assert config.optimizer.kind == "lion"
+
+
+def test_counts_of_hardware_name_all_machines() -> None:
+    """`8xh100-80g` is one machine, although the recipe has eight."""
+    config = compose(["recipe=70b-zero3-nodes", "hardware=8xh100-80g"]).config
+    assert (config.hardware.nodes, config.hardware.devices_per_node) == (1, 8)
+
+
+@pytest.mark.parametrize("recipe", ["7b-zero3", "sft-8b-lora-1x24g", "70b-3d", "mine"])
+def test_the_option_that_is_chosen_already_changes_nothing(write: Write, recipe: str) -> None:
+    write(
+        "recipes/mine.yaml",
+        "defaults: [7b-zero3, override /schedule: linear, _self_]\nschedule: {warmup_steps: 7}\n",
+    )
+    before = compose([f"recipe={recipe}"])
+    chosen = chosen_options(search_folders(), recipe)
+    again = compose([f"recipe={recipe}", *(f"{g}={option}" for g, option in chosen.items())])
+    assert set(chosen) == set(GROUPS)
+    assert again.config == before.config
+    assert again.layers == before.layers
+    assert again.findings == before.findings
+
+
+def test_values_that_an_option_drops_are_one_warning_that_brings_them_back(write: Write) -> None:
+    write(
+        "recipes/mine.yaml",
+        "defaults: [7b-zero3, _self_]\n"
+        "optimizer: {lr: 5.0e-5, beta2: 0.9}\n"
+        "data: {paths: ['a b/*.txt'], held_out_fraction: 0.01}\n",
+    )
+    typed = ["recipe=mine", "optimizer=sgd", "schedule=linear", "data=files", "data.paths=[c]"]
+    composed = compose(typed)
+    (dropped,) = [finding for finding in composed.findings if finding.rule == "TC420"]
+    assert dropped.severity == "warning"
+    assert dropped.message == (
+        "optimizer=sgd, schedule=linear, data=files drop what the recipe set: "
+        "optimizer.lr=5e-05 (recipes/mine.yaml:2), "
+        "schedule.warmup_steps=2000 (recipes/7b-zero2.yaml:19), "
+        "data.held_out_fraction=0.01 (recipes/mine.yaml:3)"
+    )
+    assert dropped.hint.startswith("to keep them: ")
+    back = shlex.split(dropped.hint.partition(": ")[2])
+    kept = compose([*typed, *back])
+    assert "TC420" not in [finding.rule for finding in kept.findings]
+    assert kept.config.schedule.warmup_steps == 2000
+    assert kept.config.optimizer.lr == 5e-5
+    assert compose(["recipe=7b-zero3", "schedule=cosine", "optimizer=adamw"]).findings == ()
+
+
+# ------------------------------------------------------------------------ alternatives
+
+
+def told(composed: Composed) -> list[tuple[str, str]]:
+    return [(f.rule, f.message) for f in composed.findings]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["recipe=tiny", "training.tokens=2M"],
+            "training.tokens=2M replaces training.steps=160 of recipes/tiny.yaml:23",
+        ),
+        (
+            ["recipe=7b-zero3", "training.epochs=2"],
+            "training.epochs=2 replaces training.tokens=135000000000 of recipes/7b-zero2.yaml:22",
+        ),
+        (
+            ["recipe=7b-zero3", "training.global_batch_tokens=2M"],
+            "training.global_batch_tokens=2M replaces training.global_batch_size=1024 of "
+            "recipes/7b-zero2.yaml:24",
+        ),
+        (
+            ["recipe=7b-zero3", "schedule.warmup_fraction=0.05"],
+            "schedule.warmup_fraction=0.05 replaces schedule.warmup_steps=2000 of "
+            "recipes/7b-zero2.yaml:19",
+        ),
+        (
+            ["recipe=mine"],
+            "training.epochs=3 replaces training.tokens=135000000000 of recipes/7b-zero2.yaml:22",
+        ),
+    ],
+)
+def test_the_alternative_that_is_set_later_holds(
+    write: Write, overrides: list[str], message: str
+) -> None:
+    write("recipes/mine.yaml", "defaults: [7b-zero3, _self_]\ntraining: {epochs: 3}\n")
+    composed = compose(overrides)
+    assert ("TC421", message) in told(composed)
+    replaced, _, _ = message.partition("replaces ")[2].partition("=")
+    assert value(to_plain(composed.config), replaced) is None
+    assert composed.layers[replaced][-1].source.startswith("default (replaced by ")
+
+
+def test_the_alternative_of_a_recipe_that_is_put_aside_by_hand_is_no_matter() -> None:
+    composed = compose(["recipe=tiny", "training.epochs=2", "training.steps=null"])
+    assert composed.config.training.epochs == 2
+    assert "TC421" not in [finding.rule for finding in composed.findings]
+    assert (
+        compose(["schedule=wsd", "schedule.warmup_steps=9", "schedule.decay_steps=9"]).findings
+        == ()
+    )
+
+
+def test_two_alternatives_at_one_level_are_an_error(write: Write) -> None:
+    write("recipes/mine.yaml", "defaults: [tiny, _self_]\ntraining:\n  steps: 3\n  epochs: 2\n")
+    for overrides, source in (
+        (["training.steps=3", "training.epochs=2"], "training.steps=3, training.epochs=2"),
+        (["recipe=mine"], "recipes/mine.yaml:3, recipes/mine.yaml:4"),
+    ):
+        (problem,) = problems(*overrides)
+        assert (problem.rule, problem.key, problem.source) == ("TC421", "training.epochs", source)
+        assert problem.hint == "keep one: training.steps=3 or training.epochs=2"
+
+
+def test_a_run_that_was_counted_in_epochs_goes_on_in_steps() -> None:
+    config = compose(["training.epochs=2", "training.epoch_tokens=5000"]).config
+    composed = recompose(config, ["training.steps=9"])
+    training = composed.config.training
+    assert (training.steps, training.epochs, training.epoch_tokens) == (9, None, None)
+    assert told(composed) == [
+        ("TC421", "training.steps=9 replaces training.epochs=2.0 of config.yaml of the run")
+    ]
 
 
 def test_a_key_wins_over_an_option_wherever_it_stands() -> None:
@@ -293,7 +418,7 @@ def test_shadowing_is_a_warning_when_it_matters(write: Write) -> None:
     assert [finding.rule for finding in composed.findings].count("TC106") == 2
     assert "late.yml is not read" in messages["TC107"]
     quiet = compose(["recipe=125m", "optimizer=sgd"])
-    assert [finding.rule for finding in quiet.findings] == ["TC107"]
+    assert [finding.rule for finding in quiet.findings] == ["TC107", "TC420"]
 
 
 def test_an_identical_copy_is_no_shadow(write: Write) -> None:

@@ -22,14 +22,17 @@ from typing import Any, get_args
 import hydra
 import pytest
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from whole_recipes import WHOLE
 
-from trainctl.config.catalog import option_names, search_folders, shipped_root
+from trainctl.config.catalog import chosen_options, option_names, search_folders, shipped_root
 from trainctl.config.check import REFUSED
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.compose import compose
 from trainctl.config.keys import Leaf, ValueProblem, accept, leaves, leaves_under
+from trainctl.config.layers import ALTERNATIVES
 from trainctl.config.registry import chooser, unit_groups
 from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.errors import TrainctlError
@@ -44,9 +47,10 @@ NOT_DRAWN = (
     "model.anatomy",
     "deepspeed",
     "logging.alerts.urls",
+    *(key for keys in ALTERNATIVES for key in keys),
 )
-"""What is no key of a file, what reads a directory, what has cases of its own, and what is a secret
-as it is."""
+"""What is no key of a file, what reads a directory, what has cases of its own, what is a secret as
+it is, and keys of which one takes back another."""
 SIGNS = ("", "", "+", "++")
 
 
@@ -76,8 +80,25 @@ def hydra_compose(defaults: Sequence[Any], overrides: Sequence[str]) -> DictConf
     return hydra.compose("_asked", overrides=list(overrides))
 
 
-def expected(recipe: str | None, choices: dict[str, str], settings: Sequence[str]) -> RunConfig:
-    """The configuration by Hydra's values: of a chosen option's section, those without a recipe."""
+def hydra_choices(recipe: str) -> dict[str, str | None]:
+    """Option of each group that a recipe comes to by Hydra's own reading."""
+    hydra_compose([recipe], [])
+    loader = GlobalHydra.instance().config_loader()
+    listed = loader.compute_defaults_list("_asked", [], RunMode.RUN)
+    return dict(listed.overrides.known_choices)
+
+
+def expected(
+    recipe: str | None,
+    choices: dict[str, str],
+    settings: Sequence[str],
+    users: Path | None = None,
+) -> RunConfig:
+    """The configuration by Hydra's values: of a chosen option's section, those without a recipe,
+    unless the recipe has chosen it already."""
+    own = hydra_choices(recipe or "base")
+    assert chosen_options(search_folders(users), recipe or "base").items() <= own.items()
+    choices = {group: option for group, option in choices.items() if own[group] != option}
     chosen = [f"{group}='{option}'" for group, option in choices.items()]
     composed = hydra_compose([recipe or "base"], [*chosen, *settings])
     if choices:
@@ -264,7 +285,10 @@ def _body(dice: random.Random, section: str, indent: str) -> list[str]:
     inside = [leaf for leaf in leaves().values() if leaf.key.startswith(f"{section}.")]
     # Keys that every kind has, but for the one that says the kind.
     plain = [
-        leaf for leaf in inside if not (leaf.is_mapping or leaf.kinds or leaf.key.endswith(".kind"))
+        leaf
+        for leaf in inside
+        if not (leaf.is_mapping or leaf.kinds or leaf.key.endswith(".kind"))
+        and not leaf.key.startswith(NOT_DRAWN)
     ]
     values: dict[str, Any] = {}
     for leaf in dice.sample(plain, min(4, len(plain))):
@@ -290,7 +314,7 @@ def test_files_of_the_users_are_laid_as_hydra_lays_them(seed: int, tmp_path: Pat
         choices = dice.choice([{}, {"optimizer": "own"}, {"schedule": "own", "data": "own"}])
         asked = [f"recipe={name}", *(f"{group}={option}" for group, option in choices.items())]
         with hydras(tmp_path):
-            wanted = expected(name, choices, [])
+            wanted = expected(name, choices, [], tmp_path)
         assert compose(asked, config_dir=tmp_path).config == wanted, name
 
 

@@ -82,11 +82,11 @@ def compare_memory(
 
 
 def _of_some_length(composed: Composed) -> Composed:
-    """The same with a number of steps, where nothing says how many: memory needs none."""
+    """The same with a number of steps, where no step or token says how many: memory needs none."""
     config, training = composed.config, composed.config.training
-    if any(length is not None for length in (training.steps, training.tokens, training.epochs)):
+    if training.steps is not None or training.tokens is not None:
         return composed
-    training = replace(training, steps=ANY_STEPS)
+    training = replace(training, steps=ANY_STEPS, epochs=None, epoch_tokens=None)
     return replace(composed, config=replace(config, training=training))
 
 

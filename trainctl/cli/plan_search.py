@@ -79,7 +79,7 @@ def plan(
     training = composed.config.training
     is_open = training.steps is None and training.tokens is None
     if write is not None:
-        _check_target(write, is_open, config_dir)
+        _check_target(write, is_open and training.epochs is None, config_dir)
     if plot is not None:
         from trainctl.reports.figure import check_target
 
@@ -268,11 +268,13 @@ def _write(
         name, _, value = override.partition("=")
         name = ALIASES.get(name, name)
         if name in GROUPS:
-            nodes, devices, option = split_hardware(value) if name == "hardware" else (None,) * 3
-            choices[name] = option or value
-            for key, count in (("nodes", nodes), ("devices_per_node", devices)):
-                if count is not None:
-                    settings[f"hardware.{key}"] = plain["hardware"][key]
+            _, devices, option = (
+                split_hardware(value) if name == "hardware" else (None, None, value)
+            )
+            choices[name] = option
+            if devices is not None:
+                for key in ("hardware.nodes", "hardware.devices_per_node"):
+                    settings[key] = _at(plain, key)
         elif name != "recipe":
             settings[name] = _at(plain, name)
     settings |= {key: getattr(value, "value", value) for key, value in found.values.items()}

@@ -13,6 +13,8 @@ from trainctl.config.yaml_files import leading_comment, read_document
 from trainctl.errors import Finding, Severity, TrainctlError
 
 BASE = "base"
+OPEN = "auto"
+"""The hardware of a recipe that leaves it open."""
 SHADOWS, NOT_READ, UNKNOWN_OPTION, UNKNOWN_RECIPE = "TC106", "TC107", "TC108", "TC109"
 COUNTED = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x(.+)")
 
@@ -160,6 +162,25 @@ def recipe_names(folders: list[Folder]) -> list[str]:
     return sorted(names - {BASE}, key=_natural)
 
 
+def chosen_options(
+    folders: list[Folder], recipe: str, seen: frozenset[str] = frozenset()
+) -> dict[str, str | None]:
+    """Option of each group that a recipe chooses, itself or through what it extends; none by null."""
+    found = find(folders, recipe)
+    if found is None or recipe in seen:
+        return {}
+    folder, path = found
+    own: dict[str, str | None] = {}
+    extended: dict[str, str | None] = {}
+    for default in read_document(path, folder.name_of(path)).defaults:
+        if default.group:
+            option = None if default.option is None else str(default.option)
+            own.setdefault(default.group.strip("/"), option)
+        elif default.option != "_self_":
+            extended |= chosen_options(folders, str(default.option), seen | {recipe})
+    return extended | own
+
+
 def split_hardware(written: str) -> tuple[int | None, int | None, str]:
     """`4x8xh100-80g` as (nodes, devices of each, option); none where no count is written."""
     match = COUNTED.fullmatch(written)
@@ -273,42 +294,40 @@ def _recipe(path: Path, folder: Folder, folders: list[Folder]) -> RecipeInfo:
         name=path.stem,
         summary=comment[0] if comment else "",
         description=" ".join(comment[1:]),
-        hardware=_hardware(path.stem, folders, frozenset()),
+        hardware=_hardware(path.stem, folders),
         path=path,
         is_users=not folder.is_shipped,
     )
 
 
-def _hardware(name: str, folders: list[Folder], seen: frozenset[str]) -> str:
+def _hardware(name: str, folders: list[Folder]) -> str:
     """The hardware that a recipe, or the one it extends, is declared for."""
-    nodes, devices, option = _declared(name, folders, seen)
-    if not option:
+    option = chosen_options(folders, name).get("hardware") or OPEN
+    nodes, devices = _declared(name, folders, frozenset())
+    if option == OPEN:
         return ""
     parts = [str(nodes)] if nodes and nodes != 1 else []
     parts += [str(devices)] if devices and (devices != 1 or parts) else []
     return "x".join([*parts, option])
 
 
-def _declared(name: str, folders: list[Folder], seen: frozenset[str]) -> tuple[int, int, str]:
+def _declared(name: str, folders: list[Folder], seen: frozenset[str]) -> tuple[int, int]:
+    """Nodes and devices of a node that a recipe sets, or the one it extends; 0 where none does."""
     found = find(folders, name)
     if found is None or name in seen or name == BASE:
-        return 0, 0, ""
+        return 0, 0
     folder, path = found
     document = read_document(path, folder.name_of(path))
-    nodes, devices, option = 0, 0, ""
+    nodes, devices = 0, 0
     for default in document.defaults:
         if not default.group and default.option != "_self_":
-            nodes, devices, option = _declared(str(default.option), folders, seen | {name})
-    for default in document.defaults:
-        if default.group.strip("/") == "hardware":
-            option = str(default.option)
+            nodes, devices = _declared(str(default.option), folders, seen | {name})
     counts = {setting.key: setting.value for setting in document.settings}
     own_nodes = counts.get("hardware.nodes", nodes)
     own_devices = counts.get("hardware.devices_per_node", devices)
     return (
         own_nodes if isinstance(own_nodes, int) else 0,
         own_devices if isinstance(own_devices, int) else 0,
-        option,
     )
 
 

@@ -9,17 +9,27 @@ there. `tests/config/test_hydra.py` holds both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from trainctl.config.anatomy import experts_in
-from trainctl.config.catalog import BASE, Folder, find, not_read, search_folders, shadows
+from trainctl.config.catalog import (
+    BASE,
+    Folder,
+    chosen_options,
+    find,
+    not_read,
+    search_folders,
+    shadows,
+)
 from trainctl.config.check import Setting, check_setting
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.extends import check_extends
 from trainctl.config.hf import APPLIED, FILLED, NO_MODEL, fill_from_directory
+from trainctl.config.keys import as_override
 from trainctl.config.kinds import keep_own_keys
 from trainctl.config.layers import TAKEN_BACK, Layer, Stack
 from trainctl.config.literals import literal_secrets
@@ -27,6 +37,7 @@ from trainctl.config.overrides import Choice, Overrides, read_overrides
 from trainctl.config.parts import complete_parts
 from trainctl.config.registry import load
 from trainctl.config.schema import GROUPS, RunConfig, TokenizerFromPath
+from trainctl.config.secrets import redact_setting
 from trainctl.config.tracing import anatomy_in_child, needs_trace
 from trainctl.config.yaml_files import read_document
 from trainctl.errors import Finding, Severity, TrainctlError
@@ -35,7 +46,7 @@ UNTYPED = ("name", "family", "path", "initial_weights")
 """Fields whose own value is what the directory was read with, or is kept by it."""
 
 SAVED = "config.yaml of the run"
-NO_EFFECT, NOT_THE_DIRECTORYS = "TC112", "TC146"
+NO_EFFECT, NOT_THE_DIRECTORYS, DROPPED = "TC112", "TC146", "TC420"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +110,15 @@ def examine(overrides: Sequence[str], *, config_dir: Path | None = None) -> Comp
     if _has_error(broken) or any(item.key == "recipe" for item in asked.findings):
         raise TrainctlError.from_findings([*findings, *broken])
     defaults = [recipe, *({f"override /{g}": c.option} for g, c in asked.choices.items())]
-    findings += [*broken, *_lay_files(stack, folders, defaults, asked.choices)]
+    chosen = chosen_options(folders, recipe)
+    new = {g: c for g, c in asked.choices.items() if chosen.get(g) != c.option}
+    problems, replaced = _lay_files(stack, folders, defaults, new)
+    findings += [*broken, *problems]
     if asked.recipe:
         stack.apply([Setting(("recipe",), recipe, asked.recipe.source)])
-    return _finish(stack, asked, findings, overrides, fill_model=True, recipe=recipe)
+    composed = _finish(stack, asked, findings, overrides, fill_model=True, recipe=recipe)
+    dropped = _dropped(composed.config, replaced, asked)
+    return replace(composed, findings=(*composed.findings, *dropped))
 
 
 def recompose(
@@ -134,7 +150,7 @@ def recompose(
     findings += check_extends(folders, "", _options(asked))
     if asked.choices and not _has_error(findings):
         defaults = [{group: choice.option} for group, choice in asked.choices.items()]
-        findings += _lay_files(stack, folders, defaults, asked.choices)
+        findings += _lay_files(stack, folders, defaults, asked.choices)[0]
     named_model = "model" in asked.choices or any(s.key == "model.path" for s in asked.settings)
     composed = _finish(stack, asked, findings, overrides, fill_model=named_model, recipe=None)
     if composed.has_error:
@@ -152,7 +168,7 @@ def _finish(
     recipe: str | None,
 ) -> Composed:
     """Apply the keys set on the command line, resolve references, read the model's directory."""
-    stack.apply(asked.settings)
+    findings += stack.apply_level(asked.settings)
     unresolved = stack.resolve()
     findings += unresolved
     if unresolved:  # the values that such references stand for are not there to check
@@ -184,14 +200,19 @@ def _options(asked: Overrides) -> dict[str, str]:
 
 def _lay_files(
     stack: Stack, folders: list[Folder], defaults: Sequence[Any], choices: Mapping[str, Choice]
-) -> list[Finding]:
-    """Lay the files over the stack in Hydra's order, those of chosen options last."""
+) -> tuple[list[Finding], dict[str, Layer]]:
+    """Lay the files over the stack in Hydra's order, those of chosen options last.
+
+    Returns:
+        What is wrong, and by its key each value that a chosen option took back.
+    """
     from trainctl.config.defaults_list import files_in_order
 
     files = files_in_order(folders, defaults)
     if isinstance(files, Finding):
-        return [files]
+        return [files], {}
     findings: list[Finding] = []
+    replaced: dict[str, Layer] = {}
     chosen: dict[str, list[Setting]] = {group: [] for group in choices}
     for config_path, package in files:
         found = find(folders, config_path)
@@ -201,19 +222,54 @@ def _lay_files(
         findings += document.findings
         hides = None if folder.is_shipped else shadows(folders, config_path)
         findings += [hides] if hides else []
-        prefix = tuple(package.split(".")) if package else ()
+        prefix, level = tuple(package.split(".")) if package else (), list[Setting]()
         for setting in document.settings:
             checked, problems = check_setting(replace(setting, path=(*prefix, *setting.path)))
             findings += problems
-            if package in chosen:
-                chosen[package] += checked
-            else:
-                stack.apply(checked)
+            level += checked
+        if package in chosen:
+            chosen[package] += level
+        else:
+            findings += stack.apply_level(level)
     for group, settings in chosen.items():
         note = f"(chosen by {choices[group].source})"
+        inside = [key for key in stack.layers if key.startswith(f"{group}.") and stack.is_set(key)]
+        replaced |= {key: stack.layers[key][-1] for key in inside}
         stack.reset(group, f"{TAKEN_BACK} {note}")
-        stack.apply(settings, note)
-    return findings
+        findings += stack.apply_level(settings, note)
+    return findings, replaced
+
+
+def _dropped(
+    config: RunConfig, replaced: Mapping[str, Layer], asked: Overrides
+) -> Iterator[Finding]:
+    """One warning that lists the recipe's values that chosen options replaced.
+
+    What was typed stands, and what the new option has no key for cannot be brought back.
+    """
+    plain, typed = to_plain(config), {setting.key for setting in asked.settings}
+    dropped, back, groups = [], [], dict[str, None]()
+    for key, layer in replaced.items():
+        *above, name = key.split(".")
+        section = plain
+        for each in above:
+            section = section.get(each, {})
+        if key in typed or section.get(name, layer.value) == layer.value:
+            continue
+        override = redact_setting(f"{key}={as_override(layer.value)}")
+        dropped.append(f"{override} ({layer.source})")
+        back.append(quote(override))
+        groups[above[0]] = None
+    if dropped:
+        chosen = ", ".join(asked.choices[group].source for group in groups)
+        verb = "drops" if len(groups) == 1 else "drop"
+        yield Finding(
+            rule=DROPPED,
+            message=f"{chosen} {verb} what the recipe set: {', '.join(dropped)}",
+            hint=f"to keep {'it' if len(back) == 1 else 'them'}: {' '.join(back)}",
+            severity=Severity.warning,
+            source=chosen,
+        )
 
 
 def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:

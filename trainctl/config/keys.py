@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import types
@@ -236,6 +237,17 @@ def as_written(value: Any) -> str:
         inside = ", ".join(f"{name}: {as_written(item)}" for name, item in value.items())
         return f"{{{inside}}}"
     return "null" if value is None else str(value)
+
+
+def as_override(value: Any) -> str:
+    """A value in the grammar of overrides."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}: {as_override(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(as_override, value)) + "]"
+    if isinstance(value, str):
+        return value if value.isidentifier() else json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _as_typed(leaf: Leaf, value: Any) -> str:

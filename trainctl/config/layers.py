@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from trainctl.config.check import WRONG_VALUE, Setting, check_setting, has_reference
-from trainctl.config.keys import leaf_of, leaves, leaves_under
+from trainctl.config.keys import as_written, leaf_of, leaves, leaves_under
 from trainctl.config.secrets import (
     ENVIRONMENT,
     SECRET_LISTS,
@@ -19,9 +19,17 @@ from trainctl.config.secrets import (
 )
 from trainctl.config.suggest import first_line
 from trainctl.config.yaml_files import read_scalar
-from trainctl.errors import Finding
+from trainctl.errors import Finding, Severity
 
+ONE_LEVEL = "TC421"
 VALUE = "_value_"
+ALTERNATIVES = (
+    ("training.steps", "training.tokens", "training.epochs"),
+    ("training.global_batch_size", "training.global_batch_tokens"),
+    ("schedule.warmup_steps", "schedule.warmup_tokens", "schedule.warmup_fraction"),
+    ("schedule.decay_steps", "schedule.decay_tokens", "schedule.decay_fraction"),
+)
+"""Keys that say the same thing in other units: of each row one value holds."""
 TAKEN_BACK = "default"
 """Source of a value that a choice of the group put back; it is followed by what chose."""
 
@@ -67,6 +75,45 @@ class Stack:
             source = f"{setting.source} {note}".rstrip()
             self._place(setting)
             self.layers.setdefault(setting.key, []).append(Layer(source, setting.value))
+
+    def apply_level(self, settings: Sequence[Setting], note: str = "") -> list[Finding]:
+        """Set the keys of one file or of the command line.
+
+        Of keys that are alternatives (`ALTERNATIVES`), one set here takes back what an earlier
+        level set of the others.
+
+        Returns:
+            A warning for each value that is taken back; an error where two are set here.
+        """
+        self.apply(settings, note)
+        last = {setting.key: setting for setting in settings}
+        findings = []
+        for keys in ALTERNATIVES:
+            here = [last[key] for key in keys if key in last and last[key].value is not None]
+            if len(here) > 1:
+                findings.append(_set_at_one_level(here))
+            elif here:
+                findings += self._take_back([key for key in keys if key != here[0].key], here[0])
+        return findings
+
+    def _take_back(self, keys: Sequence[str], instead: Setting) -> Iterator[Finding]:
+        """Give keys their default again that an alternative replaces."""
+        for key in keys:
+            leaf, value = leaves()[key], self.layers[key][-1].value if self.is_set(key) else None
+            if value is None or leaf.default is not None:  # a share gives way to all others
+                continue
+            source = self.layers[key][-1].source
+            note = f"{TAKEN_BACK} (replaced by {instead.source})"
+            self.apply([Setting(tuple(key.split(".")), None, note)])
+            if key == "training.epochs" and self.is_set("training.epoch_tokens"):
+                self.apply([Setting(("training", "epoch_tokens"), None, note)])  # counted for it
+            yield Finding(
+                rule=ONE_LEVEL,
+                key=instead.key,
+                message=f"{_as_set(instead)} replaces {key}={as_written(value)} of {source}",
+                severity=Severity.warning,
+                source=instead.source,
+            )
 
     def reset(self, section: str, source: str) -> None:
         """Give every key of a section that was set its default again."""
@@ -168,6 +215,21 @@ def _keep_secrets() -> None:
         return oc.env(name, *default)
 
     OmegaConf.register_new_resolver("oc.env", variable, replace=True)
+
+
+def _as_set(setting: Setting) -> str:
+    return f"{setting.key}={setting.text or as_written(setting.value)}"
+
+
+def _set_at_one_level(here: Sequence[Setting]) -> Finding:
+    written = [_as_set(setting) for setting in here]
+    return Finding(
+        rule=ONE_LEVEL,
+        key=here[-1].key,
+        message=f"{' and '.join(written)} say the same thing, and only one can hold",
+        hint=f"keep one: {' or '.join(written)}",
+        source=", ".join(dict.fromkeys(setting.source for setting in here)),
+    )
 
 
 def _unresolved(setting: Setting, why: str) -> Finding:

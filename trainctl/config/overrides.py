@@ -150,6 +150,7 @@ def _choose(group: str, option: str, text: str, folders: list[Folder], result: O
     if group == "hardware" and option not in names:
         written = option
         nodes, devices, option = split_hardware(written)
+        nodes = 1 if nodes is None and devices is not None else nodes  # 8xh100-80g is one machine
         count = written.removesuffix(option)
     if option not in names:
         result.findings.append(unknown_option(folders, group, option, text, count))

@@ -25,6 +25,8 @@ from trainctl.plan.stages import blocks_of_stages
 from trainctl.plan.types import Batch, Mesh
 
 Reasons = tuple[Derived, ...]
+UNCOUNTED_STEPS = 1000
+"""Length of a plan for epochs of a corpus that was not read; a launch reads it before it plans."""
 
 
 def derive_mesh(parallelism: ParallelismConfig, hardware: Hardware) -> tuple[Mesh | None, Reasons]:
@@ -184,6 +186,12 @@ def derive_total_steps(
     each, ramp = _of_ramp(batches, f"/ {batches.at(0).tokens_per_step:_} tokens per step")
     why = f"training.tokens {training.tokens:_} {each}, rounded up"
     return steps, (_total(steps, why, "training.tokens", *ramp),)
+
+
+def uncounted_steps(training: TrainingConfig) -> tuple[int, Reasons]:
+    """Steps that stand for `training.epochs` while nobody knows how long one is."""
+    why = f"stands for training.epochs {training.epochs:g} until the corpus is read"
+    return UNCOUNTED_STEPS, (_total(UNCOUNTED_STEPS, why, "training.epochs"),)
 
 
 def _total(steps: int, why: str, *sources: str) -> Derived:

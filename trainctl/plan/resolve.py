@@ -20,6 +20,7 @@ from trainctl.plan.derive import (
     derive_stop_step,
     derive_total_steps,
     derive_warmup_steps,
+    uncounted_steps,
 )
 from trainctl.plan.experts import reasons as expert_reasons
 from trainctl.plan.learning_rate import lr_scale
@@ -71,8 +72,9 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     if any(finding.is_error for finding in findings):
         return Resolution(plan=None, findings=findings)
     # Without an error each of these has a value: a rule reports each way to have none.
-    assert mesh is not None and batch is not None and total_steps is not None
-    assert batches is not None
+    assert mesh is not None and batch is not None and batches is not None
+    if total_steps is None:  # which TC067 warns of
+        total_steps, total_reasons = uncounted_steps(config.training)
 
     passed, has_json = user_settings(config.deepspeed), engine_of(config).takes_json
     case = own_case(config, hardware, mesh, draft.settings, passed) if passed else draft.case

@@ -6,13 +6,13 @@ trainctl's says is passed through as `deepspeed.*`; what trainctl derives is lef
 
 from __future__ import annotations
 
-import json as json_text
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import compose
+from trainctl.config.keys import as_override
 from trainctl.config.schema import RunConfig, walk
 from trainctl.plan.deepspeed import flatten
 from trainctl.plan.deepspeed_rules import Case, Surroundings
@@ -63,8 +63,8 @@ class Imported:
         """As they are typed on the command line, without a shell's quotes."""
         return [
             *(f"{group}={option}" for group, option in self.choices.items()),
-            *(f"{key}={_written(value)}" for key, value in self.settings.items()),
-            *(f"deepspeed.{key}={_written(value)}" for key, value in self.passed.items()),
+            *(f"{key}={as_override(value)}" for key, value in self.settings.items()),
+            *(f"deepspeed.{key}={as_override(value)}" for key, value in self.passed.items()),
         ]
 
 
@@ -82,7 +82,7 @@ def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = 
     choices = [f"{group}={option}" for group, option in wanted.choices.items()]
     base = compose([*here, *choices, "training.steps=1000"]).config
     settings = _differing(wanted, base)
-    written = [f"{key}={_written(value)}" for key, value in settings.items()]
+    written = [f"{key}={as_override(value)}" for key, value in settings.items()]
     config = compose([*here, *choices, "training.steps=1000", *written]).config
     rendered = _rendered(config)
     passed, left_out = _rest(case, wanted, config, rendered)
@@ -175,7 +175,7 @@ def _rest(
             f"{name}.".startswith(f"{k}.") or f"{k}.".startswith(f"{name}.") for k in derived
         ):
             shown = ours.values.get(name)
-            left_out.append(LeftOutKey(key, value, f"trainctl derives it, as {_written(shown)}"))
+            left_out.append(LeftOutKey(key, value, f"trainctl derives it, as {as_override(shown)}"))
         elif reason := _unread(name, config) or owner_of(name, config) or idle_reason(name, config):
             left_out.append(LeftOutKey(key, value, reason))
         else:
@@ -259,14 +259,3 @@ def _batch(case: Case, ranks: int) -> tuple[int, int] | None:
         steps = steps or 1
         micro = total // ranks // steps
     return micro, steps or (total // (micro * ranks) if total is not None else 1)
-
-
-def _written(value: Any) -> str:
-    """A value in the grammar of overrides."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}: {_written(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ",".join(_written(item) for item in value) + "]"
-    if isinstance(value, str):
-        return value if value.isidentifier() else json_text.dumps(value)
-    return json_text.dumps(value)

@@ -45,10 +45,10 @@ ENTRIES: dict[str, RuleText] = {
         "recipe=tiny schedule=exponential schedule.floor_ratio=0",
     ),
     "TC026": RuleText(
-        "A global batch in tokens becomes whole sequences, on as many on each rank; two keys that "
-        "both say how large a step is may contradict each other.",
-        "One of the two; a multiple of sequence length times ranks needs no rounding.",
-        "recipe=tiny training.global_batch_tokens=16384 training.global_batch_size=8",
+        "A global batch in tokens becomes whole sequences, as many on each rank, and has to agree "
+        "with the micro-batch and its accumulation where both are given.",
+        "A multiple of sequence length times ranks needs no rounding.",
+        "recipe=tiny training.global_batch_tokens=20000",
     ),
     "TC027": RuleText(
         "training.deterministic sets variables that make sums keep their order, before torch is "

@@ -121,6 +121,25 @@ ENTRIES: dict[str, RuleText] = {
         example="recipe=tiny model=hf model.path=m model.hidden_size=128",
         files={"m/config.json": LLAMA},
     ),
+    "TC420": RuleText(
+        "Choosing another option of a group replaces the whole section, also what the recipe set "
+        "in it: a learning rate for AdamW is not one for Lion. What is thereby gone is listed, so "
+        "that nobody loses a warmup without a word.",
+        "The overrides of the hint keep the recipe's values; leave them out if the option's are "
+        "meant.",
+        title="Values of a recipe that an option of the command line replaces.",
+        example="recipe=7b-zero3 schedule=linear",
+    ),
+    "TC421": RuleText(
+        "Some keys say the same thing in other units: the length of a run in steps, tokens or "
+        "epochs, a batch in sequences or tokens, a warmup in steps, tokens or a share. Of these "
+        "the one set last holds, file after file and then the command line, and takes back the "
+        "others.",
+        "Keep one where a file, or the command line, sets two; else nothing: the message says "
+        "what holds.",
+        title="Two keys that say the same thing: the one set later holds.",
+        example="recipe=tiny training.steps=100 training.epochs=2",
+    ),
     "TC113": RuleText(
         "model.path names a directory that transformers wrote, which has a config.json. An "
         "address on a hub is not looked up.",

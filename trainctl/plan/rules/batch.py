@@ -17,6 +17,7 @@ from trainctl.options.schedule import (
     spec_of,
 )
 from trainctl.plan.derive import (
+    UNCOUNTED_STEPS,
     derive_ramp,
     is_counted_in_epochs,
     is_ramp_entry,
@@ -93,15 +94,7 @@ def batch_tokens_are_whole_sequences(draft: Draft) -> Iterator[Finding]:
     tokens = training.global_batch_tokens
     if tokens is None:
         return
-    if training.global_batch_size is not None:
-        yield error(
-            key,
-            f"{key}={tokens} and training.global_batch_size={training.global_batch_size} both say "
-            "how large a step is",
-            f"training.global_batch_size=null, or {key}=null: those are "
-            f"{training.global_batch_size * training.sequence_length} tokens",
-        )
-    elif draft.mesh is not None and draft.batch is None:
+    if draft.mesh is not None and draft.batch is None:
         micro, accumulation = training.micro_batch_size, training.gradient_accumulation_steps
         yield error(
             key,
@@ -150,13 +143,16 @@ def epoch_has_a_length(draft: Draft) -> Iterator[Finding]:
     training = config.training
     if not is_counted_in_epochs(training):
         return
-    if training.epoch_tokens is None:
-        reads = config.trains_itself and config.data.factory is None
-        yield error(
+    counted = f"training.epochs={training.epochs:g}: how many steps that is depends on the corpus"
+    if training.epoch_tokens is None and config.trains_itself and config.data.factory is None:
+        yield warning(
             "training.epochs",
-            f"training.epochs={training.epochs:g}: how many steps that is depends on the corpus, "
-            + ("which has not been read here yet" if reads else "which only your own code knows"),
-            f"{key}=NUMBER" + (", or trainctl launch, which reads and counts it" if reads else ""),
+            f"{counted}, which has not been read here yet: {UNCOUNTED_STEPS} stand for it",
+            f"trainctl launch reads and counts it, or {key}=NUMBER",
+        )
+    elif training.epoch_tokens is None:
+        yield error(
+            "training.epochs", f"{counted}, which only your own code knows", f"{key}=NUMBER"
         )
     elif samples_of_epoch(training) == 0:
         yield error(
