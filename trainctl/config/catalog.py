@@ -165,7 +165,7 @@ def recipe_names(folders: list[Folder]) -> list[str]:
 def chosen_options(
     folders: list[Folder], recipe: str, seen: frozenset[str] = frozenset()
 ) -> dict[str, str | None]:
-    """Option of each group that a recipe chooses, itself or through what it extends; none by null."""
+    """Option of each group that a recipe chooses, itself or through what it extends."""
     found = find(folders, recipe)
     if found is None or recipe in seen:
         return {}

@@ -6,7 +6,7 @@ trainctl's says is passed through as `deepspeed.*`; what trainctl derives is lef
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
