@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,6 +21,7 @@ import pytest
 from processes import cursor, end, following, send, wait_for
 
 from trainctl.config.schema import AlertsConfig, LoggingConfig, RunConfig
+from trainctl.loggers import delivery
 from trainctl.runs.directory import create_run, new_attempt, read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
@@ -285,3 +286,37 @@ def test_that_nothing_moves_is_told_once_until_it_does(tmp_path: Path) -> None:
         write(run, step(2))
         wait_for(lambda: len(server.got) == 2)
         assert end(process) == 0
+
+
+class _Drips(BaseHTTPRequestHandler):
+    """Sends a header line more often than any read times out."""
+
+    def do_POST(self) -> None:
+        self.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        with suppress(OSError):
+            for _ in range(80):
+                self.wfile.write(b"X-More: to come\r\n")
+                time.sleep(0.1)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Says nothing."""
+
+
+def test_a_server_that_drips_is_left_after_the_limit_in_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delivery, "POST_SECONDS", 0.5)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Drips) as server:
+        server.daemon_threads = True
+        server.block_on_close = False
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        monkeypatch.setenv("ALERT_URL", f"http://127.0.0.1:{server.server_port}/{CANARY}")
+        try:
+            began = time.monotonic()
+            with pytest.raises(OSError, match=r"it did not answer within 0\.5 s") as caught:
+                delivery.post(URL, {"text": "a"})
+            assert time.monotonic() - began < 4 and CANARY not in str(caught.value)
+        finally:
+            server.shutdown()
+            thread.join()

@@ -105,6 +105,11 @@ def test_only_who_knows_the_token_is_answered(one: Client) -> None:
     assert found["Set-Cookie"] == f"{cookie}={token}; Path=/; HttpOnly; SameSite=Lax"
     outside = one.ask(f"//elsewhere.example/?token={token}", Accept="*/*")[1]["Location"]
     assert outside == "/elsewhere.example/", "never another server"
+    # To a browser a backslash is a slash.
+    for path in (r"/\evil.example/", r"/\/evil.example/", r"//\evil.example/", r"\\evil.example/"):
+        assert one.ask(f"{path}?token={token}", Accept="*/*")[1]["Location"] == "/"
+    asked = one.ask(rf"/runs/a%20b\c/?token={token}", Accept="*/*")[1]["Location"]
+    assert asked == "/runs/a%20b%5Cc/"
 
 
 def test_a_name_that_another_site_gave_this_address_is_refused(one: Client) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -17,6 +20,7 @@ from trainctl.config.secrets import resolve_text
 from trainctl.runs.processes import PARENT_VARIABLE
 
 POST_SECONDS = 10.0
+"""For a webhook in all, however often its server sends a byte."""
 COMMAND_SECONDS = 30.0
 
 
@@ -29,6 +33,34 @@ class _Elsewhere(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any) -> None:
         return None
+
+
+class _Cuttable(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+    """Connections that can be cut in the middle of an answer: their timeout is that of one read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._connections: list[http.client.HTTPConnection] = []
+
+    def http_open(self, request: urllib.request.Request) -> Any:
+        return self._open(http.client.HTTPConnection, request)
+
+    def https_open(self, request: urllib.request.Request) -> Any:
+        return self._open(http.client.HTTPSConnection, request)
+
+    def cut(self) -> None:
+        """End every connection; who reads from one fails."""
+        for connection in self._connections:
+            with suppress(OSError):
+                if connection.sock is not None:
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _open(self, kind: type[http.client.HTTPConnection], request: urllib.request.Request) -> Any:
+        def kept(*arguments: Any, **settings: Any) -> http.client.HTTPConnection:
+            self._connections.append(kind(*arguments, **settings))
+            return self._connections[-1]
+
+        return self.do_open(kept, request)
 
 
 def post(url: str, alert: Mapping[str, Any]) -> None:
@@ -46,6 +78,10 @@ def post(url: str, alert: Mapping[str, Any]) -> None:
     target = resolve_text(url, os.environ)
     if not target.startswith(("http://", "https://")):
         raise OSError("what it stands for is no URL of http or https")
+    handler = _Cuttable()
+    timer = threading.Timer(POST_SECONDS, handler.cut)
+    timer.daemon = True
+    timer.start()
     try:
         request = urllib.request.Request(
             target,
@@ -53,7 +89,10 @@ def post(url: str, alert: Mapping[str, Any]) -> None:
             headers={"Content-Type": "application/json", "User-Agent": "trainctl"},
             method="POST",
         )
-        urllib.request.build_opener(_Elsewhere).open(request, timeout=POST_SECONDS).close()
+        opener = urllib.request.build_opener(_Elsewhere, handler)
+        opener.open(request, timeout=POST_SECONDS).close()
+        if timer.finished.is_set():  # headers that are cut off look as if they had ended
+            raise TimeoutError
     except urllib.error.HTTPError as error:
         told = f"the server answers {error.code}"
         if 300 <= error.code < 500 and error.code not in (408, 425, 429):
@@ -64,7 +103,11 @@ def post(url: str, alert: Mapping[str, Any]) -> None:
         known = reason.strerror if isinstance(reason, OSError) else None
         raise OSError(known or f"it cannot be reached: {type(reason).__name__}") from None
     except Exception as error:  # of http.client; some have the URL in them
+        if timer.finished.is_set():
+            raise OSError(f"it did not answer within {POST_SECONDS:g} s") from None
         raise OSError(f"it cannot be told: {type(error).__name__}") from None
+    finally:
+        timer.cancel()
 
 
 def start(command: Sequence[str], alert: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 TIMEOUT_SECONDS = 20.0
 """For a request to come in, and for an answer to be taken."""
@@ -180,9 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
         given = query.pop("token", None)
         if given is not None and self._is_token(given):
             place = f"{self.server.cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Lax"
-            headers = {"Location": asked.path or "/", "Set-Cookie": place}
-            if not headers["Location"].startswith("/") or headers["Location"].startswith("//"):
-                headers["Location"] = "/"
+            headers = {"Location": _own_path(asked.path), "Set-Cookie": place}
             return Answer(status=HTTPStatus.SEE_OTHER, headers=headers)
         if given is not None or not self._has_token():
             return Answer.problem(
@@ -229,3 +227,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Not kept: an address has the token in it."""
+
+
+def _own_path(path: str) -> str:
+    """Return a path that no browser reads as another host; `/` in place of one that some do.
+
+    To a browser `\\` is `/`, so that `/\\host/` and `//host/` are the same.
+    """
+    is_own = path.startswith("/") and path[1:2] not in ("/", "\\")
+    return quote(path, safe="/%:@!$&'()*+,;=~") if is_own else "/"
