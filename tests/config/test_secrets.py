@@ -11,6 +11,7 @@ from trainctl.config.secrets import (
     is_plain_variable,
     is_secret_name,
     redact_setting,
+    redact_text,
     redact_words,
     resolve_words,
 )
@@ -86,6 +87,7 @@ def test_names_that_only_look_alike_are_none(name: str) -> None:
         f"logging.alerts.urls=https://hooks/{CANARY}",
         f"logging.alerts={{urls: ['https://hooks/{CANARY}']}}",
         f"logging.mlflow.tracking_uri=http://me:{CANARY}@host:5000",
+        f"logging.mlflow.tracking_uri=http://host:5000/?token={CANARY}",
         f"deepspeed={{comet: {{api_key: {CANARY}}}}}",
         "data.name=${oc.env:HF_TOKEN}",
         "recipe=${oc.env:HF_TOKEN}",
@@ -126,6 +128,10 @@ def test_a_secret_in_a_file_is_refused_with_its_line(tmp_path) -> None:
     [
         ("data.paths", "data.paths=[a.txt,'https://me:{}@host/a.txt']"),
         ("data.url", "data.url=ftp://me:{}@host/corpus"),
+        ("data.paths", "data.paths=['https://host/a.txt?part=1&sig={}']"),
+        ("data.paths", "data.paths=['https://host/a.txt?X-Amz-Date=1&X-Amz-Signature={}&b=2']"),
+        ("data.url", "data.url='https://host/a?token={}'"),
+        ("data.sources.a.paths", "data.sources={{a: {{paths: ['https://h/a?key={}']}}}}"),
         ("data.sources.a.paths", "data.sources={{a: {{paths: ['s3://ID:{}@b/a.txt']}}}}"),
         ("data.decontaminate", "data.decontaminate=['https://:{}@host/a.txt']"),
     ],
@@ -137,6 +143,27 @@ def test_a_password_in_a_url_of_a_corpus_is_refused(key: str, override: str) -> 
     (finding,) = caught.value.findings
     assert (finding.rule, finding.key) == ("TC167", key)
     assert CANARY not in repr(finding)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "launcher=slurm launcher.slurm_options=['--export=HF_TOKEN={}']",
+        "launcher=slurm launcher.slurm_options=[--exclusive,'--export=ALL,A=b,WANDB_API_KEY={}==']",
+        "launcher=mpi launcher.mpi_options=[-x,'HF_TOKEN={}']",
+    ],
+)
+def test_a_secret_among_the_options_of_a_launcher_is_refused_and_not_shown(
+    override: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = override.format(CANARY).split()
+    for words in (["validate"], ["validate", "--json"], ["config", "show"]):
+        assert command([*words, "recipe=tiny", *given]) == 2
+        said = capfd.readouterr()
+        assert CANARY not in said.out + said.err and "TC167" in said.out + said.err
+    plain = [text.replace("{}", "").replace("HF_TOKEN=", "HF_TOKEN") for text in override.split()]
+    if "WANDB" not in override:
+        compose(["recipe=tiny", *plain])  # by its name alone
 
 
 def test_a_webhook_is_a_reference_that_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +221,21 @@ def test_command_lines_are_shown_without_secrets() -> None:
     ]  # fmt: skip
     for plain in ("data.text_key=text", "tokenizer=byte", "launcher.environment.NCCL_DEBUG=INFO"):
         assert redact_setting(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("--export=HF_TOKEN=a==,B=c", "--export=HF_TOKEN=redacted,B=c"),
+        ("GET 'https://h/a?sig=a%2Fb&c=d': 403", "GET 'https://h/a?sig=redacted&c=d': 403"),
+        ("https://h/?X-Amz-Security-Token=x", "https://h/?X-Amz-Security-Token=redacted"),
+        ("ftp://u:p@h/?key=1&monkey=2", "ftp://redacted@h/?key=redacted&monkey=2"),
+        ("HF_TOKEN=${oc.env:HF_TOKEN} max_tokens=3", "HF_TOKEN=${oc.env:HF_TOKEN} max_tokens=3"),
+        ("training.steps=3 data.text_key=body key=3", "training.steps=3 data.text_key=body key=3"),
+    ],
+)
+def test_a_text_is_shown_without_the_secrets_in_it(text: str, shown: str) -> None:
+    assert redact_text(text) == shown and redact_text(shown) == shown
 
 
 def test_words_of_a_program_are_resolved_where_they_are_secrets() -> None:

@@ -9,11 +9,11 @@ from trainctl.config.codec import to_plain
 from trainctl.config.schema import RunConfig
 from trainctl.config.secrets import (
     ENVIRONMENT,
-    URL_PASSWORD,
     is_kept,
     is_kept_list,
     is_plain_variable,
     is_secret_name,
+    redact_text,
     secret_words,
 )
 from trainctl.errors import Finding
@@ -58,30 +58,43 @@ def literal_secrets(config: RunConfig) -> Iterator[Finding]:
             hint=f"leave it out, and give ranks the variable that stands for it, such as "
             f"{ENVIRONMENT}.{name}='${{oc.env:{name}}}'",
         )
-    for key in _urls_with_passwords(to_plain(config.logging), "logging"):
+    for name, words in to_plain(launcher).items():
+        if isinstance(words, list) and any(redact_text(word) != word for word in words):
+            yield Finding(
+                rule=LITERAL,
+                key=f"launcher.{name}",
+                message=f"launcher.{name} has a secret, which would be written with the run",
+                hint=f"give ranks the variable, such as {ENVIRONMENT}.HF_TOKEN="
+                "'${oc.env:HF_TOKEN}': the text is written, and the value taken at the start",
+            )
+    for key in _urls_with_secrets(to_plain(config.logging), "logging"):
         yield Finding(
             rule=LITERAL,
             key=key,
-            message=f"{key} has a URL with a password, which would be written with the run",
+            message=f"{key} has a URL with a secret, which would be written with the run",
             hint="leave out what stands before its @: a tracker's client has variables and files "
             "of its own for it, such as MLFLOW_TRACKING_PASSWORD",
         )
-    for key in _urls_with_passwords(to_plain(config.data), "data"):
+    for key in _urls_with_secrets(to_plain(config.data), "data"):
         yield Finding(
             rule=LITERAL,
             key=key,
-            message=f"{key} has a URL with a password, which would be written with the run",
-            hint="leave out what stands before its @: credentials are those of its client's own "
-            "variables and files, or fsspec's (~/.config/fsspec, FSSPEC_FTP_PASSWORD)",
+            message=f"{key} has a URL with a secret, which would be written with the run",
+            hint="leave out what stands before its @, and signatures and tokens in its query: "
+            "credentials are those of its client's own variables and files, or fsspec's "
+            "(~/.config/fsspec, FSSPEC_FTP_PASSWORD)",
         )
 
 
-def _urls_with_passwords(value: Any, key: str) -> Iterator[str]:
-    """Dotted names of the keys that hold such; of a list, that of the list, once."""
+def _urls_with_secrets(value: Any, key: str) -> Iterator[str]:
+    """Yield the dotted names of keys that hold a URL with a password, signature or token.
+
+    A list counts once.
+    """
     if isinstance(value, dict):
         for name, inner in value.items():
-            yield from _urls_with_passwords(inner, f"{key}.{name}")
-    elif any(URL_PASSWORD.search(each) for each in _texts(value)):
+            yield from _urls_with_secrets(inner, f"{key}.{name}")
+    elif any("://" in each and redact_text(each) != each for each in _texts(value)):
         yield key
 
 

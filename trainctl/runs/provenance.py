@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainctl.config import secrets
 from trainctl.config.secrets import REDACTED, is_secret_name, redact_words
 
 _URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
@@ -57,8 +58,8 @@ def redact(environment: Mapping[str, str], hidden: Collection[str] = ()) -> dict
 
 
 def redact_text(text: str) -> str:
-    """The text without the credentials of the URLs in it."""
-    return _URL_CREDENTIALS.sub(REDACTED, text)
+    """The text without the credentials of the URLs in it and the values of secret names."""
+    return secrets.redact_text(_URL_CREDENTIALS.sub(REDACTED, text))
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
