@@ -22,7 +22,7 @@ import pytest
 from trainctl.cli.planning import compose
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, RunConfig
-from trainctl.errors import ExitCode, Finding
+from trainctl.errors import ExitCode, Finding, Severity
 from trainctl.hardware import (
     builds,
     detect,
@@ -95,9 +95,11 @@ def test_every_rule_of_the_machine_has_one_place() -> None:
     folder = Path(health.__file__).parent
     text = "\n".join(path.read_text() for path in sorted(folder.glob("*.py")))
     found = {
-        rule for rule in (f"TC{number}" for number in (*range(120, 140), 372, 373)) if rule in text
+        rule
+        for rule in (f"TC{number}" for number in (*range(120, 140), 372, 373, 460))
+        if rule in text
     }
-    assert found == {*(f"TC{number}" for number in range(120, 138)), "TC372", "TC373"}
+    assert found == {*(f"TC{number}" for number in range(120, 138)), "TC372", "TC373", "TC460"}
 
 
 # ---------------------------------------------------------------- packages
@@ -302,6 +304,38 @@ def test_packages_that_every_process_compiles(
         assert rules(found) == ["TC373"] and said in only(found).message
     else:
         assert found == ["kept"]
+
+
+# ---------------------------------------------------------------- caches
+
+
+def test_root_hears_of_a_cache_in_another_users_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TRAINCTL_CACHE_DIR", "TORCH_EXTENSIONS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "trainctl").mkdir(parents=True)
+    owners = {tmp_path / "cache" / "trainctl": 0, tmp_path / "cache": 0}
+    real = Path.stat
+
+    def stat(path: Path, **options: Any) -> os.stat_result:
+        found = real(path, **options)
+        parts = [*found]
+        parts[4] = owners.get(path, parts[4])
+        return os.stat_result(parts)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert list(storage.caches_are_roots_own(config(), CPU)) == []
+    owners[tmp_path / "cache"] = 65534  # where torch's operators will be
+    finding = only(storage.caches_are_roots_own(config(), CPU))
+    assert (finding.rule, finding.severity) == ("TC460", Severity.warning)
+    assert f"{tmp_path / 'cache' / 'torch_extensions'}, and {tmp_path / 'cache'}" in finding.message
+    monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
+    assert len(list(storage.caches_are_roots_own(config(), CPU))) == 2
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert list(storage.caches_are_roots_own(config(), CPU)) == []
 
 
 # ---------------------------------------------------------------- builds

@@ -16,8 +16,9 @@ from trainctl.cli.progress import bad_text_lines
 from trainctl.config.compose import Composed
 from trainctl.config.files import missing_files
 from trainctl.config.quality import asks
-from trainctl.errors import TrainctlError
+from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
+from trainctl.hardware.storage import caches_are_roots_own
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.resolve import resolve
 
@@ -209,6 +210,8 @@ def _require_text(composed: Composed) -> None:
         if finding.key.partition(".")[0] in ("data", "tokenizer") and finding.key != "data.stages"
     ]
     found = name_sources(composed, found)
+    caches = caches_are_roots_own(config, resolve_hardware(config.hardware))
+    found += [each for each in caches if isinstance(each, Finding)]
     if any(finding.is_error for finding in found):
         raise TrainctlError.from_findings(found)
     show_findings(found)

@@ -3,6 +3,7 @@ them. For launches from here."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding
         config: The configuration.
         folder: Where the user's code is looked for; None is the current folder.
     """
-    findings = check_user_code(config, folder)
+    findings = [*check_user_code(config, folder), *_no_python(config)]
     if not config.trains_itself:
         return findings  # the corpus and the tokenizer are for trainctl's trainer
     findings += [*check_text(config), *check_choice(config)]
@@ -47,6 +48,18 @@ def _without_tokenizer(config: RunConfig) -> Iterator[Finding]:
             key="tokenizer.path",
             message=f"tokenizer.kind={section.kind} needs tokenizer.path",
             hint=f"tokenizer.path=/path/to/{load('tokenizer', section.kind).path_is}",
+        )
+
+
+def _no_python(config: RunConfig) -> Iterator[Finding]:
+    """A Python for loggers that cannot be started, whether or not a logger of now needs it."""
+    python = config.logging.python
+    if python and shutil.which(Path(python).expanduser()) is None:
+        yield Finding(
+            rule=MISSING,
+            key="logging.python",
+            message=f"{python} is no program that can be started",
+            hint="the path of an environment's Python, such as /opt/trackers/bin/python",
         )
 
 

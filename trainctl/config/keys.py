@@ -441,7 +441,12 @@ def _accept_names(leaf: Leaf, value: Any, text: str | None) -> Any:
     if get_origin(leaf.hint) is not list:
         return _accept_name(leaf.choices, value, text)
     written = _accept(leaf.hint, value, text, leaf.default)
-    return list(dict.fromkeys(_accept_name(leaf.choices, name, None) for name in written))
+    accepted = [_accept_name(leaf.choices, name, None) for name in written]
+    once = list(dict.fromkeys(accepted))
+    if len(once) < len(accepted):
+        twice = next(name for name in once if accepted.count(name) > 1)
+        raise ValueProblem(f"{twice} is named twice", f"{leaf.key}={as_written(once)}")
+    return accepted
 
 
 def _accept_each(leaf: Leaf, value: Any) -> dict[str, Any]:

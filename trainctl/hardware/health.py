@@ -31,6 +31,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("locked memory", limits.memory_can_be_locked),
     ("host memory", limits.memory_is_there),
     ("NVMe", storage.nvme_keeps_what_is_written),
+    ("caches", storage.caches_are_roots_own),
     ("network", network.interfaces_exist),
 )
 """In the order in which they are told."""

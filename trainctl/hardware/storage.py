@@ -1,9 +1,10 @@
-"""Whether the folder for offloaded states is a disk that keeps what is written."""
+"""Folders of this machine: the disk for offloaded states, space, and whose the caches are."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import pwd
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -52,6 +53,43 @@ def nvme_keeps_what_is_written(config: RunConfig, hardware: Hardware) -> Iterato
         yield f"{folder} ({kind}) was written and read back"
         return
     yield doubt("TC132", key, f"{folder} {what}", "name a folder of a local NVMe drive")
+
+
+def caches_are_roots_own(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """What root reads from a cache, and the operators that it loads, nobody else can change."""
+    if os.geteuid() != 0:
+        return
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    named = {
+        os.environ.get("TRAINCTL_CACHE_DIR") or f"{caches}/trainctl",
+        os.environ.get("TORCH_EXTENSIONS_DIR") or f"{caches}/torch_extensions",
+    }
+    for name in sorted(named):
+        try:
+            path = Path(name).expanduser().absolute()
+        except RuntimeError:  # a user without a home
+            continue
+        folder = next((each for each in (path, *path.parents) if each.exists()), path)
+        try:
+            owner = folder.stat().st_uid
+        except OSError:
+            continue
+        if owner != 0:
+            yield doubt(
+                "TC460",
+                "",
+                f"root keeps caches in {path}, and {folder} belongs to user {_user(owner)}, who "
+                "can change what root trains on and loads",
+                f"start as {_user(owner)}, or set HOME, XDG_CACHE_HOME or TRAINCTL_CACHE_DIR to a "
+                "folder of root's",
+            )
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def lacking_space(free_bytes: int, needed_bytes: int | None, where: str) -> Iterator[Finding]:

@@ -33,6 +33,22 @@ def check_words(values: Iterable[tuple[str, str | None]]) -> Iterator[Finding]:
             )
 
 
+def check_programs(values: Iterable[tuple[str, str | None]]) -> Iterator[Finding]:
+    """A finding for each program that whoever starts it would read as an option, or that is empty.
+
+    Args:
+        values: Config keys and their values, names or paths; None is skipped.
+    """
+    for key, value in values:
+        if value is not None and (value.startswith("-") or not value.strip()):
+            yield Finding(
+                rule=UNSAFE_WORD,
+                key=key,
+                message=f"{key}={value!r} is no name and no path of a program",
+                hint="an absolute path, or a name in PATH, without - in front",
+            )
+
+
 def check_options(key: str, options: Iterable[str]) -> Iterator[Finding]:
     """A finding for each word that is no `--name` or `--name=VALUE` of plain words."""
     for option in options:

@@ -9,6 +9,9 @@ from typing import Any
 
 from trainctl.config.registry import kind_of, new_section, with_parts
 
+LONGEST = {"seconds": 31_536_000, "minutes": 525_600}
+"""A year: timers of the operating system overflow beyond a few hundred."""
+
 
 def option(
     default: Any,
@@ -31,7 +34,7 @@ def option(
         doc: One or two sentences for the reference and for error messages.
         unit: Unit of a number ("bytes", "optimizer steps"), empty for pure numbers and names.
         minimum: Smallest legal value, inclusive.
-        maximum: Largest legal value, inclusive.
+        maximum: Largest legal value, inclusive; a time has `LONGEST` unless this is set.
         above: Bound below, exclusive (a learning rate is above 0).
         example: A value as it is typed, where its type alone does not say how: a list of mappings.
         units: The group whose registered options it names one of (`config.registry`).
@@ -43,7 +46,7 @@ def option(
         "doc": doc,
         "unit": unit,
         "minimum": minimum,
-        "maximum": maximum,
+        "maximum": LONGEST.get(unit) if maximum is None else maximum,
         "above": above,
         "example": example,
         "units": units,

@@ -1,4 +1,4 @@
-"""Of this machine, launchers and hosts: TC120 to TC137, TC160 to TC197, TC305, TC372, TC373."""
+"""Of this machine, launchers and hosts: TC120 to TC137, TC160 to TC197, TC305, TC372, 373, 460."""
 
 from __future__ import annotations
 
@@ -172,6 +172,17 @@ ENTRIES: dict[str, RuleText] = {
         situation="In a container whose image has no bytecode, with PYTHONDONTWRITEBYTECODE set",
         message="torch is not compiled, and PYTHONDONTWRITEBYTECODE is set: each process compiles "
         "what it imports anew",
+    ),
+    "TC460": RuleText(
+        "Tokenized text and traces are read from the cache, and operators that torch has built are "
+        "loaded from it as code. Under sudo HOME may still be another user's: whoever owns that "
+        "folder can change all of it, and cannot remove what root has written there.",
+        "Start as that user; or give root a folder of its own: sudo -H, or XDG_CACHE_HOME, "
+        "TRAINCTL_CACHE_DIR and TORCH_EXTENSIONS_DIR.",
+        title="A cache of root's in another user's folder.",
+        situation="`sudo trainctl launch recipe=tiny` where sudo keeps HOME",
+        message="root keeps caches in /home/ada/.cache/trainctl, and /home/ada/.cache belongs to "
+        "user ada, who can change what root trains on and loads",
     ),
     "TC160": RuleText(
         "The value becomes an option of sbatch, srun or mpirun. One with a space or a leading "

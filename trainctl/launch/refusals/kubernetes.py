@@ -8,7 +8,7 @@ from trainctl.config.references import references
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
-from trainctl.launch.words import UNSET, check_words
+from trainctl.launch.words import UNSET, check_programs, check_words
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.kubernetes import KubernetesConfig
 
@@ -48,6 +48,7 @@ def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
                 )
             )
     findings += check_words([("launcher.kubernetes_image", launcher.kubernetes_image)])
+    findings += check_programs([("launcher.kubernetes_python", launcher.kubernetes_python)])
     if launcher.kubernetes_secret is None:
         findings += [
             Finding(

@@ -8,7 +8,7 @@ from trainctl.config.hosts import HOST_NAME_HINT, is_host_name
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
-from trainctl.launch.words import UNSAFE_WORD
+from trainctl.launch.words import UNSAFE_WORD, check_programs
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.mpi import MpiConfig
 
@@ -16,14 +16,15 @@ FEW_HOSTS = "TC163"
 
 
 def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """Whether the hostfile names enough hosts, and nothing else."""
+    """Whether the program is one, and the hostfile names enough hosts and nothing else."""
     launcher, nodes = section_of(config, MpiConfig), hardware.nodes
-    findings: list[Finding] = []
+    findings = [*check_programs([("launcher.mpi_program", launcher.mpi_program)])]
     if launcher.mpi_hostfile is not None:
         path = Path(launcher.mpi_hostfile)
         if not path.is_file():
             message = f"there is no file {path}"
-            return [Finding(rule=FEW_HOSTS, key="launcher.mpi_hostfile", message=message)]
+            missing = Finding(rule=FEW_HOSTS, key="launcher.mpi_hostfile", message=message)
+            return [*findings, missing]
         names = _named(path.read_text(encoding="utf-8", errors="replace"))
         findings += [
             Finding(

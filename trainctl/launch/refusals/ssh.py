@@ -6,6 +6,7 @@ from trainctl.config.hosts import chosen_hosts
 from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import Hardware
+from trainctl.launch.words import check_programs
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
 
@@ -15,7 +16,8 @@ WRONG_HOSTS = "TC169"
 def check_config(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """What is wrong with the hosts by their names, and with the file that has them."""
     launcher = section_of(config, SshConfig)
-    findings = [
+    findings = [*check_programs([("launcher.python", launcher.python)])]
+    findings += [
         Finding(
             rule=WRONG_HOSTS,
             key="launcher.hosts",
