@@ -2,7 +2,8 @@
 
 Fenced `console` blocks are run in an empty folder, as the note in the HTML comment above says.
 None: the output under each command is compared (`TRAINCTL_UPDATE_GOLDEN=1` writes it anew);
-`output …`: the output is not compared; `slow`: it trains; `not run: …`: it is left out.
+`output …`: the output is not compared; `slow`: it trains; `fine-tunes`: it trains the model in DIR
+on chat.jsonl, which the test makes; `not run: …`: it is left out.
 `# exit 3` after a command says that it is meant to fail.
 """
 
@@ -105,8 +106,23 @@ def test_commands_that_train_run(tmp_path: Path) -> None:
     assert last["step"] == 160 and last["loss"] < last["unigram_entropy"]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
+def test_commands_that_fine_tune_run(tmp_path: Path) -> None:
+    from small_chat_model import questions, write_base, write_chat  # with torch
+
+    (block,) = blocks("fine-tunes")
+    write_base(tmp_path / "DIR", steps=20)
+    write_chat(tmp_path / "chat.jsonl", questions()[0])
+    transcript = run(block.commands, tmp_path)
+    assert "<|im_start|>assistant\n  | [[" in transcript  # before there is a run
+    assert "conversations to train on" in transcript
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+
+
 def test_every_block_is_of_a_known_kind() -> None:
-    assert len(blocks("", "output", "slow", "not run: ")) == len(
+    assert len(blocks("", "output", "slow", "fine-tunes", "not run: ")) == len(
         list(BLOCK.finditer(README.read_text()))
     )
 

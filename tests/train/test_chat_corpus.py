@@ -100,6 +100,13 @@ def test_tools_and_parts_and_history():
         conversation_of(alpaca, Shape.messages)
 
 
+def test_keys_of_no_shape_come_with_the_shapes_that_are_known():
+    with pytest.raises(BadConversation) as told:
+        conversation_of({"question": "a", "answer": "b"})
+    for keys in ("(messages)", "(conversations)", "(prompt, completion)", "(instruction, output)"):
+        assert keys in str(told.value)
+
+
 @pytest.mark.parametrize("said", BAD)
 def test_what_is_no_conversation_says_why(said):
     with pytest.raises(BadConversation, match=re.escape(said)):
@@ -211,13 +218,14 @@ def test_what_is_too_long_is_cut_dropped_or_an_error(tmp_path):
     assert 0 < text.count("b") < 200 and "bb" in text
     assert "a" not in text.replace("<|im_end|>", "")
     bins = bins_of(config, corpus, corpus.train)
-    assert in_words(bins.counts) == (
-        "14 conversations; 1 cut at the length of a sample; 1 left out, as nothing to learn is "
-        "left where they are cut"
+    told = in_words(bins.counts, corpus.held_out.documents)
+    assert told == (
+        "14 conversations to train on, 0 held out; 1 cut at the length of a sample; 1 left out, as "
+        "nothing to learn is left where they are cut"
     )
     said = []
     drawn_tokens(config, corpus, said.append)
-    assert said[0] == in_words(bins.counts)
+    assert said[0] == told
     drops = replace(config, data=replace(config.data, on_too_long=OnTooLong.drop))
     _, text = learnt(drops, corpus, tokenizer)
     assert sorted(text.split("<|im_end|>")[:-1]) == ANSWERS

@@ -135,7 +135,7 @@ def test_the_command_escapes_what_a_terminal_would_obey(tmp_path, capsys, monkey
     run.root.mkdir()
     plan = plan_of(folder, "*.txt")
     prepare(plan, run)
-    monkeypatch.setattr("trainctl.cli.data.open_run", lambda path: run)
+    monkeypatch.setattr("trainctl.cli.data.find_attempt", lambda path: (run, None))
     monkeypatch.setattr("trainctl.runs.directory.last_attempt", lambda paths: 1)
     monkeypatch.setattr("trainctl.cli.data.read_plan", lambda path: plan)
     command.show([str(run.root)], "0", characters=400)

@@ -1,4 +1,4 @@
-"""`trainctl data`: what was in the samples of a run, and its other commands."""
+"""`trainctl data`: what is in the samples of a run or a recipe, and its other commands."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_ta
 from trainctl.cli.console import print_json, printable, put, put_marked
 from trainctl.cli.data_dropped import show_dropped
 from trainctl.cli.planning import compose_target
+from trainctl.cli.planning import plan as make_plan
 from trainctl.errors import TrainctlError
-from trainctl.plan.mixture import SOLE
-from trainctl.runs.attempts import standing_attempt
-from trainctl.runs.directory import open_run, read_plan
+from trainctl.plan.mixture import SOLE, stages_of_plan
+from trainctl.runs.attempts import find_attempt, standing_attempt
+from trainctl.runs.directory import read_plan
 from trainctl.runs.records import steps_from_end
 
 if TYPE_CHECKING:
+    from trainctl.plan.types import RunPlan
     from trainctl.train.contents import ChatStretch, Passage, Sample
+    from trainctl.train.corpora import Corpora
 
 app = typer.Typer(help="Look at what a run is trained on.", add_completion=False)
 
@@ -39,7 +42,7 @@ def show(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Their numbers, as in the run's records, such as 12,40-44.",
+            help="Their numbers, from 0, as in a run's records, such as 12,40-44.",
             show_default=False,
         ),
     ] = None,
@@ -58,7 +61,7 @@ def show(
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
-    """Print the text of samples of a run, and the files and documents that it was cut from.
+    """Print the text of samples of a run, or of a recipe before any run, and where it is from.
 
     Of conversations it is what the model sees, special tokens among it, with what is learnt in
     colour, or else between [[ and ]].
@@ -66,6 +69,7 @@ def show(
     Or what was left out of a corpus that is prepared, and what stays in its place.
 
     Examples: trainctl data show runs/NAME --samples 96-103; trainctl data show runs/NAME --step 40;
+    trainctl data show my-recipe data.paths=[chat.jsonl] --samples 0;
     trainctl data show my-recipe --dropped
     """
     from trainctl.train.contents import counters_of_step, parse_counters, samples_of
@@ -76,25 +80,62 @@ def show(
     if dropped:
         show_dropped(compose_target(name, overrides, config_dir).config, as_json=as_json)
         return
-    if name is None or overrides or (samples is None) == (step is None):
+    if not target or (samples is None) == (step is None):
         raise TrainctlError(
-            "which samples of which run?",
+            "which samples of which run or recipe?",
             hint="trainctl data show runs/NAME --samples 12,40-44, or --step 40",
         )
     counters = parse_counters(samples) if samples is not None else []
-    paths = open_run(Path(name))
-    if step is not None:
-        counters = counters_of_step(steps_from_end(paths.events, [step]).values(), step)
-    plan = read_plan(paths.attempt(standing_attempt(paths).number).plan)
-    corpora = corpora_of(plan, paths)
+    found_run = find_attempt(Path(name)) if name is not None and not overrides else None
+    if found_run is not None:
+        paths, attempt = found_run
+        plan = read_plan(paths.attempt(attempt or standing_attempt(paths).number).plan)
+        if step is not None:
+            counters = counters_of_step(steps_from_end(paths.events, [step]).values(), step)
+        corpora = corpora_of(plan, paths)
+    else:
+        plan, corpora = _before_a_run(name, overrides, config_dir)
+        if step is not None:
+            counters = _planned_counters(plan, step)
     tokenizer = load_tokenizer(plan.config.tokenizer)
     found = samples_of(plan, corpora, tokenizer, counters, most_characters=characters)
     if as_json:
         shown = [asdict(sample) for sample in found]
-        print_json({"schema": 1, "run": str(paths.root), "samples": shown})
+        root = str(found_run[0].root) if found_run is not None else None
+        print_json({"schema": 1, "run": root, "samples": shown})
         return
     for sample in found:
         _show(sample)
+
+
+def _before_a_run(
+    name: str | None, overrides: Sequence[str], config_dir: Path | None
+) -> tuple[RunPlan, Corpora]:
+    """Plan a run and prepare its text, as its launch would.
+
+    Raises:
+        TrainctlError: There is no plan, or no text that gives a sample.
+    """
+    from trainctl.train.prepare import corpora_of_plan
+    from trainctl.train.streams import opened
+
+    composed = compose_target(name, overrides, config_dir)
+    data_prepare.require_text(composed)
+    planned = make_plan(composed, tokenize=True)
+    plan = planned.assessment.plan
+    if plan is None:
+        raise TrainctlError.from_findings(planned.findings)
+    return plan, opened(plan.config.data, corpora_of_plan(plan))
+
+
+def _planned_counters(plan: RunPlan, step: int) -> list[int]:
+    """Return the samples that an optimizer step of a plan draws."""
+    from trainctl.train.contents import parse_counters
+
+    for stage in stages_of_plan(plan):
+        if stage.first_step < step <= stage.end_step:
+            return parse_counters(f"{stage.sample_of(step - 1)}-{stage.sample_of(step) - 1}")
+    raise TrainctlError(f"the plan ends with step {plan.total_steps:,}", hint="an earlier step")
 
 
 def _show(sample: Sample) -> None:

@@ -80,7 +80,7 @@ def prepare(
     name, overrides = split_target(target)
     composed = compose_target(name, overrides, config_dir)
     config = composed.config
-    _require_text(composed)
+    require_text(composed)
     elsewhere = [
         each for each, section in sources_of(config.data).items() if section.kind == "stream"
     ]
@@ -185,7 +185,7 @@ def _share(text: str) -> tuple[int, int]:
     return number, count
 
 
-def _require_text(composed: Composed) -> None:
+def require_text(composed: Composed) -> None:
     """That there is something to tokenize, nothing wrong with how it begins, and that a launch
     would take what is asked of it.
 

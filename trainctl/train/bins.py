@@ -123,7 +123,7 @@ def drawn_tokens(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> in
     tokens = len(bins) * config.training.sequence_length
     is_paired = spec_of(config.data).has_pairs
     if bins.counts:
-        told = in_words(bins.counts)
+        told = in_words(bins.counts, corpus.held_out.documents)
         tell(told.replace("conversations", "pairs", 1) if is_paired else told)
     text = int(bins.lengths.sum(dtype=np.int64))
     how = "a pair in each sample" if is_paired else "best-fit packing"
@@ -134,8 +134,8 @@ def drawn_tokens(config: RunConfig, corpus: Corpus, tell: Tell = _unheard) -> in
     return tokens + 1
 
 
-def in_words(counts: Mapping[str, int]) -> str:
-    """What became of the conversations of a side."""
+def in_words(counts: Mapping[str, int], held_out: int) -> str:
+    """Describe what became of the conversations to train on, beside those that are held out."""
     reasons = {
         "cut": "cut at the length of a sample",
         "dropped_too_long": "left out, as longer than a sample",
@@ -143,7 +143,8 @@ def in_words(counts: Mapping[str, int]) -> str:
         "dropped_unwritten": "left out, as the chat template cannot write them",
     }
     told = [f"{counts[reason]:,} {what}" for reason, what in reasons.items() if counts[reason]]
-    return "; ".join([f"{counts['conversations']:,} conversations", *told])
+    sides = f"{counts['conversations']:,} conversations to train on, {held_out:,} held out"
+    return "; ".join([sides, *told])
 
 
 def _ends(corpus: Corpus, split: Split) -> npt.NDArray[np.integer]:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from trainctl.config.schema import Packing, RunConfig
 from trainctl.data.mixture import Count, plan_data
@@ -52,6 +53,31 @@ def prepare(
         TrainctlError: Files are missing, the text is shorter than one sample, the tokenizer has
             more ids than the model, or the corpus is not the one that this run started with.
     """
+    corpora = corpora_of_plan(plan, tell, show, users_folder=run.users_corpus)
+    kept = as_before(corpora, run.corpus)
+    _check_ends(plan.config, kept)
+    make_room(plan.config, corpora)
+    save_corpora(run.corpus, kept)
+
+
+def corpora_of_plan(
+    plan: RunPlan,
+    tell: Callable[[str], None] = say,
+    show: Callable[[str], None] = lambda _: None,
+    *,
+    users_folder: Path | None = None,
+) -> Corpora:
+    """Tokenize the plan's text into the cache, and check that a run can be trained on it.
+
+    Args:
+        plan: Of a run, or of one that may come.
+        tell: As for `prepare`.
+        show: Likewise.
+        users_folder: For the texts of `data.factory`, which are kept with the run.
+
+    Raises:
+        TrainctlError: As `prepare`, but for what depends on the run.
+    """
     config = plan.config
     show("reading the corpus")
     tokenizer = load_tokenizer(config.tokenizer)
@@ -62,15 +88,12 @@ def prepare(
             hint=f"model.vocab_size={-(-tokenizer.vocab_size // 64) * 64}",
         )
     corpora = build_corpora(
-        config, tokenizer, TokenizingProgress(show), tell, users_folder=run.users_corpus
+        config, tokenizer, TokenizingProgress(show), tell, users_folder=users_folder
     )
     for name in sources_of(config.data):
         infilling_of(config, name)
     _check_length(plan, corpora, tell)
-    kept = as_before(corpora, run.corpus)
-    _check_ends(config, kept)
-    make_room(config, corpora)
-    save_corpora(run.corpus, kept)
+    return corpora
 
 
 def help_to_prepare(plan: RunPlan) -> None:

@@ -106,7 +106,8 @@ def _shape_of(record: Record, shape: Shape) -> Shape:
         if all(record.get(key) is not None for key in keys):
             return each
     has = ", ".join(map(repr, list(record)[:8])) or "nothing"
-    raise BadConversation(f"it has {has}: of no shape of conversations that is known")
+    known = "; ".join(f"{each.value} ({', '.join(keys)})" for each, keys in _KEYS.items())
+    raise BadConversation(f"it has {has}: of no shape that is known, which are {known}")
 
 
 def _of_messages(record: Record) -> list[Any]:

@@ -37,7 +37,10 @@ def pair_of(record: object) -> dict[str, Any]:
     missing = [key for key in ANSWERS if record.get(key) is None]
     if missing:
         has = ", ".join(map(repr, list(record)[:8])) or "nothing"
-        raise BadConversation(f"it has {has}, and no {missing[0]!r}")
+        raise BadConversation(
+            f"it has {has}, and no {missing[0]!r}: a pair has prompt, chosen, rejected; or chosen "
+            "and rejected as lists of messages that begin alike"
+        )
     are_texts = isinstance(record["chosen"], str) and isinstance(record["rejected"], str)
     pair = _of_texts(record) if are_texts else _of_messages(record)
     if pair["chosen"] == pair["rejected"]:
