@@ -50,6 +50,9 @@ REFUSED = {
     "zero_optimization.round_robin_gradients": True,
     "bfloat16.enabled": False,
     "wandb.enabled": True,
+    "zero_allow_untested_optimizer": True,
+    "fp16.auto_cast": True,
+    "bf16.immediate_grad_update": True,
 }
 
 

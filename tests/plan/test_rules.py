@@ -1488,15 +1488,15 @@ ERRORS = [
         {"deepspeed": {"tensorboard": {"enabled": True}}},
         gpus(),
         "deepspeed.tensorboard is trainctl's to set",
-        "nothing but the learning rate, and begin again at 0 after a resume: name tensorboard in "
-        "logging.to",
+        "use tensorboard in logging.to: this would get nothing but the learning rate, and begin "
+        "again at 0 after a resume",
     ),
     (
         "TC092",
         {"deepspeed": {"csv_monitor": {"enabled": True}}},
         gpus(),
         "deepspeed.csv_monitor is trainctl's to set",
-        "name csv in logging.to",
+        "use csv in logging.to",
     ),
     ("TC078", {"logging__deepspeed_level": "loud"}, gpus(), "loud", "warning"),
     (

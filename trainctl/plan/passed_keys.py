@@ -41,14 +41,10 @@ OWNED = {key: f"use {source}" for key, source in CONFIG_KEYS.items()} | {
     "sequence_parallel_size": "use parallelism.sequence",
     "seq_parallel_communication_data_type": "use precision.communication",
     "gradient_clipping": "use optimizer.gradient_clipping",
-    "bf16": "use the precision group",
     "bfloat16": "use the precision group",
-    "fp16": "use the precision group",
-    "torch_autocast": "use the precision group",
     "communication_data_type": "use precision.communication",
     "compile.deepcompile": "use kernels.compile=deepcompile",
     "log_level": "use logging.deepspeed_level",
-    "zero_allow_untested_optimizer": "trainctl sets it where the optimizer needs it",
     f"{ZERO}.cpu_offload": "use the offload group",
     f"{ZERO}.cpu_offload_param": "use the offload group",
     f"{ZERO}.cpu_offload_use_pin_memory": "use offload.pin_memory",
@@ -56,9 +52,9 @@ OWNED = {key: f"use {source}" for key, source in CONFIG_KEYS.items()} | {
 """Keys and sections that config keys say, and which: refused for every program."""
 
 _OWN_LOGGERS = (
-    "the trainer would give it nothing but the learning rate, and begin again at 0 after "
+    "use {} in logging.to: this would get nothing but the learning rate, and begin again at 0 "
+    "after a resume"
 )
-_OWN_LOGGERS += "a resume: name {} in logging.to"
 _UNTRIED = "trainctl trains with DeepSpeed's default only"
 TRAINERS = {
     "scheduler": "the trainer sets the learning rate at each step: use the schedule group",
@@ -66,22 +62,26 @@ TRAINERS = {
     "autotuning": "use `trainctl plan`, which searches, or `trainctl sweep`",
     "checkpoint": "the trainer writes checkpoints of its own: use the checkpoint section",
     "datastates_ckpt": "the trainer writes checkpoints of its own: use the checkpoint section",
-    "comet": _OWN_LOGGERS.format("a logger, as wandb,"),
+    "comet": _OWN_LOGGERS.format("a logger, such as wandb,"),
     "csv_monitor": _OWN_LOGGERS.format("csv"),
     "tensorboard": _OWN_LOGGERS.format("tensorboard"),
     "wandb": _OWN_LOGGERS.format("wandb"),
     "aio.use_gds": _UNTRIED,
+    "bf16": "use the precision group",
     "compile": _UNTRIED,
     "data_efficiency": "the trainer reads the data: use the data section and training.batch_ramp",
     "data_types": "use the precision group",
+    "fp16": "use the precision group",
     "gradient_allreduce_op": "the trainer counts on the mean over the ranks",
     "hybrid_engine": "it is for generating between steps, which the trainer does not do",
     "managed_gradient_accumulation": "the trainer counts on DeepSpeed to accumulate",
     "pipeline": "use parallelism.pipeline",
     "steps_per_print": "the trainer reports itself: use logging.every_steps",
     "tensor_parallel": "use parallelism.tensor",
+    "torch_autocast": "use the precision group",
     "use_data_before_expert_parallelism": "use parallelism.expert",
     "wall_clock_breakdown": "the trainer reports the time of each part of a step itself",
+    "zero_allow_untested_optimizer": "trainctl sets it where the optimizer needs it",
     "zero_force_ds_cpu_optimizer": "trainctl chooses the kernel that updates",
     STATES: "use the offload group",
     PARAMETERS: "use the offload group",

@@ -52,7 +52,8 @@ def pass_through_agrees(draft: Draft) -> Iterator[Finding]:
             found[key] = _contradiction(key, value, derived, owner)
         elif derived is None and owner:
             section = f"deepspeed.{entry}"
-            found[entry] = error(section, f"{section} is trainctl's to set", owner)
+            hint = owner if "use " in owner else f"leave it out: {owner}"
+            found[entry] = error(section, f"{section} is trainctl's to set", hint)
     yield from found.values()
 
 
@@ -70,5 +71,5 @@ def _contradiction(key: str, value: Any, derived: Derived, owner: str) -> Findin
         f"deepspeed.{key}",
         f"deepspeed.{key}={value} contradicts {derived.key}={derived.value}, which comes from: "
         f"{derived.reason}",
-        f"{owner or f'change what {derived.key} comes from'}, and leave deepspeed.{key} out",
+        f"leave deepspeed.{key} out: {owner or f'change what {derived.key} comes from'}",
     )
