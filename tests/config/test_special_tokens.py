@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainctl.config.chat_template import template_of
 from trainctl.config.special_tokens import END_NAMES, read_facts
 from trainctl.errors import TrainctlError
 
@@ -61,6 +63,11 @@ def test_unigram_vocabularies_are_lists(tmp_path: Path) -> None:
         ("tokenizer.json", b'{"model": {"vocab": {}}}', "has no tokens"),
         ("tokenizer.json", b'{"model": {"vocab": {"a": -3}}}', "the id -3"),
         ("tokenizer.json", b'{"model": {"vocab": {"a": 0}}, "added_tokens": [7]}', "added_tokens"),
+        (
+            "tokenizer.json",
+            b'{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 999999999, "content": "b"}]}',
+            "gives 'b' the id 999,999,999, and has 2 tokens",
+        ),
         ("tokenizer_config.json", b"{", "no JSON"),
         ("tokenizer_config.json", b"[1]", "holds no JSON object"),
         ("tokenizer_config.json", b'{"eos_token": "<none>"}', "which tokenizer.json lacks"),
@@ -72,3 +79,12 @@ def test_a_malformed_file_is_named(tmp_path: Path, name: str, content: bytes, wo
     with pytest.raises(TrainctlError, match=words) as caught:
         read_facts(path)
     assert str(tmp_path / name) in caught.value.message
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "template.jinja"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(TrainctlError, match="is no regular file"):
+        read_facts(tmp_path / "tokenizer.json")
+    with pytest.raises(TrainctlError, match="is no regular file"):
+        template_of(tmp_path / "tokenizer.json", str(tmp_path / "template.jinja"))

@@ -226,6 +226,23 @@ def test_what_is_no_share(share, capsys):
     assert "I/N" in capsys.readouterr().err
 
 
+def test_a_tokenizer_that_validate_refuses_prepares_nothing(texts, tmp_path, capsys, monkeypatch):
+    """The tiny model has 512 rows; of ids far beyond its tokens a tokenizer is refused alone."""
+    from trainctl.cli.main import run
+
+    monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
+    vocabulary = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
+    file = tmp_path / "tokenizer.json"
+    what = ["tiny", "data=files", f"data.paths=[{texts}]", "tokenizer=file"]
+    for number, words in ((600, "has ids up to 600"), (999_999_999, "the id 999,999,999")):
+        added = [{"id": number, "content": "</s>"}]
+        file.write_text(json.dumps({**vocabulary, "added_tokens": added}))
+        for command in (["validate", f"recipe={what[0]}"], ["data", "prepare", what[0]]):
+            assert run([*command, *what[1:], f"tokenizer.path={file}"]) == ExitCode.bad_input
+            assert words in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
 def test_other_nodes_tokenize_and_the_first_puts_together(texts, tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
     config = tiny_config(steps=4, sequence_length=64)

@@ -1,5 +1,10 @@
 """Conversations to ids and what is learnt: against transformers, and one way against the other."""
 
+import os
+import resource
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from chat_files import FORGETFUL, MARKED, UNMARKED, asked, write_tokenizer
 from tokenizers import Tokenizer
@@ -7,6 +12,8 @@ from tokenizers import Tokenizer
 from trainctl.config.chat_template import template_of
 from trainctl.config.text.conversations import Learn
 from trainctl.errors import TrainctlError
+from trainctl.runs.processes import is_alive
+from trainctl.train import rendering
 from trainctl.train.chat import CannotRender, ChatTemplate
 from trainctl.train.tokenizer import FileTokenizer
 
@@ -191,6 +198,54 @@ def test_what_cannot_be_rendered_is_said(folder, named, tmp_path):
         ChatTemplate.of(None)
     with pytest.raises(TrainctlError, match="cannot read the chat template"):
         ChatTemplate.of(folder / "tokenizer.json", str(tmp_path / "nowhere.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{{ 'a' * 9999999999 }}", "takes more than 1,024 MiB"),
+        ("{{ 'a' | center(9999999999) }}", "takes more than 1,024 MiB"),
+        ("{{ 'a' * 3000000 }}", "makes 3,000,000 characters of a conversation"),
+        ("{{ 9 ** (9 ** 9) }}", "does not end within 0.5 s"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "does not end within 0.5 s",
+        ),
+    ],
+)
+def test_a_template_is_rendered_within_bounds(folder, named, monkeypatch, text, words):
+    """Whatever `data.on_bad_text` is: it is not the conversation that is wrong."""
+    monkeypatch.setattr("trainctl.train.rendering.SECONDS", 0.5 if "0.5" in words else 60)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(TrainctlError, match=words) as caught:
+        named(folder, text).prompt(asked(("1+1?", "2")))
+    assert not isinstance(caught.value, CannotRender)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+    monkeypatch.undo()
+    messages = asked(("1+1?", "2"))
+    assert named(folder, UNMARKED).render(messages).learnt.any()
+
+
+def test_a_fork_of_a_process_has_a_renderer_of_its_own(folder):
+    """Answers of one that both asked would be mixed; and none outlives who asked it."""
+    template, messages = ChatTemplate.of(folder / "tokenizer.json"), asked(("1+1?", "2"))
+    expected = template.render(messages).ids.tolist()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: template.render(messages).ids.tolist(), range(40)))
+    assert found == [expected] * 40
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        is_same = template.render(messages).ids.tolist() == expected
+        os.write(writing, f"{rendering._renderer.pid} {is_same}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    pid, is_same = os.read(reading, 100).decode().split()
+    assert is_same == "True" and int(pid) != rendering._renderer.pid
+    deadline = time.monotonic() + 20
+    while is_alive(int(pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_templates_are_found_in_every_form(folder, tmp_path):

@@ -21,6 +21,7 @@ from trainctl.hardware import resolve_hardware
 from trainctl.hardware.storage import caches_are_roots_own
 from trainctl.plan.mixture import sources_of
 from trainctl.plan.resolve import resolve
+from trainctl.planner.tokenizer_files import check_tokenizer_files
 
 if TYPE_CHECKING:
     from trainctl.data.progress import PreparationStanding
@@ -206,6 +207,7 @@ def require_text(composed: Composed) -> None:
         for finding in (
             *resolve(config, resolve_hardware(config.hardware)).findings,
             *missing_files(config),
+            *check_tokenizer_files(config),
         )
         if finding.key.partition(".")[0] in ("data", "tokenizer") and finding.key != "data.stages"
     ]

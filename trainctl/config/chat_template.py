@@ -91,6 +91,8 @@ def special_tokens_of(tokenizer: Path) -> dict[str, str]:
 
 
 def _read(file: Path) -> str:
+    if file.exists() and not file.is_file():  # a pipe would be waited for
+        raise TrainctlError(f"the chat template {file} is no regular file")
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:

@@ -30,6 +30,11 @@ END_NAMES = (
 """Names that published tokenizers give to their end-of-document token, most specific first."""
 
 
+LARGEST_GAP = 1_000_000
+"""Ids that no token has, at most: tables have a row for each id, and published files leave a few
+thousand."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
     """What is known of a tokenizer without its library.
@@ -67,6 +72,11 @@ def read_facts(path: Path) -> TokenizerFacts:
     size = max(vocabulary.values(), default=-1) + 1
     if size == 0:
         raise _malformed(path, "has no tokens")
+    if size > len(vocabulary) + LARGEST_GAP:
+        token = max(vocabulary, key=lambda each: vocabulary[each])
+        raise _malformed(
+            path, f"gives {token!r:.40} the id {size - 1:,}, and has {len(vocabulary):,} tokens"
+        )
     for token, number, found_in in _ends(path, vocabulary):
         return TokenizerFacts(size, number, token, found_in)
     return TokenizerFacts(size)
@@ -145,6 +155,8 @@ def beside(path: Path, name: str) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise _malformed(path, "is no regular file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from trainctl.config.chat_template import special_tokens_of, template_of
 from trainctl.config.text.conversations import Learn, Message
 from trainctl.errors import TrainctlError
+from trainctl.train.rendering import RefusedByTemplate, Spans, render
 from trainctl.train.tokenizer import take_limits
 
 if TYPE_CHECKING:
@@ -35,22 +36,12 @@ if TYPE_CHECKING:
 
 Ids = npt.NDArray[np.int64]
 Learnt = npt.NDArray[np.bool_]
-Spans = list[tuple[int, int]]
 
 FORMAT = 2
 """Of what is made of a conversation: another one is tokenized again."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TYPING = ("user", "tool")
 """Roles that say what nobody has looked at: what they say writes none of the template's tokens."""
-_OF_TEMPLATES = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What an expression of a template may raise, beside what Jinja does."""
 _PRIVATE = range(0x100000, 0x10FFFE)
 """Characters that no text has a meaning for: they stand for the names of special tokens in it."""
 
@@ -347,27 +338,17 @@ class ChatTemplate:
 
         Raises:
             CannotRender: It refuses the conversation.
+            TrainctlError: It takes more time, memory or text than any template needs.
         """
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        given = {**self.arguments, **self._special_tokens}
         try:
-            texts, spans = render_jinja_template(
-                [list(chat)],
-                tools=[*tools] or None,
-                chat_template=self.source,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=prompts,
-                **self.arguments,
-                **self._special_tokens,
-            )
-        except (TemplateError, *_OF_TEMPLATES) as error:
+            return render(self.source, chat, tools, given, prompts=prompts, marks=marks)
+        except RefusedByTemplate as error:
             raise CannotRender(
                 f"the chat template cannot write {_in_words(chat)}: {error}",
                 hint="correct the conversation, or data.on_bad_text=skip, which leaves such out; "
                 "or another template in data.chat_template",
             ) from None
-        return texts[0], spans[0] if marks else []
 
     def _encoded(self, text: _Text) -> tuple[Ids, Ids]:
         """Ids of a text, (tokens,), and where each begins and ends in it, (tokens, 2)."""
