@@ -140,6 +140,21 @@ def test_every_curve_is_drawn_and_nothing_is_asked_for(page: Browser, file: Path
     assert page.console() == []
 
 
+def test_what_the_lines_of_the_budget_are_stands_below_the_chart(page: Browser) -> None:
+    """On the canvas the words lay over the curve of what was measured."""
+    page.script(
+        "window.written = []; const its = CanvasRenderingContext2D.prototype, own = its.fillText;"
+        "its.fillText = function (text) { written.push(text); own.apply(this, arguments); };"
+    )
+    page.press("t", "t")  # the dark theme: all is drawn anew
+    page.wait("return written.length > 0")
+    assert not any("planned" in text for text in page.script("return written"))
+    page.press("t")
+    card = "document.querySelector('#chart-memory').parentElement"
+    key = page.script(f"return {card}.querySelector('.keyline').innerText")
+    assert "dashed: planned" in key and "shaded: between its bounds" in key
+
+
 def test_what_happened_is_marked_and_told(page: Browser, runs: list[Path]) -> None:
     records = runs[0] / "events.jsonl"
     assert any("to_step" in event for event in read_events(records, "intervention"))

@@ -596,31 +596,36 @@
       const run = selectedRun(), memory = run.memory, context = plot.ctx, box = plot.bbox, ratio = devicePixelRatio;
       if (!memory || !isShown(run)) return;
       const y = (size) => plot.valToPos(size / GIB, "y", true);
-      const text = colour("--ink-2");
-      const line = (size, label, hue, dash) => {
+      const line = (size, hue) => {
         if (!Number.isFinite(size) || size <= 0) return;
         const at = y(size);
         context.strokeStyle = hue;
         context.lineWidth = 1.2 * ratio;
-        context.setLineDash(dash.map((each) => each * ratio));
+        context.setLineDash([6 * ratio, 4 * ratio]);
         context.beginPath();
         context.moveTo(box.left, at);
         context.lineTo(box.left + box.width, at);
         context.stroke();
         context.setLineDash([]);
-        context.fillStyle = text;
-        context.font = `${11 * ratio}px system-ui, sans-serif`;
-        context.textAlign = "right";
-        context.textBaseline = "bottom";
-        context.fillText(label, box.left + box.width - 6 * ratio, at - 2 * ratio);
       };
       if (Number.isFinite(memory.planned_low_bytes) && Number.isFinite(memory.planned_high_bytes)) {
         context.fillStyle = faded(colour("--part-8"), 0.16);
         const [top, bottom] = [y(memory.planned_high_bytes), y(memory.planned_low_bytes)];
         context.fillRect(box.left, top, box.width, bottom - top);
       }
-      line(memory.planned_bytes, "planned, between its bounds", colour("--ink-2"), [6, 4]);
-      line(memory.capacity_bytes, "capacity", colour("--bad"), [6, 4]);
+      line(memory.planned_bytes, colour("--ink-2"));
+      line(memory.capacity_bytes, colour("--bad"));
+    }
+
+    /** What the lines of the budget are: below the chart, where a text covers no line. */
+    budgetKey() {
+      const run = selectedRun(), memory = run.memory;
+      if (!memory || !isShown(run)) return [];
+      const words = [];
+      if (memory.planned_bytes > 0) words.push("dashed: planned");
+      if (Number.isFinite(memory.planned_low_bytes)) words.push("shaded: between its bounds");
+      if (memory.capacity_bytes > 0) words.push(`dashed red: capacity, ${bytes(memory.capacity_bytes)}`);
+      return words.map((text) => make("li", { text }));
     }
 
     /** The marks of the selected run that are not switched off, with where they lie. */
@@ -747,6 +752,7 @@
       if (shownRuns().some((run) => run.branches.length) && ["loss", "grad_norm", "tokens_per_second"].includes(this.spec.id)) {
         items.push(make("li", { text: "dotted: steps that were done again" }));
       }
+      if (this.spec.band) items.push(...this.budgetKey());
       this.key.replaceChildren(...items);
     }
 
