@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,43 @@ def test_waiting_for_a_processor_is_busy_and_sleep_is_not() -> None:
         time.sleep(0.3)
     assert times.take()["backward"] - times.take_busy()["backward"] >= 0.25
     assert times.take_busy() == {}
+
+
+def test_sleep_that_is_no_wait_for_peers_is_busy_once_it_is_watched() -> None:
+    times = Stopwatch(torch.device("cpu"))
+    collective: dict[str, Any] = {}
+    wait = "import time\ndef all_reduce(): time.sleep(0.6)"
+    exec(compile(wait, "/site-packages/torch/distributed/c10d.py", "exec"), collective)
+    with times.watch_stalls():
+        with times.part("backward"):
+            collective["all_reduce"]()
+        with times.part("optimizer"):
+            time.sleep(0.6)
+        with times.host_part("data"):
+            time.sleep(0.2)
+    busy = times.take_busy()
+    assert busy["backward"] < 0.2 and 0.4 < busy["optimizer"] < 0.7
+    assert set(busy) == {"backward", "optimizer"}
+
+
+STOPPED = """
+import os, subprocess, sys, torch
+from trainctl.engines.stopwatch import Stopwatch
+times = Stopwatch(torch.device("cpu"))
+wait = "import time\\ndef all_reduce(): time.sleep(2.5)"
+collective = {}
+exec(compile(wait, "/site-packages/torch/distributed/c10d.py", "exec"), collective)
+with times.watch_stalls(), times.part("backward"):
+    program = f"sleep 0.3; kill -STOP {os.getpid()}; sleep 1.6; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", program])
+    collective["all_reduce"]()
+print(times.take_busy()["backward"])
+"""
+
+
+def test_the_time_in_which_a_process_is_stopped_is_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True)
+    assert 1.4 < float(done.stdout) < 2.3, done.stderr
 
 
 class Device:

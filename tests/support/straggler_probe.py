@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,15 +65,38 @@ def _stall(session: Session) -> None:
     _before_forward(session, time.sleep)
 
 
+def _sleep(session: Session) -> None:
+    """The backward pass stands still, in no collective: for a drive, a lock, a cgroup."""
+    _before_backward(session, lambda: time.sleep(2 * _each(session)))
+
+
+def _stopped(session: Session) -> None:
+    """The process is stopped while it steps, and goes on later."""
+    step = session.engine.update
+
+    def update(**given: Any) -> None:
+        with session.engine.times.part("optimizer"):
+            program = f"kill -STOP {os.getpid()}; sleep 1.5; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", program])
+            time.sleep(0.05)
+        step(**given)
+
+    session.engine.update = update  # type: ignore[method-assign]
+
+
 def _forward(session: Session) -> None:
     """The forward pass computes more than those of others."""
     _before_forward(session, _compute)
 
 
 def _backward(session: Session) -> None:
+    _before_backward(session, lambda: _compute(_each(session)))
+
+
+def _before_backward(session: Session, lose: Callable[[], None]) -> None:
     def hook(module: object, inputs: object, output: torch.Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda gradient: _compute(_each(session)))
+            output.register_hook(lambda gradient: lose())
 
     _embedding(session).register_forward_hook(hook)
 
@@ -95,4 +120,11 @@ def _compute(seconds: float) -> None:
         pass
 
 
-_SLOW = {"data": _data, "stall": _stall, "forward": _forward, "backward": _backward}
+_SLOW = {
+    "data": _data,
+    "stall": _stall,
+    "forward": _forward,
+    "backward": _backward,
+    "sleep": _sleep,
+    "stopped": _stopped,
+}

@@ -25,6 +25,10 @@ CASES = {
     ("forward-0", 3): (0, "forward"),
     ("backward-1", 1): (1, "backward"),
     ("backward-1-partitioned", 3): (1, "backward"),
+    ("sleep-1", 1): (1, "backward"),
+    ("sleep-1-partitioned", 3): (1, "backward"),
+    ("stall-1-partitioned", 3): (1, "forward"),
+    ("stopped-1", 2): (1, "optimizer"),
     ("forward-all", 3): None,
     ("backward-all", 1): None,
 }

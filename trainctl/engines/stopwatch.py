@@ -6,16 +6,21 @@ device: an event before and one after, in the order of its work. Events are read
 passed them, never waited for; so the end of a step's update may be counted with the next step, and
 nothing is lost or counted twice. On a CPU both clocks are the host's, and a third one tells how
 much of a part the rank was busy with itself: a rank that waits for its peers in a collective
-sleeps.
+sleeps. One that sleeps elsewhere, or whose process is stopped, is not waiting for peers: a thread
+that looks now and then counts that as the rank's own time (`watch_stalls`).
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -23,6 +28,11 @@ from trainctl.engines.phase_memory import PhaseMemory
 
 _ACCOUNT = Path("/proc/thread-self/schedstat")
 """Nanoseconds on a processor, nanoseconds of waiting for one, and how often it had one."""
+_SAMPLE_SECONDS = 0.05
+_STOPPED_SECONDS = 1.0
+"""A watching thread that was away for so long was stopped with its process."""
+_WAITING_FOR_PEERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch", "deepspeed"))
+"""Packages in which a rank that sleeps is taken to be in a collective."""
 
 
 class Stopwatch:
@@ -44,6 +54,38 @@ class Stopwatch:
         self._open: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._idle: list[torch.cuda.Event] = []
         self.memory: PhaseMemory | None = None
+        self._part = ""
+
+    @contextmanager
+    def watch_stalls(self) -> Iterator[None]:
+        """Within it count as busy what this thread, on a CPU, sleeps for other than its peers."""
+        account = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        if self._on_device or not account.is_file():
+            yield
+            return
+        end = threading.Event()
+        arguments = (threading.get_ident(), account, end)
+        watcher = threading.Thread(target=self._watch, args=arguments, name="stalls", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            end.set()
+            watcher.join()
+
+    def _watch(self, thread: int, account: Path, end: threading.Event) -> None:
+        """Look at a thread until the end: where it is, and how long it has slept since."""
+        looked, busy, was_elsewhere = time.perf_counter(), _busy_of(account), False
+        own = busy_seconds()
+        while not end.wait(_SAMPLE_SECONDS):
+            now, busy_now, own_now = time.perf_counter(), _busy_of(account), busy_seconds()
+            part, slept = self._part, (now - looked) - (busy_now - busy)
+            is_elsewhere = _sleeps_elsewhere(sys._current_frames().get(thread))
+            # This thread may have waited for a processor, which stops nobody else.
+            was_stopped = (now - looked) - (own_now - own) > _STOPPED_SECONDS
+            if part and slept > 0 and (was_stopped or (was_elsewhere and is_elsewhere)):
+                self._busy[part] += slept
+            looked, busy, own, was_elsewhere = now, busy_now, own_now, is_elsewhere
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -58,11 +100,12 @@ class Stopwatch:
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         if not self._on_device:
-            started = busy_seconds()
+            started, self._part = busy_seconds(), name
             try:
                 with self.host_part(name):
                     yield
             finally:
+                self._part = ""
                 self._busy[name] += busy_seconds() - started
             return
         begin, end = self._event(), self._event()
@@ -115,3 +158,16 @@ def busy_seconds() -> float:
     with suppress(OSError, IndexError):
         waited = int(_ACCOUNT.read_bytes().split()[1]) / 1e9
     return time.thread_time() + waited
+
+
+def _busy_of(account: Path) -> float:
+    """Return what `busy_seconds` does, of another thread, whose account this is."""
+    with suppress(OSError):
+        return sum(map(int, account.read_bytes().split()[:2])) / 1e9
+    return 0.0
+
+
+def _sleeps_elsewhere(frame: FrameType | None) -> bool:
+    """Return True if a thread that sleeps in this frame is in no collective."""
+    name = frame.f_code.co_filename if frame is not None else _WAITING_FOR_PEERS[0]
+    return not any(package in name for package in _WAITING_FOR_PEERS)

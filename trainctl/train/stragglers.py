@@ -7,7 +7,7 @@ rank needs for its own work, without what it waits for others:
 - `forward`, where no collective is part of it (ZeRO below 3, no tensor or sequence parallelism):
   the clock of the device.
 - On a CPU `forward` elsewhere, `backward` and `optimizer`: the time that the main thread was busy,
-  as it sleeps in a collective.
+  as it sleeps in a collective; with it what it slept elsewhere, and while the process was stopped.
 
 On a device a collective is a kernel, which is as busy while it waits as while it moves data. So
 there `backward` and `optimizer` name nobody, nor does `forward` with collectives in it.

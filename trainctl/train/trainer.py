@@ -115,7 +115,7 @@ class Trainer:
 
     def train(self) -> None:
         """Run the loop: step, evaluate, save, until the plan's stopping step or a request."""
-        with self._profiler, self._batches:
+        with self._profiler, self._batches, self._times.watch_stalls():
             self._train()
 
     def _train(self) -> None:
