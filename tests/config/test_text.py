@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from trainctl.config import reading
 from trainctl.config.files import missing_files
 from trainctl.config.registry import new_section
 from trainctl.config.schema import OnBadText, RunConfig
@@ -255,6 +256,20 @@ def test_what_is_no_regular_file_is_refused_before_it_is_opened(tmp_path):
     # Beside texts they are left out.
     assert [file.name for file in find(str(tmp_path), (".txt",)).files] == ["a.txt"]
     assert find("/proc/kms*", (".txt",)).files == []
+    assert find("a\0b", (".txt",)).files == []
+
+
+def test_where_the_kernels_folders_are_ordinary_ones_files_beside_them_are_read(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(Path, "is_mount", lambda _: False)
+    reading._kernel_devices.cache_clear()
+    try:
+        assert reading._kernel_devices() == set()
+        assert [file.name for file in find(str(tmp_path), (".txt",)).files] == ["a.txt"]
+    finally:
+        reading._kernel_devices.cache_clear()
 
 
 def test_a_file_that_gives_nothing_is_named_while_it_is_waited_for(monkeypatch, capfd):

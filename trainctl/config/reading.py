@@ -24,7 +24,7 @@ def kind_of_special(path: Path) -> str:
     """
     try:
         status = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # it is not there, or has a NUL in its name
         return ""
     if stat.S_ISREG(status.st_mode):
         return "a file of the kernel" if status.st_dev in _kernel_devices() else ""
@@ -40,8 +40,9 @@ def kind_of_special(path: Path) -> str:
 @cache
 def _kernel_devices() -> set[int]:
     """Return the device numbers of the file systems that the kernel makes up."""
-    folders = ("/proc", "/sys", "/sys/kernel/debug", "/sys/kernel/tracing")
-    return {os.stat(folder).st_dev for folder in folders if os.path.isdir(folder)}  # noqa: PTH112, PTH116
+    folders = map(Path, ("/proc", "/sys", "/sys/kernel/debug", "/sys/kernel/tracing"))
+    # In a chroot such a folder may be an ordinary one.
+    return {folder.stat().st_dev for folder in folders if folder.is_mount()}
 
 
 def open_file(path: Path) -> BinaryIO:
