@@ -132,6 +132,14 @@ def test_another_model_is_refused_and_a_longer_context_is_a_new_run(run, process
     for model in (longer, other):
         with pytest.raises(TrainctlError, match="step-00000003 is of another model"):
             found.check(model, shapes)
+    wider = ModelConfig(name="wider", family="mistral", hidden_size=256)
+    saved = r"of tiny-llama \(llama, 4 blocks of width 128\)"
+    asked = r"asked for is wider \(mistral, 4 blocks of width 256\)"
+    with pytest.raises(TrainctlError, match=rf"{saved}, and {asked}; model.family was"):
+        found.check(wider, shapes)
+    del found.manifest["model"]["name"]  # of before manifests had it
+    with pytest.raises(TrainctlError, match="of a llama of 4 blocks of width 128, and asked for"):
+        found.check(wider, shapes)
     whole_weights(found, Whole(longer, None, shapes), is_start=True)
     with pytest.raises(TrainctlError, match="num_attention_heads was 4, and is 2"):
         whole_weights(found, Whole(other, None, shapes), is_start=True)

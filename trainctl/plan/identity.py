@@ -96,12 +96,13 @@ def description(model: ModelConfig, shapes: Mapping[str, list[int]]) -> dict[str
         shapes: Of its parameters, by canonical name.
 
     Returns:
-        ``configuration``, as `identity` gives it, and ``sha256``, equal for two checkpoints whose
-        weights mean the same.
+        ``name``; ``configuration``, as `identity` gives it; and ``sha256``, equal for two
+        checkpoints whose weights mean the same.
     """
     configuration = identity(model)
     text = json.dumps([configuration, multipliers(model), shapes], sort_keys=True)
     return {
+        "name": model.name,
         "configuration": configuration,
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
     }
@@ -128,14 +129,17 @@ def check_model(
     check_multipliers(model, name, manifest)
     if "model" not in manifest:
         return
+    saved, wanted = manifest["model"]["configuration"], identity(model)
     had, now = (
         {key: value for key, value in found.items() if key not in may_differ}
-        for found in (manifest["model"]["configuration"], identity(model))
+        for found in (saved, wanted)
     )
     changes = list(_changes(had, now, "model."))
     if changes:
+        saved_words = _model_in_words(manifest["model"].get("name", ""), saved)
         raise TrainctlError(
-            f"{name} is of another model: {', '.join(changes)}",
+            f"{name} is of another model: of {saved_words}, and asked for is "
+            f"{_model_in_words(model.name, wanted)}; {', '.join(changes)}",
             hint="a run keeps its model: leave out what changes it, or start a new run from the "
             "weights, with model.initial_weights",
             exit_code=ExitCode.run_state,
@@ -235,6 +239,13 @@ def check_shapes(name: str, manifest: Mapping[str, Any], shapes: Mapping[str, li
             hint="a run keeps its model: start a new run",
             exit_code=ExitCode.run_state,
         )
+
+
+def _model_in_words(name: str, found: Mapping[str, Any]) -> str:
+    """Return a model's name, architecture and size; of before manifests had a name, without it."""
+    kind = found.get("config.json", {}).get("model_type") or found.get("family")
+    size = f"{found.get('num_layers')} blocks of width {found.get('hidden_size')}"
+    return f"{name} ({kind}, {size})" if name else f"a {kind} of {size}"
 
 
 def _listed(names: Collection[str]) -> str:
