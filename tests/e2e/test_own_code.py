@@ -140,7 +140,7 @@ def test_records_of_a_script_as_json(tmp_path):
     )
     assert code == 0, err
     kinds = [json.loads(line)["event"] for line in out.splitlines()]
-    assert kinds == ["launch", "program"]
+    assert kinds == ["launch", "program", "not_joined"]  # it opens no process group
 
 
 @pytest.mark.slow
