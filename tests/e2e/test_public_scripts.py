@@ -15,7 +15,7 @@ from commands import events, finish, live_processes, start, trainctl
 from trainctl.runs.layout import RunPaths
 
 SUPPORT = Path(__file__).parents[1] / "support"
-ACCELERATE = SUPPORT / "accelerate_script.py"
+ACCELERATE = SUPPORT.parents[1] / "docs" / "examples" / "accelerate_script.py"
 CIFAR = SUPPORT / "cifar_script.py"
 
 
@@ -40,13 +40,13 @@ def stop_once(launched, run: Path, there: Path) -> None:
 
 def weights(log: str) -> dict[int, float]:
     """The sum of the weights after each step, as the accelerate script prints it."""
-    found = re.findall(r"step (\d+) of 2 ranks: weight (\S+)", log)
+    found = re.findall(r"step (\d+) of 2 ranks: .* weights (\S+)", log)
     return {int(step): float(weight) for step, weight in found}
 
 
 @pytest.mark.slow
 def test_a_script_with_an_accelerator_trains_one_model(tmp_path: Path) -> None:
-    """On CPUs by DDP, as accelerate's own launcher has it; and by DeepSpeed where that is asked."""
+    """On CPUs by DDP, as accelerate's own launcher has it."""
     run, out = tmp_path / "run", tmp_path / "out"
     first = start(
         "launch", f"script={ACCELERATE}", "script_config_flag=null", "recipe=tiny",
@@ -67,6 +67,26 @@ def test_a_script_with_an_accelerator_trains_one_model(tmp_path: Path) -> None:
     assert set(weights(again[0])) == {step + 1, step + 2, step + 3}
     known = weights(one).keys() & weights(again[0]).keys()
     assert all(weights(one)[each] == weights(again[0])[each] for each in known)
+
+
+@pytest.mark.slow
+def test_an_accelerator_trains_with_the_json_of_the_plan(tmp_path: Path) -> None:
+    """As on GPUs, whose variables `test_program.py` holds against those of accelerate. On a CPU
+    a script has to name the backend, else accelerate takes each rank for the only one."""
+    run = tmp_path / "run"
+    file = RunPaths(run).attempt(1).accelerate
+    variables = {"USE_CPU": "false", "USE_DEEPSPEED": "true", "DEEPSPEED_CONFIG_FILE": str(file)}
+    trainctl(
+        "launch", f"script={ACCELERATE}", "script_config_flag=null", "recipe=tiny",
+        *(f"launcher.environment.ACCELERATE_{name}={each}" for name, each in variables.items()),
+        "--run-dir", str(run), "--", "--output_dir", str(tmp_path), "--steps", "3",
+        "--backend", "gloo", cwd=tmp_path,
+    )  # fmt: skip
+    one, other = logs(run, 1)
+    assert "DEEPSPEED: 2 processes" in one and "DEEPSPEED: 2 processes" in other
+    # Two micro-batches a step, as the plan has it and the script does not say.
+    assert "DeepSpeed config has 2. Using DeepSpeed's value" in one
+    assert list(weights(one)) == [1, 2, 3] and weights(one) == weights(other)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ SECRET_LISTS = ("logging.alerts.urls",)
 """Lists of texts that are secrets as they are, whatever their names."""
 
 PLAIN_VARIABLES = (
+    "ACCELERATE_*",
     "CC",
     "CUBLAS_*",
     "CUDA_*",

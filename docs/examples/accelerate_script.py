@@ -1,6 +1,10 @@
 """A script as accelerate's examples are: `Accelerator()`, `prepare`, a loop, `save_state`.
 
-It knows nothing of trainctl. What `accelerate launch` sets decides how it trains.
+It knows nothing of trainctl, which starts it as
+
+    trainctl launch recipe=tiny script=accelerate_script.py script_config_flag=null -- --steps 20
+
+and sets what `accelerate launch` would set: that decides how it trains.
 """
 
 import argparse
@@ -14,10 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output_dir", required=True)
+    parser.add_argument("--output_dir", default="out")
     parser.add_argument("--resume_from_checkpoint")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--backend")
+    parser.add_argument("--backend", help="such as gloo, for DeepSpeed on CPUs")
     arguments = parser.parse_args()
     handlers = [InitProcessGroupKwargs(backend=arguments.backend)] if arguments.backend else []
     accelerator = Accelerator(kwargs_handlers=handlers)
@@ -46,9 +50,10 @@ def main() -> None:
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 step += 1
-                everyone = accelerator.gather_for_metrics(loss.detach().reshape(1))
+                losses = accelerator.gather_for_metrics(loss.detach().reshape(1))
                 weight = accelerator.unwrap_model(model).weight.sum().item()
-                print(f"step {step} of {len(everyone)} ranks: weight {weight:.9f}", flush=True)
+                told = f"loss {losses.mean():.4f}, sum of weights {weight:.9f}"
+                print(f"step {step} of {len(losses)} ranks: {told}", flush=True)
             if step >= arguments.steps:
                 break
         if step >= 4 and not folder.with_name("done").exists():
