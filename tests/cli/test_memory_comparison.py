@@ -32,7 +32,21 @@ def test_several_values_are_compared_each_with_its_own_budget(
         assert json.loads(capsys.readouterr().out)["device_peak_bytes"] == peak
     assert run([*LARGE, "zero_stage=2,3"]) == 0
     table = capsys.readouterr().out
+    assert table.startswith("llama-7b (6.74 B parameters) on 8xa100-80g\n")
     assert all(f"{peak / 2**30:.2f}" in table for peak in peaks)
+
+
+def test_the_first_line_says_what_is_planned_also_without_arguments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["estimate-memory", "hardware=2xcpu"]) in (0, 3)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("tiny-llama (772 k parameters) on 2xcpu, sequences of 1,024 tokens: ")
+    assert "ZeRO 1, data 2, micro batch" in first
+    assert run(["estimate-memory", "recipe=7b-zero3", "hardware=2x8xh100-80g"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("llama-7b (6.74 B parameters) on 2x8xh100-80g, sequences of 4,096")
+    assert first.count("data 16") == 1
 
 
 def test_one_that_is_not_legal_does_not_hide_the_others(

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.cli.arguments import split_target
-from trainctl.cli.console import print_table, say
+from trainctl.cli.console import print_table, put, say
+from trainctl.cli.plan_view import plan_subject
 from trainctl.cli.planning import Planned, compose_target, plan
 from trainctl.config.compose import Composed
 from trainctl.config.sweep import expand_sweep
@@ -97,7 +98,10 @@ def _but_length(error: TrainctlError) -> TrainctlError:
 
 
 def show_comparison(compared: Sequence[Compared]) -> None:
-    """A row for each: its values, peak, phase of the peak, host memory, and whether it fits."""
+    """Print what is planned, and a row for each: values, peak, its phase, host memory, verdict."""
+    plans = [item.planned.assessment.plan for item in compared if item.planned]
+    for subject in dict.fromkeys(plan_subject(each) for each in plans if each):
+        put(subject)
     rows = []
     for item in compared:
         budget = item.planned.assessment.budget if item.planned else None

@@ -24,8 +24,8 @@ from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.memory.constants import GIB
 from trainctl.planner.compute import rates
-from trainctl.planner.explain import next_faster, shares, why_slower
-from trainctl.planner.search import FoundPlan, Search, search
+from trainctl.planner.search import FoundPlan, Rejected, Search, search
+from trainctl.planner.speed import StepTime
 from trainctl.planner.variants import overrides
 
 Top = Annotated[int, typer.Option(metavar="N", min=1, max=50, help="Plans to show.")]
@@ -41,6 +41,22 @@ Price = Annotated[
     float | None,
     typer.Option(metavar="AMOUNT", min=0, help="Of a device for an hour.", show_default=False),
 ]
+
+
+_PARTS = {
+    "compute": "compute",
+    "recompute": "recomputation",
+    "tensor": "tensor-parallel collectives",
+    "sequence": "sequence-parallel exchanges",
+    "gather": "gathering weights",
+    "reduce": "reducing gradients",
+    "transfer": "pipeline transfers",
+    "bubble": "pipeline bubble",
+    "optimizer": "the update",
+    "offload": "copies to the host",
+}
+_LEAST_SHARE = 0.005
+"""Parts below this are not named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +166,43 @@ def _details(found: FoundPlan, first: FoundPlan, price: float | None, show: _Sho
         cost = _cost(found, price)
         whole = f", {cost * _tokens(found) / 1e9:,.2f} in all" if show.has_length else ""
         lines.append(f"   {cost:,.2f} for a billion tokens{whole}")
-    lines.append(f"   time: {shares(found.time)}")
+    lines.append(f"   time: {_shares(found.time)}")
     if found is not first:
-        lines.append(f"   beside 1: {why_slower(found, first)}")
+        lines.append(f"   beside 1: {_why_slower(found, first)}")
     if found.rejected is not None:
-        lines.append(f"   would be faster: {next_faster(found.rejected, show.rates_are_known)}")
+        lines.append(f"   would be faster: {_next_faster(found.rejected, show.rates_are_known)}")
     return [*lines, f"   {join(found.overrides)}".rstrip()]
+
+
+def _shares(time: StepTime) -> str:
+    """What a step's time goes to, the largest part first."""
+    parts = sorted(time.parts.items(), key=lambda part: -part[1])
+    total = time.seconds or 1.0
+    named = [f"{_PARTS[name]} {s / total:.0%}" for name, s in parts if s / total >= _LEAST_SHARE]
+    return ", ".join(named)
+
+
+def _why_slower(found: FoundPlan, first: FoundPlan) -> str:
+    """What a plan does longer than the first, and shorter, for each token."""
+    size = found.plan.batch.tokens_per_step / first.plan.batch.tokens_per_step
+    before = first.time.seconds * size
+    slower = found.time.seconds / before - 1 if before else 0.0
+    changes = sorted(
+        (
+            ((found.time.parts[name] - first.time.parts[name] * size) / before, name)
+            for name in _PARTS
+        ),
+        key=lambda change: -abs(change[0]),
+    )
+    named = [f"{change:+.0%} {_PARTS[name]}" for change, name in changes[:3] if abs(change) >= 0.01]
+    return f"{slower:+.1%} time a token" + (f" ({', '.join(named)})" if named else "")
+
+
+def _next_faster(rejected: Rejected, with_share: bool = True) -> str:
+    """Name the next faster variant, what it would save of each token's time, and what is wrong."""
+    what = " ".join(overrides(rejected.values)) or "the same"
+    saved = f" ({rejected.saved:.1%} less time a token)" if with_share else ""
+    return f"{what}{saved}, but {rejected.reason}"
 
 
 def _to_json(

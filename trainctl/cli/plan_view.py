@@ -89,12 +89,15 @@ def plan_lines(plan: RunPlan, data: DataPlan | None = None, *, brief: bool = Fal
 
 def plan_title(plan: RunPlan) -> str:
     """Return model, hardware and layout of a plan in one line."""
+    tokens = f"sequences of {plan.batch.sequence_length:,} tokens"
+    return f"{plan_subject(plan)}, {tokens}: {layout_words(plan)}"
+
+
+def plan_subject(plan: RunPlan) -> str:
+    """Return the model with its size, and the hardware."""
     model = plan.config.model
-    return (
-        f"{model.name} ({short_count(count_parameters(model).total)} parameters) on "
-        f"{plan.hardware.name}, sequences of {plan.batch.sequence_length:,} tokens: "
-        f"{layout_words(plan)}"
-    )
+    parameters = short_count(count_parameters(model).total)
+    return f"{model.name} ({parameters} parameters) on {plan.hardware.name}"
 
 
 def layout_words(plan: RunPlan) -> str:

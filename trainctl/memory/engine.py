@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainctl.config.schema import (
     Accelerator,
@@ -12,16 +12,15 @@ from trainctl.config.schema import (
     RunConfig,
     ZeroStageConfig,
 )
+from trainctl.memory.activations import compute_bytes
 from trainctl.memory.constants import BYTES
 from trainctl.memory.groups import Group, groups_of
 from trainctl.memory.stages import Piece, Stage
-from trainctl.memory.update import update_of
 from trainctl.options.model import spec_of as model_of
-from trainctl.options.optimizer import Update, spec_of
+from trainctl.options.optimizer import FOREACH, KERNEL, PLAIN, Maker, Update, spec_of
+from trainctl.plan.optimizers import is_fused, maker
 from trainctl.plan.precision import formats
 from trainctl.plan.types import Sketch
-
-"""Bytes of an 8-bit moment: one, and an fp32 scale for each block of 256 (torchao)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,3 +195,31 @@ def read_engine(plan: Sketch) -> EngineMemory:
         on_cpu=on_cpu,
         factors=config.trains_itself,
     )
+
+
+def update_of(plan: Sketch, *, uses_muon: bool) -> Update:
+    """Return which copies an update of a parameter group makes besides gradients and states.
+
+    Those of trainctl's own rules (`trainctl.train.optimizers`) are compared by a test with what
+    torch's allocator gives out while they step.
+
+    Args:
+        uses_muon: Whether Muon updates the group.
+    """
+    config, spec = plan.config, spec_of(plan.config.optimizer)
+    on_cpu = plan.hardware.accelerator is Accelerator.cpu
+    if config.trains_itself:
+        if uses_muon and spec.matrix_update is not None:
+            half = compute_bytes(plan) // 2
+            ((at_once, matrix),) = spec.matrix_update.moments
+            return replace(spec.matrix_update, moments=((at_once, matrix * half),))
+        is_ours = maker(config, plan.hardware) is Maker.trainctl
+        if is_ours and spec.update is not None:
+            return spec.update
+        if is_fused(config, plan.hardware):
+            return KERNEL
+        if is_ours:
+            return PLAIN  # of what it does not update itself: AdamW, each flat tensor by itself
+    elif spec.device_operator:
+        return KERNEL
+    return PLAIN if on_cpu else FOREACH
