@@ -1,5 +1,6 @@
 """Files under URLs: listed, read from where a connection broke, and given up in words."""
 
+import gc
 import gzip
 import json
 import multiprocessing
@@ -294,6 +295,13 @@ def test_a_url_that_lacks_what_its_file_system_needs_is_an_error_of_the_user(url
     (finding,) = missing_files(config_of("files", url))
     assert finding.rule == "TC115" and finding.exit_code == ExitCode.bad_input
     assert finding.message.startswith(f"cannot read {url}: ") and waits == []
+
+
+def test_a_file_system_that_is_made_by_half_says_nothing_on_its_way_out(capfd):
+    (finding,) = missing_files(config_of("files", "ftp://"))
+    assert "missing 1 required positional argument: 'host'" in finding.message
+    gc.collect()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_server_that_refuses_connections_is_named_without_its_secrets(waits, capsys):

@@ -354,7 +354,14 @@ def _file_system_of(url: str) -> tuple[Any, str]:
     for protocol in ("http", "https", "s3", "s3a"):
         own = fsspec.config.conf.get(protocol, {})
         options = {name: {**own.get(name, {}), **ours} for name, ours in options.items()}
-    file_system, path = fsspec.core.url_to_fs(url, **options)
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        file_system, path = fsspec.core.url_to_fs(url, **options)
+    except Exception as error:
+        # What was made by half goes with the traceback; that of ftp complains on stderr then.
+        raise error.with_traceback(None) from None
+    finally:
+        sys.unraisablehook = hook
     if is_s3:
         file_system.retries = 1  # ours are enough: of both, a silent one would take an hour
     return file_system, path
