@@ -200,6 +200,19 @@ def test_why_leads_from_the_json_back_to_what_was_typed(
     assert (source["key"], source["value"], source["default"]) == ("zero_stage.stage", 3, 1)
 
 
+def test_why_names_no_line_that_holds_null_as_what_set_a_value(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ("why", "train_batch_size", "training.steps=1", "hardware=2xcpu")
+    assert "  training.global_batch_size = 2, derived: micro 1 x accumulation 1 x data 2" in (
+        output(capsys, *asked)
+    )
+    asked = (*asked, "training.global_batch_size=4")
+    assert "training.global_batch_size = 4, set by training.global_batch_size=4" in (
+        output(capsys, *asked)
+    )
+
+
 def test_why_of_a_section_names_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["config", "why", "optimizer", "recipe=tiny"]) == ExitCode.bad_input
     error = capsys.readouterr().err

@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -205,3 +207,84 @@ def test_json_reports_the_findings_of_a_config_that_does_not_compose(
     report = json.loads(capsys.readouterr().out)
     assert report["valid"] is False
     assert [(each["rule"], each["key"]) for each in report["findings"]] == [("TC003", "a.b")]
+
+
+# ------------------------------------------------------------------ places of this machine
+
+
+def path_parameters() -> Iterator[tuple[Any, str]]:
+    """Each command with each of its parameters that is a path."""
+    commands = [imported(name) for name in COMMANDS]
+    while commands:
+        command = commands.pop()
+        commands += getattr(command, "commands", {}).values()
+        for name, hint in get_type_hints(command.callback).items() if command.params else ():
+            if Path in (hint, *get_args(hint)):
+                yield command, name
+
+
+def test_no_parameter_takes_an_address_for_a_folder() -> None:
+    found = list(path_parameters())
+    assert len(found) > 40
+    for command, name in found:
+        for address in ("s3://b/r", "gs://b", "hf://a/b", "file:///tmp/x"):
+            with pytest.raises(TrainctlError, match="is an address") as caught:
+                command.callback(**{name: Path(address)})
+            assert caught.value.exit_code is ExitCode.bad_input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["launch", "recipe=tiny", "--run-dir", "s3://b/r"], "mounted here"),
+        (["export", "runs/x", "s3://b/x"], "mounted here"),
+        (["sweep", "recipe=tiny", "--sweep-dir", "gs://b/x"], "mounted here"),
+        (["plan", "--write", "file:///tmp/x.yaml"], "without the scheme: /tmp/x.yaml"),
+        (["validate", "--config-dir", "hf://a/b"], "ORGANISATION/NAME"),
+    ],
+)
+def test_an_address_leaves_no_folder_behind(
+    arguments: list[str],
+    hint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == ExitCode.bad_input
+    said = capsys.readouterr().err
+    assert "is an address, and no place in a file system" in said and hint in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["validate", "recipe=tiny"],
+        ["estimate-memory", "recipe=tiny"],
+        ["plan"],
+        ["config", "show", "recipe=tiny"],
+        ["config", "diff", "tiny", "125m"],
+        ["recipes"],
+        ["doctor", "recipe=tiny"],
+        ["launch", "recipe=tiny", "--dry-run"],
+        ["sweep", "recipe=tiny", "optimizer.lr=1,2"],
+        ["schedule", "show", "recipe=tiny"],
+        ["data", "plan", "recipe=tiny"],
+    ],
+    ids=" ".join,
+)
+def test_a_current_folder_that_is_gone_is_told(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert run(arguments) == ExitCode.environment
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: the current folder is not there any more")
+    assert "Traceback" not in captured.err and not captured.out

@@ -48,9 +48,9 @@ with hold(run):
 FOR_EVER = HOLD.partition("    while")[0] + "    time.sleep(600)\n"
 
 
-def make_run(path: Path, state: State | None = State.running) -> RunPaths:
-    """A run of two nodes with two ranks each, at step 7 of 50."""
-    config = compose(["recipe=tiny", "training.stop_after_steps=50"]).config
+def make_run(path: Path, state: State | None = State.running, stop_after: int = 50) -> RunPaths:
+    """A run of two nodes with two ranks each, at step 7 of 160, of which the launch makes 50."""
+    config = compose(["recipe=tiny", f"training.stop_after_steps={stop_after}"]).config
     paths = create_run(config, run_dir=path)
     attempt = new_attempt(paths, resolve(config, resolve_hardware(config.hardware)).plan)
     nodes = tuple(
@@ -111,6 +111,23 @@ def fail(paths: RunPaths, rank: int, message: str, **more: Any) -> None:
         )
 
 
+def test_a_run_that_stop_after_steps_ended_is_not_at_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "r", State.finished, stop_after=7)
+    assert run(["runs", "ls"]) == 0
+    row = capsys.readouterr().out.splitlines()[-1].split()
+    assert row[:3] == ["r", "stopped", "7/160"]
+    assert run(["runs", "status", "runs/r"]) == 0
+    said = capsys.readouterr().out
+    assert "progress: step 7 of 160" in said
+    assert "training.stop_after_steps ended it; `trainctl resume` goes on" in said
+    assert run(["runs", "ls", "--json"]) == 0
+    (found,) = read_json(capsys)["runs"]
+    assert (found["step"], found["stop_step"], found["total_steps"]) == (7, 7, 160)
+
+
 def test_ls_tells_states_apart(
     paths: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,7 +150,7 @@ def test_ls_tells_states_apart(
     assert rows["q"]["job"] == "4711_3" and rows["n"]["step"] == 0
     assert run(["runs", "ls", str(tmp_path / "runs")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("r ") and " lost " in line and " 7/50 " in line for line in lines)
+    assert any(line.startswith("r ") and " lost " in line and " 7/160 " in line for line in lines)
     assert any(line.startswith("q ") and "4711_3" in line for line in lines)
 
 
@@ -194,7 +211,10 @@ def test_status_and_logs_name_the_first_failure(
     assert run(["runs", "status", str(paths.root)]) == 0
     out = capsys.readouterr().out
     assert "first failure: rank 3 (node 1, node-b, process 4) ended with exit code 1" in out
-    assert "progress: step 7 of 50" in out and "lost the connection" not in out
+    assert (
+        "progress: step 7 of 160 (this launch ends at 50)" in out
+        and "lost the connection" not in out
+    )
     cut_off = make_run(paths.root.parent / "z", State.failed)
     fail(cut_off, 1, "has not heard its launcher", launcher_lost=True)
     fail(cut_off, 2, "was lost")
@@ -254,7 +274,7 @@ def test_records_that_are_missing_are_said(
     told = "records are missing in events.jsonl: they end at step 7, and the run finished"
     assert told in capsys.readouterr().out
     assert run(["runs", "ls", "runs"]) == 0
-    assert "7/50 (records are missing)" in capsys.readouterr().out
+    assert "7/160 (records are missing)" in capsys.readouterr().out
 
     with EventWriter(paths.events, 1) as events:
         events.write("end", step=7, reason="no_improvement")

@@ -14,7 +14,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from whole_recipes import WHOLE
 
-from trainctl.config.catalog import chosen_options, search_folders, shipped_root
+from trainctl.config.catalog import chosen_options, option_names, search_folders, shipped_root
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import Composed, compose, recompose
 from trainctl.config.schema import GROUPS, OffloadDevice
@@ -234,6 +234,40 @@ def test_a_run_that_was_counted_in_epochs_goes_on_in_steps() -> None:
     assert told(composed) == [
         ("TC421", "training.steps=9 replaces training.epochs=2.0 of config.yaml of the run")
     ]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.path=s3://b/m",
+        "model.initial_weights=gs://b/m",
+        "tokenizer.path=hf://a/b",
+        "offload.nvme_path=file:///mnt/nvme",
+        "data.chat_template=https://x/y.jinja",
+        "launcher.hostfile=s3://b/hosts",
+        "logging.prometheus.folder=s3://b/p",
+        "script=s3://b/train.py",
+    ],
+)
+def test_a_key_that_names_a_place_takes_no_address(override: str) -> None:
+    (problem,) = problems(override)
+    assert (problem.rule, problem.source) == ("TC102", override)
+    assert "is an address, and no place in a file system" in problem.message
+    assert "/mnt/nvme" in problem.hint if "file:" in override else "of this machine" in problem.hint
+
+
+@pytest.mark.parametrize("name", ["grpo", "KTO", "reward"])
+def test_an_objective_that_is_not_there_is_near_to_none(name: str) -> None:
+    (problem,) = problems(f"objective={name}")
+    assert problem.hint == f"trainctl does not have {name}. options of objective: " + ", ".join(
+        option_names(search_folders(), "objective")
+    )
+
+
+@pytest.mark.parametrize("override", ["metrics=wandb", "wandb=true", "report_to=wandb"])
+def test_another_word_for_a_metrics_logger_names_the_key(override: str) -> None:
+    (problem,) = problems(override)
+    assert problem.hint == "did you mean logging.to?"
 
 
 def test_a_key_wins_over_an_option_wherever_it_stands() -> None:

@@ -5,11 +5,15 @@ So `--help` and completion stay light, and a command's module imports what it ne
 
 from __future__ import annotations
 
+from functools import wraps
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from trainctl.errors import TrainctlError
 
 TRAIN, USE, PLAN = "Train", "Use what was trained", "Plan"
 
@@ -116,7 +120,40 @@ def imported(name: str) -> Any:
         app.command(name, cls=CommandWithWords if name in WITH_WORDS else None)(function)
     command = typer.main.get_command(app)
     _join_lines(command)
+    _refuse_addresses(command)
     return command
+
+
+def _refuse_addresses(command: Any) -> None:
+    """Have each parameter that is a path refuse a URL, which would become a folder of that name."""
+    for part in getattr(command, "commands", {}).values():
+        _refuse_addresses(part)
+    if not command.params or command.callback is None:
+        return
+    function = command.callback
+    hints = get_type_hints(function)
+    places = [p for p in command.params if Path in (hints[p.name], *get_args(hints[p.name]))]
+
+    @wraps(function)
+    def checked(**values: Any) -> Any:
+        for parameter in places:
+            given = values.get(parameter.name)
+            for value in given if isinstance(given, list | tuple) else [given]:
+                _check_place(parameter, str(value))
+        return function(**values)
+
+    command.callback = checked
+
+
+def _check_place(parameter: Any, place: str) -> None:
+    if ":/" not in place:
+        return
+    from trainctl.config.keys import address_problem
+
+    problem = address_problem(place)
+    if problem is not None:
+        name = parameter.opts[-1] if parameter.opts[-1].startswith("-") else parameter.metavar
+        raise TrainctlError(f"{name}: {problem.message}", hint=problem.hint)
 
 
 def _join_lines(command: Any) -> None:

@@ -98,6 +98,9 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(error, USAGE_ERROR):
             _show_usage_error(error)
             return ExitCode.bad_input
+        if isinstance(error, FileNotFoundError) and _has_no_folder():
+            show_error("the current folder is not there any more", "cd to one that is: cd ~")
+            return ExitCode.environment
         if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
             _show_machine_error(error)
             return ExitCode.environment
@@ -151,6 +154,15 @@ def _show_usage_error(error: Exception) -> None:
     elif not hint and context is not None:
         hint = f"{context.command_path} --help"
     show_error(message, hint)
+
+
+def _has_no_folder() -> bool:
+    """Whether the current folder was removed, which whatever asks for it fails of."""
+    try:
+        os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _show_machine_error(error: OSError) -> None:

@@ -287,7 +287,7 @@ def _print_table(found: list[RunSummary]) -> None:
     rows = [
         (
             summary.path.name,
-            summary.state,
+            "stopped" if summary.is_cut_short else summary.state,
             _progress_cell(summary),
             f"{summary.loss:.4f}" if summary.loss is not None else "-",
             str(summary.attempt),
@@ -302,7 +302,8 @@ def _print_table(found: list[RunSummary]) -> None:
 
 def _progress_cell(summary: RunSummary) -> str:
     cut = " (records are missing)" if summary.missing_records else ""
-    return f"{summary.step}/{summary.stop_step}{cut}" if summary.stop_step else "-"
+    steps = summary.total_steps or summary.stop_step
+    return f"{summary.step}/{steps}{cut}" if steps else "-"
 
 
 def _status_lines(summary: RunSummary) -> list[str]:
@@ -314,7 +315,11 @@ def _status_lines(summary: RunSummary) -> list[str]:
         lines.append("why: launcher and agent were ended at one blow; `trainctl resume` goes on")
     if summary.stop_step:
         loss = f", loss {summary.loss:.4f}" if summary.loss is not None else ""
-        lines.append(f"progress: step {summary.step:,} of {summary.stop_step:,}{loss}")
+        steps = summary.total_steps or summary.stop_step
+        ends = f" (this launch ends at {summary.stop_step:,})" if summary.stop_step != steps else ""
+        lines.append(f"progress: step {summary.step:,} of {steps:,}{ends}{loss}")
+    if summary.is_cut_short:
+        lines.append("why: training.stop_after_steps ended it; `trainctl resume` goes on")
     if summary.missing_records:
         lines.append(f"records are missing in events.jsonl: {summary.missing_records}")
     where = f" from {summary.host}" if summary.host else ""

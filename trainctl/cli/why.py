@@ -43,6 +43,12 @@ class Explanation:
     sources: tuple[Explanation, ...] = ()
     doc: str = ""
 
+    def _origin(self) -> str:
+        """What gave the value: the last place that set it, unless that left it to be derived."""
+        if self.reason and (not self.layers or self.layers[-1]["value"] != self.value):
+            return f"derived: {self.reason}"
+        return f"set by {self.layers[-1]['source'] if self.layers else 'the default of the schema'}"
+
     def to_json(self) -> dict[str, Any]:
         """One object, without what does not apply."""
         shown: dict[str, Any] = {
@@ -72,8 +78,7 @@ class Explanation:
         elif self.is_key:
             shown.append(f"  {_text(self.default)} is the default of the schema")
         for source in self.sources:
-            by = source.layers[-1]["source"] if source.layers else "the schema's default"
-            shown.append(f"  {source.key} = {_text(source.value)}, set by {by}")
+            shown.append(f"  {source.key} = {_text(source.value)}, {source._origin()}")
         names = {
             "deepspeed": "in DeepSpeed's JSON",
             "engine": "for the engine",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainctl.config.registry import packaged_folders
 from trainctl.config.schema import GROUPS
-from trainctl.config.suggest import did_you_mean, nearest
+from trainctl.config.suggest import NOT_THERE, did_you_mean, nearest
 from trainctl.config.yaml_files import leading_comment, read_document
 from trainctl.errors import Finding, Severity, TrainctlError
 
@@ -198,7 +198,10 @@ def unknown_option(
     `count` stands before the option as typed: `8x` of `hardware=8xh100`.
     """
     names = option_names(folders, group)
-    hint = did_you_mean([f"{group}={count}{name}" for name in nearest(option, names)])
+    if option.lower() in NOT_THERE.get(group, ()):
+        hint = f"trainctl does not have {option}."
+    else:
+        hint = did_you_mean([f"{group}={count}{name}" for name in nearest(option, names)])
     listed = f"options of {group}: {', '.join(names)}"
     return Finding(
         rule=UNKNOWN_OPTION,

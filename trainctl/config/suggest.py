@@ -29,11 +29,13 @@ OTHER_NAMES = {
     "logging_steps": "logging.every_steps",
     "lr_scheduler": "schedule",
     "lr_scheduler_type": "schedule",
+    "loggers": "logging.to",
     "max_grad_norm": "optimizer.gradient_clipping",
     "max_iters": "training.steps",
     "max_seq_len": "training.sequence_length",
     "max_seq_length": "training.sequence_length",
     "max_steps": "training.steps",
+    "metrics": "logging.to",
     "min_lr": "schedule.floor_ratio",
     "model_name_or_path": "model.path",
     "n_embd": "model.hidden_size",
@@ -51,6 +53,7 @@ OTHER_NAMES = {
     "per_device_train_batch_size": "training.micro_batch_size",
     "pipeline_parallel_size": "parallelism.pipeline",
     "pp": "parallelism.pipeline",
+    "report_to": "logging.to",
     "save_steps": "checkpoint.every_steps",
     "save_total_limit": "checkpoint.keep",
     "scheduler": "schedule",
@@ -62,6 +65,7 @@ OTHER_NAMES = {
     "tp": "parallelism.tensor",
     "train_batch_size": "training.global_batch_size",
     "train_micro_batch_size_per_gpu": "training.micro_batch_size",
+    "wandb": "logging.to",
     "warmup_ratio": "schedule.warmup_fraction",
 }
 """Names of DeepSpeed, transformers and other trainers, and the key of ours that is the same."""
@@ -82,6 +86,11 @@ DEEPSPEED_KEYS = (
     "zero_optimization",
 )
 """Keys of DeepSpeed's own JSON that users may type as they know them."""
+
+NOT_THERE = {
+    "objective": ("grpo", "ppo", "rloo", "gspo", "dapo", "kto", "reward", "rm", "bco", "cpo")
+}
+"""What other trainers have beside a group's options and trainctl has not: near to none of them."""
 
 LONGEST = 100
 """Characters of a typed name that are compared: no name of ours is longer."""

@@ -43,6 +43,7 @@ class RunSummary:
         ranks: Processes that it is planned for.
         step: Optimizer steps done, of the run as it stands.
         stop_step: Step at which the newest attempt ends.
+        total_steps: Steps of the whole run.
         loss: Loss of the last step; None before the first.
         host: Machine of the launcher.
         exit_code: What ended the newest attempt, once it ended.
@@ -62,6 +63,7 @@ class RunSummary:
     ranks: int
     step: int
     stop_step: int | None
+    total_steps: int | None
     loss: float | None
     host: str
     exit_code: int | None
@@ -74,6 +76,12 @@ class RunSummary:
     def is_live(self) -> bool:
         """Whether something of it runs, or waits in a queue."""
         return self.holder is not None or self.state == State.queued
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether `training.stop_after_steps` ended the newest attempt, and steps are left."""
+        stop, total = self.stop_step or 0, self.total_steps or 0
+        return self.state == State.finished and stop < total and self.step >= stop
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
@@ -88,6 +96,7 @@ class RunSummary:
             "ranks": self.ranks,
             "step": self.step,
             "stop_step": self.stop_step,
+            "total_steps": self.total_steps,
             "loss": self.loss,
             "host": self.host,
             "exit_code": self.exit_code,
@@ -128,6 +137,7 @@ def summarise(run: RunPaths) -> RunSummary:
         ranks=math.prod(axis or 1 for axis in axes),
         step=_at(step, int, "step") or 0,
         stop_step=_at(plan, int, "stop_step"),
+        total_steps=_at(plan, int, "total_steps"),
         loss=_at(step, float, "loss"),
         host=status.host if status else "",
         exit_code=status.exit_code if status else None,

@@ -156,7 +156,7 @@ class RunConfig:
     hardware: HardwareConfig = section(HardwareConfig)
     recipe: str | None = option(None, "Name of the recipe that this was composed from.")
     script: str | None = option(
-        None, "Your own program, started on every rank instead of trainctl's trainer."
+        None, "Your own program, started on every rank instead of trainctl's trainer.", local=True
     )
     script_arguments: list[str] = option([], "Its arguments: the words after `--`.")
     script_config_flag: str | None = option(

@@ -88,7 +88,9 @@ class OffloadConfig:
         maximum=1,
     )
     pin_memory: bool = option(True, "Page-locked host buffers: faster, and rounded up in size.")
-    nvme_path: str | None = option(None, "Folder on a local NVMe drive; required for nvme.")
+    nvme_path: str | None = option(
+        None, "Folder on a local NVMe drive; required for nvme.", local=True
+    )
     buffer_count: int = option(5, "Pinned buffers of parameters in flight, nvme.", minimum=1)
     buffer_size: int = option(100_000_000, "Size of each of them.", unit="elements", minimum=1)
     max_in_cpu: int = option(

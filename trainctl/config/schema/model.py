@@ -45,6 +45,7 @@ class ModelConfig:
         None,
         "Local transformers directory with config.json, or a name on the Hugging Face hub; "
         "required for family=hf.",
+        local=True,
     )
     weights: WeightsKind = option(
         WeightsKind.auto,
@@ -55,6 +56,7 @@ class ModelConfig:
         None,
         "Directory of safetensors, or run, whose weights to start from; none is model.path where "
         "model.weights has it so.",
+        local=True,
     )
     vocab_size: int = option(
         512, "Rows of the embedding.", unit="tokens", minimum=0, maximum=100_000_000

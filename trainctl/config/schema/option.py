@@ -26,6 +26,7 @@ def option(
     each: str = "",
     needs: tuple[Callable[[Any], bool], str] | None = None,
     whole: bool = False,
+    local: bool = False,
 ) -> Any:
     """A config field with its meaning, unit and range.
 
@@ -41,6 +42,7 @@ def option(
         each: The group whose options it has sections of, by their names; none takes one out.
         needs: When it has an effect, of the section that it is in, and that in words.
         whole: Whether it is of the whole run, so that none of several such sections has it.
+        local: Whether it names a place in this machine's file systems, so that no URL is one.
     """
     metadata = {
         "doc": doc,
@@ -53,6 +55,7 @@ def option(
         "each": each,
         "needs": needs,
         "whole": whole,
+        "local": local,
     }
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

@@ -209,7 +209,9 @@ class TokenizerFromPath(TokenizerConfig):
     """Of what is read from a file."""
 
     path: str | None = option(
-        None, "File or directory; required, but for tokenizer=hf with model=hf: that of model.path."
+        None,
+        "File or directory; required, but for tokenizer=hf with model=hf: that of model.path.",
+        local=True,
     )
 
 
@@ -400,6 +402,7 @@ class LoggingConfig:
         None,
         "Python of another environment, for loggers whose packages are not in trainctl's own.",
         example="/opt/trackers/bin/python",
+        local=True,
     )
     alerts: AlertsConfig = section(AlertsConfig)
     every_steps: int = option(

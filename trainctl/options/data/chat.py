@@ -40,6 +40,7 @@ class ChatConfig(DataFromPaths):
     chat_template: str | None = option(
         None,
         "File of the template, in Jinja, or the name of one of the tokenizer's; none is its own.",
+        local=True,
     )
     template_arguments: dict[str, Any] = option(
         {},

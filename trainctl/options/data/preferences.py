@@ -28,6 +28,7 @@ class PreferencesConfig(DataFromPaths):
         None,
         "File of the template for messages, in Jinja, or the name of one of the tokenizer's; none "
         "is its own.",
+        local=True,
     )
     template_arguments: dict[str, Any] = option(
         {},

@@ -21,10 +21,14 @@ class MpiFlavor(Enum):
 class MpiConfig(LauncherConfig):
     """Its own keys."""
 
-    mpi_program: str = option("mpirun", "The program that starts processes: a name or a path.")
+    mpi_program: str = option(
+        "mpirun", "The program that starts processes: a name or a path.", local=True
+    )
     mpi_flavor: MpiFlavor = option(MpiFlavor.openmpi, "Whose command line it understands.")
     mpi_hostfile: str | None = option(
-        None, "File of the hosts, as that program reads it; none leaves them to a scheduler."
+        None,
+        "File of the hosts, as that program reads it; none leaves them to a scheduler.",
+        local=True,
     )
     mpi_options: list[str] = option([], "Further options of mpirun, each one word.")
 

@@ -18,7 +18,7 @@ class SshConfig(LauncherConfig):
     """Its own keys."""
 
     hosts: list[str] = option([], "Host names, for ssh.")
-    hostfile: str | None = option(None, "File of `host slots=n` lines, for ssh.")
+    hostfile: str | None = option(None, "File of `host slots=n` lines, for ssh.", local=True)
     include: str | None = option(
         None, "Hosts, and devices of each, to use, as in `node1@node2:0,2`; for ssh."
     )
@@ -30,10 +30,12 @@ class SshConfig(LauncherConfig):
     )
     interfaces: dict[str, str] = option({}, "Interface of a host that has another, by its name.")
     python: str | None = option(
-        None, "Python of every host, for ssh; none is the path of this one."
+        None, "Python of every host, for ssh; none is the path of this one.", local=True
     )
     ssh_config: str | None = option(
-        None, "File of ssh's own settings (`ssh -F`): ports, users, keys; none is the user's."
+        None,
+        "File of ssh's own settings (`ssh -F`): ports, users, keys; none is the user's.",
+        local=True,
     )
     preflight_seconds: float = option(
         60.0, "Time for all hosts to answer before the start, for ssh.", unit="seconds", above=0

@@ -25,6 +25,7 @@ class PrometheusConfig(LoggerConfig):
         "Folder of the file `trainctl-ID.prom`, which the collector reads; none is "
         "RUN/prometheus/.",
         example="/var/lib/node_exporter/textfile",
+        local=True,
     )
 
 

@@ -28,6 +28,7 @@ class TrackioConfig(LoggerConfig):
         None,
         "Where its databases lie; none is TRACKIO_DIR, else Trackio's own folder in the cache.",
         example="runs/trackio",
+        local=True,
     )
 
 
