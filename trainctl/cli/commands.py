@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from trainctl.config.suggest import explain_address
 from trainctl.errors import TrainctlError
 
 TRAIN, USE, PLAN = "Train", "Use what was trained", "Plan"
@@ -146,14 +147,10 @@ def _refuse_addresses(command: Any) -> None:
 
 
 def _check_place(parameter: Any, place: str) -> None:
-    if ":/" not in place:
-        return
-    from trainctl.config.keys import address_problem
-
-    problem = address_problem(place)
-    if problem is not None:
+    wrong = explain_address(place)
+    if wrong is not None:
         name = parameter.opts[-1] if parameter.opts[-1].startswith("-") else parameter.metavar
-        raise TrainctlError(f"{name}: {problem.message}", hint=problem.hint)
+        raise TrainctlError(f"{name}: {wrong[0]}", hint=wrong[1])
 
 
 def _join_lines(command: Any) -> None:

@@ -25,9 +25,8 @@ from trainctl.config.registry import (
     unit_groups,
 )
 from trainctl.config.schema import RunConfig
-from trainctl.config.suggest import nearest
+from trainctl.config.suggest import explain_address, nearest
 
-ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 LARGEST_INTEGER = 2**63 - 1
 COUNT = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([kKMBT])")
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -221,26 +220,15 @@ def accept(leaf: Leaf, value: Any, text: str | None = None) -> Any:
             raise
         raise ValueProblem(wrong.message, _as_typed(leaf, value)) from None
     problem = range_problem(leaf.metadata, accepted)
-    if leaf.metadata.get("local") and isinstance(accepted, str):
-        problem = address_problem(accepted)
+    if (
+        leaf.metadata.get("local")
+        and isinstance(accepted, str)
+        and (told := explain_address(accepted))
+    ):
+        problem = ValueProblem(*told)
     if problem:
         raise problem
     return accepted
-
-
-def address_problem(place: str) -> ValueProblem | None:
-    """What is wrong with a place of this machine that is written as a URL, or as what `Path` makes
-    of one."""
-    address = ADDRESS.match(place)
-    if address is None:
-        return None
-    scheme = address[1]
-    hint = "name a folder or file of this machine, or of a file system that is mounted here"
-    if scheme == "file":
-        hint = f"without the scheme: /{place[address.end() :]}"
-    elif scheme == "hf":
-        hint += "; a model of the hub is named as ORGANISATION/NAME"
-    return ValueProblem(f"{scheme}://... is an address, and no place in a file system", hint)
 
 
 def as_written(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -92,6 +93,7 @@ NOT_THERE = {
 }
 """What other trainers have beside a group's options and trainctl has not: near to none of them."""
 
+ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 LONGEST = 100
 """Characters of a typed name that are compared: no name of ours is longer."""
 
@@ -129,6 +131,21 @@ def nearest_keys(typed: str, keys: Iterable[str], groups: Iterable[str]) -> list
     whole = nearest(typed, keys if "." in typed else [*groups, *keys, *OTHER_NAMES])
     meant = [OTHER_NAMES.get(name, name) for name in [*whole, *similar]]
     return list(dict.fromkeys(meant))[:3]
+
+
+def explain_address(place: str) -> tuple[str, str] | None:
+    """Message and hint for a place of this machine that is written as a URL, or as what `Path`
+    makes of one; None for any other."""
+    found = ADDRESS.match(place)
+    if found is None:
+        return None
+    scheme = found[1]
+    hint = "name a folder or file of this machine, or of a file system that is mounted here"
+    if scheme == "file":
+        hint = f"without the scheme: /{place[found.end() :]}"
+    elif scheme == "hf":
+        hint += "; a model of the hub is named as ORGANISATION/NAME"
+    return f"{scheme}://... is an address, and no place in a file system", hint
 
 
 def first_line(error: Exception) -> str:
