@@ -175,6 +175,10 @@ def told(composed: Composed) -> list[tuple[str, str]]:
             "training.tokens=2M replaces training.steps=160 of recipes/tiny.yaml:23",
         ),
         (
+            ["recipe=dpo-8b-lora", "training.steps=9"],
+            "training.steps=9 replaces training.epochs=1.0 of recipes/dpo-8b-lora.yaml:37",
+        ),
+        (
             ["recipe=7b-zero3", "training.epochs=2"],
             "training.epochs=2 replaces training.tokens=135000000000 of recipes/7b-zero2.yaml:22",
         ),

@@ -90,7 +90,9 @@ def test_the_batch_multiplies_out(name: str, overrides: list[str]) -> None:
     assert (
         training.global_batch_size % (training.micro_batch_size * data_parallel_size(config)) == 0
     )
-    assert training.steps or training.tokens
+    fine_tunes = name.startswith(("sft-", "dpo-"))
+    assert training.epochs if fine_tunes else (training.steps or training.tokens)
+    assert sum(map(bool, (training.steps, training.tokens, training.epochs))) == 1
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -101,7 +103,7 @@ def test_sequences_fit_the_model_and_warmup_fits_the_run(name: str) -> None:
     assert training.global_batch_size is not None
     tokens_per_step = training.global_batch_size * training.sequence_length
     steps = training.steps or -(-(training.tokens or 0) // tokens_per_step)
-    assert (config.schedule.warmup_steps or 0) < steps
+    assert (config.schedule.warmup_steps or 0) < (steps or 1)  # of epochs a share
 
 
 @pytest.mark.parametrize("name", WHOLE)
