@@ -147,7 +147,7 @@ def trace_report(planned: Planned) -> dict[str, dict[str, int]]:
     if traced is None or made is None:
         return {}
     config = made.config
-    if config.model.is_directory:
+    if not config.model.has_closed_form:
         return {
             "parameters": {"traced": traced.anatomy.total},
             "block_bytes_per_token": {"traced": traced.block.saved},
