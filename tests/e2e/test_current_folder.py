@@ -13,6 +13,7 @@ import pytest
 from commands import TINY, finish, start, trainctl
 
 from trainctl.cli.commands import COMMANDS
+from trainctl.data.quality.measure import PartToMeasure, WantedColumns, measure_all
 
 PACKAGE = Path(__file__).parents[2] / "trainctl"
 
@@ -117,3 +118,16 @@ def test_every_python_that_is_started_ignores_the_folder() -> None:
                         wrong.append(f"{file}:{node.lineno}")
     assert seen > 15
     assert not wrong
+
+
+def test_a_pool_that_judges_documents_ignores_the_folder(
+    hostile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes begin with `-c`, and have no `-P` where the command itself has none."""
+    assert not sys.flags.safe_path
+    monkeypatch.chdir(hostile)
+    done: list[PartToMeasure] = []
+    part = PartToMeasure("source", "part", "1", list)
+    measure_all([part], hostile.parent, WantedColumns(), processes=2, done=done.append)
+    assert done == [part]
+    _nothing_ran(hostile)
