@@ -47,7 +47,7 @@ def traced(config: RunConfig, sequence_length: int) -> TracedModel:
         path = directory(config.model.name, Path(folder))
         model = replace(config.model, path=str(path))
         training = TrainingConfig(sequence_length=sequence_length)
-        return trace(replace(config, model=model, training=training), path)
+        return trace(replace(config, model=model, training=training))
 
 
 def resaved(name: str) -> dict[str, Any]:
