@@ -119,6 +119,13 @@ def test_files_that_are_not_named_are_told_once_each(capsys: pytest.CaptureFixtu
     assert {key: each["rule"] for key, each in found.items()} == {"data.sources.a.paths": "TC074"}
 
 
+def test_a_tokenizer_that_a_wrong_directory_would_bring_is_no_second_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = findings(capsys, "recipe=tiny", "model=hf", "model.path=/nonexistent", "tokenizer=hf")
+    assert {key: each["rule"] for key, each in found.items()} == {"model.path": "TC113"}
+
+
 def test_random_weights_are_fine_tuned_where_they_are_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
